@@ -41,7 +41,9 @@ def once(kernel: str, tensors: list[torch.Tensor], slope: torch.Tensor) -> float
 def errors(shape: tuple[int, ...]) -> dict[str, float]:
     """Relative norm of the error of the output and of the gradients together, bf16 against fp64."""
     _, heads, shared, length, dim = shape
-    exact = [torch.randn(1, h, min(length, 512), dim, dtype=torch.float64).requires_grad_() for h in (heads, shared, shared)]
+    exact = [
+        torch.randn(1, h, min(length, 512), dim, dtype=torch.float64).requires_grad_() for h in (heads, shared, shared)
+    ]
     q, k, v = exact
     out = reference_attention(q, k, v, MaskSpec(), dim**-0.5)
     slope = torch.randn_like(out)
@@ -76,7 +78,8 @@ def main() -> None:
         for shape in SHAPES:
             rows, heads, shared, length, dim = shape
             tensors = [
-                torch.randn(rows, length, h, dim).to(dtype).transpose(1, 2).requires_grad_() for h in (heads, shared, shared)
+                torch.randn(rows, length, h, dim).to(dtype).transpose(1, 2).requires_grad_()
+                for h in (heads, shared, shared)
             ]
             slope = torch.randn(rows, length, heads, dim).to(dtype).transpose(1, 2)
             times: dict[str, list[float]] = {kernel: [] for kernel in KERNELS}

@@ -113,7 +113,10 @@ def main() -> None:
         growth = (taken[-1][1] / taken[0][1]) / (taken[-1][0] / taken[0][0])
         lines.append(f"| {name} | {' | '.join(cells)} | {growth:.2f} |")
         print(lines[-1], flush=True)
-    lines += ["", "FlexAttention has no backward pass on a CPU, and FlashAttention's packages need CUDA: not measured here."]
+    lines += [
+        "",
+        "FlexAttention has no backward pass on a CPU, and FlashAttention's packages need CUDA: not measured here.",
+    ]
     options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -45,7 +45,9 @@ TECHNIQUES = {
 }
 GPUS = {"A100-80GB": 16, "RTX-4090": 4}
 """Rows of 2,048 tokens that the two are given."""
-LLAMA_1B = "{layers: 16, width: 2048, heads: 32, kv_heads: 8, feed_forward: 8192, vocabulary: 128256, tie_embeddings: true}"
+LLAMA_1B = (
+    "{layers: 16, width: 2048, heads: 32, kv_heads: 8, feed_forward: 8192, vocabulary: 128256, tie_embeddings: true}"
+)
 
 
 def recipe(name: str, model: str, rows: int, length: int, techniques: str = "{}") -> recipes.Recipe:
@@ -58,7 +60,9 @@ def memory() -> dict[str, Any]:
     predicted = {gpu: _predicted(gpu, rows) for gpu, rows in GPUS.items()}
     plain = recipe("claims", LLAMA, 8, 512)
     contenders = [Contender("plain", plain)]
-    contenders += [Contender(name, recipe("claims", LLAMA, 8, 512, techniques)) for name, techniques in TECHNIQUES.items()]
+    contenders += [
+        Contender(name, recipe("claims", LLAMA, 8, 512, techniques)) for name, techniques in TECHNIQUES.items()
+    ]
     # Accumulation: the global batch grows, the micro-batch stays.
     batches = {}
     for times in (1, 2, 4, 8, 16):
@@ -68,7 +72,9 @@ def memory() -> dict[str, Any]:
         )
         batches[str(times)] = max(seen.peak.values()) / GIB
     with tempfile.TemporaryDirectory() as folder:
-        made = bench(plain, contenders, steps=6, repeats=2, out=Path(folder), say=lambda *said: print(*said, flush=True))
+        made = bench(
+            plain, contenders, steps=6, repeats=2, out=Path(folder), say=lambda *said: print(*said, flush=True)
+        )
     rows = [
         {k: r.get(k) for k in ("name", "failed", "ratio", "ratio_spread", "peak_gib", "tokens_per_second")}
         for r in made["rows"]
@@ -82,7 +88,9 @@ def _predicted(gpu: str, rows: int) -> dict[str, dict[str, float]]:
     found = {}
     for name, techniques in {"plain": "{}", **TECHNIQUES}.items():
         seen = observe(
-            recipe("claims", LLAMA_1B, max(rows, 8), 2048, techniques), vocabulary=None, device=Device("cpu", gpu, 999 * GIB)
+            recipe("claims", LLAMA_1B, max(rows, 8), 2048, techniques),
+            vocabulary=None,
+            device=Device("cpu", gpu, 999 * GIB),
         )
         found[name] = {"gib": max(seen.peak.values()) / GIB, "seconds": step_seconds(seen, rates)}
     return found
@@ -109,7 +117,9 @@ def _data_sheet(gpu: str) -> Rates:
         matrix=tuple(MatrixRate(d, layout, 1024, 1024, 1024, rate) for d, rate in flops.items() for layout in LAYOUTS),
         moved=tuple(MovedRate(name, d, 2**20, moved) for name in MOVERS for d in flops),
         attention=tuple(
-            AttentionRate(d, way, 2048, 32, 64, rate / 2) for d, rate in flops.items() for way in ("forward", "backward")
+            AttentionRate(d, way, 2048, 32, 64, rate / 2)
+            for d, rate in flops.items()
+            for way in ("forward", "backward")
         ),
         contended=False,
         seconds=0.0,
@@ -294,9 +304,13 @@ def _memory_table(found: dict[str, Any]) -> list[str]:
         elif row["name"] == "all of these":
             said = "up to 5 x, up to 70% less"
         fast, small = (claim and row["ratio"] >= claim[0]), (claim and saved >= claim[2])
-        verdict = "" if not claim else "yes" if fast and small else "speed only" if fast else "memory only" if small else "no"
+        verdict = (
+            "" if not claim else "yes" if fast and small else "speed only" if fast else "memory only" if small else "no"
+        )
         spread = f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}"
-        lines.append(f"| {row['name']} | {said} | {row['ratio']:.2f} x ({spread}) | {_less(saved)} | {gpus} | {verdict} |")
+        lines.append(
+            f"| {row['name']} | {said} | {row['ratio']:.2f} x ({spread}) | {_less(saved)} | {gpus} | {verdict} |"
+        )
     peaks = found["accumulation_peak_gib"]
     grown = ", ".join(
         f"{times} x the batch: {peak / peaks['1']:.2f} x the memory" for times, peak in peaks.items() if times != "1"
@@ -378,7 +392,9 @@ def _rope_table(found: dict[str, Any]) -> list[str]:
         "|---|" + "---|" * len(lengths),
     ]
     for kind in dict.fromkeys(row["kind"] for row in found["rows"]):
-        lines.append(f"| {kind} | " + " | ".join(f"{by[kind, n]:.1f}" if (kind, n) in by else "" for n in lengths) + " |")
+        lines.append(
+            f"| {kind} | " + " | ".join(f"{by[kind, n]:.1f}" if (kind, n) in by else "" for n in lengths) + " |"
+        )
     return [*lines, ""]
 
 

@@ -235,10 +235,14 @@ def main() -> None:
     parse.add_argument("--fold", default="", help="K/N: of the held-out rows every Nth, from the Kth")
     parse.add_argument("--length", type=int, default=None)
     parse.add_argument("--only", default="", help="names between commas, whole variants between semicolons, or none")
-    parse.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="that what is quantized computes in")
+    parse.add_argument(
+        "--precision", choices=("bf16", "fp32"), default="bf16", help="that what is quantized computes in"
+    )
     parse.add_argument("--train-steps", type=int, default=0)
     parse.add_argument("--train-rows", type=int, default=8, help="rows a step")
-    parse.add_argument("--converted", default=CONVERTED, help="methods for what was trained without, between semicolons")
+    parse.add_argument(
+        "--converted", default=CONVERTED, help="methods for what was trained without, between semicolons"
+    )
     parse.add_argument("--aware", default=AWARE, help="what is trained for and converted to, between semicolons")
     parse.add_argument("--taught", action="store_true", help="train towards the model's own probabilities, not labels")
     parse.add_argument("--lr", type=float, default=3e-4)

@@ -32,7 +32,11 @@ from contract import UNTIMED, Job  # noqa: E402
 from table import COLUMNS, DISTURBED, NARROW, cells, markdown, steady  # noqa: E402
 
 PEERS = ROOT / ".peers"
-PEERS_NEED = ("litgpt==0.5.13", "torch==2.13.0", "requests")  # requests: litgpt needs it to save and does not ask for it
+PEERS_NEED = (
+    "litgpt==0.5.13",
+    "torch==2.13.0",
+    "requests",
+)  # requests: litgpt needs it to save and does not ask for it
 EQUAL = 0.01
 """Losses that differ by at most this share of the baseline's are equal."""
 
@@ -83,7 +87,9 @@ CONTENDERS = (
     Contender("trainer", "transformers Trainer, its defaults", "trainer_worker.py"),
     # Without a GPU the Trainer refuses bf16 unless use_cpu says that this is meant.
     Contender("trainer-bf16", "transformers Trainer, bf16=True", "trainer_worker.py", {"bf16": True, "use_cpu": True}),
-    Contender("litgpt", "litgpt pretrain, its defaults on a CPU (32-true)", "litgpt_worker.py", {"precision": "32-true"}, True),
+    Contender(
+        "litgpt", "litgpt pretrain, its defaults on a CPU (32-true)", "litgpt_worker.py", {"precision": "32-true"}, True
+    ),
     Contender(
         "litgpt-mixed",
         "litgpt pretrain, bf16-mixed, fused AdamW",
@@ -185,7 +191,11 @@ def summary(runs: dict[str, list[dict[str, Any]]], shape: Shape, ceiling: float)
         results = runs[contender.name]
         if contender.name not in sound:
             rows.append(
-                {"name": contender.name, "what": contender.what, "failed": next(r["failed"] for r in results if "failed" in r)}
+                {
+                    "name": contender.name,
+                    "what": contender.what,
+                    "failed": next(r["failed"] for r in results if "failed" in r),
+                }
             )
             continue
         rate = middle([r["tokens_per_second"] for r in results])
@@ -205,7 +215,9 @@ def summary(runs: dict[str, list[dict[str, Any]]], shape: Shape, ceiling: float)
         for base in BASELINES:
             if base in sound:
                 pairs = list(zip(results, sound[base], strict=True))
-                row[f"speed_against_{base}"] = middle([a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs])
+                row[f"speed_against_{base}"] = middle(
+                    [a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]
+                )
                 row[f"memory_against_{base}"] = middle(
                     [
                         (a["peak_rss_bytes"] - a["rss_after_imports"]) / (b["peak_rss_bytes"] - b["rss_after_imports"])
@@ -237,7 +249,9 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         default=50,
         help=f"optimizer steps of each training; the first {UNTIMED} are not timed (default 50)",
     )
-    parser.add_argument("--contenders", nargs="+", choices=[c.name for c in CONTENDERS], default=[c.name for c in CONTENDERS])
+    parser.add_argument(
+        "--contenders", nargs="+", choices=[c.name for c in CONTENDERS], default=[c.name for c in CONTENDERS]
+    )
     parser.add_argument(
         "--tokenizer",
         default=str(data / "tokenizers" / "llama2"),
@@ -251,7 +265,9 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     if options.steps <= UNTIMED or options.repeats < 1:
-        parser.error(f"--steps {options.steps} --repeats {options.repeats}: take at least {UNTIMED + 1} steps and 1 repeat")
+        parser.error(
+            f"--steps {options.steps} --repeats {options.repeats}: take at least {UNTIMED + 1} steps and 1 repeat"
+        )
     options.out = options.out or ROOT / "benchmarks" / "results" / f"cpu_vs_peers-{options.size}.json"
     return options
 
@@ -325,13 +341,17 @@ def main() -> int:
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     options.out.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
     table = Table(
-        *(COLUMNS[i] for i in NARROW), title=f"{options.size}, {options.steps} steps, rounds: {options.repeats}", box=None
+        *(COLUMNS[i] for i in NARROW),
+        title=f"{options.size}, {options.steps} steps, rounds: {options.repeats}",
+        box=None,
     )
     for row in rows:
         shown = [row["name"], *cells(row)[1:]]
         table.add_row(*(shown[i] for i in NARROW))
     console.print(table)
-    console.print(f"bf16 matrix rate: {begin['bf16'] / 1e9:,.0f} GFLOP/s before, {end['bf16'] / 1e9:,.0f} after; {options.out}")
+    console.print(
+        f"bf16 matrix rate: {begin['bf16'] / 1e9:,.0f} GFLOP/s before, {end['bf16'] / 1e9:,.0f} after; {options.out}"
+    )
     if not steady(result["machine"]):
         console.print(DISTURBED, style="bold yellow")
     return int(any("failed" in row for row in rows))

@@ -78,7 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument(
-        "--template", default="chatml", help="a format by name, or unmarked: a template whose mask is proven by rendering"
+        "--template",
+        default="chatml",
+        help="a format by name, or unmarked: a template whose mask is proven by rendering",
     )
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -89,7 +91,12 @@ def main() -> None:
         folder = Path(temporary)
         make(folder, data, given.rows, given.template)
         command = [sys.executable, __file__, "--read", str(folder), "--template", given.template]
-        results = {"rows_read": given.rows, "template": given.template, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+        results = {
+            "rows_read": given.rows,
+            "template": given.template,
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+        }
         for name in ("first", "cached"):
             results[name] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         for entry in (folder / "cache").glob("tokens-*"):

@@ -30,7 +30,13 @@ T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8:
 
 STUDENTS = {
     "shallow": {"num_hidden_layers": 2},
-    "narrow": {"hidden_size": 44, "intermediate_size": 120, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 11},
+    "narrow": {
+        "hidden_size": 44,
+        "intermediate_size": 120,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 11,
+    },
 }
 ARMS = {
     "labels alone": "",
@@ -83,7 +89,9 @@ def main() -> None:
             for name in arms:
                 settings = ARMS[name].format(cache=folder / "kept")
                 technique = f", distillation: {{teacher: {stories}, {settings}}}" if settings else ""
-                recipe = recipe_of(model, source, technique, steps=options.steps, lr=options.lr, tokenizer=stories, seed=seed)
+                recipe = recipe_of(
+                    model, source, technique, steps=options.steps, lr=options.lr, tokenizer=stories, seed=seed
+                )
                 out = folder / f"{seed}-{name.replace(' ', '-')}"
                 summary = train(recipe, out=out)
                 if math.isnan(summary["validation_loss"]):

@@ -28,7 +28,9 @@ ABSTRACT, REPORT = 350, 200
 
 
 def preheat(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-m", "preheat", *arguments, "--json"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "preheat", *arguments, "--json"], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"preheat {' '.join(arguments)}\n{done.stderr}")
     return dict(json.loads(done.stdout))
@@ -79,7 +81,10 @@ def finance(data: Path, folder: Path) -> tuple[list[str], str]:
             answer = question["answer"] if isinstance(question["answer"], list) else [question["answer"]]
             scale = {"": "", "percent": "%"}.get(question["scale"], " " + question["scale"])
             said = "; ".join(str(one) + (scale if not str(one).endswith("%") else "") for one in answer)
-            yield {"instruction": f"{table}\n{text}"[-REPORT:] + f"\nQuestion: {question['question']}\nAnswer:", "output": said}
+            yield {
+                "instruction": f"{table}\n{text}"[-REPORT:] + f"\nQuestion: {question['question']}\nAnswer:",
+                "output": said,
+            }
 
     write(folder / "train.jsonl", itertools.chain.from_iterable(rows(one) for n, one in enumerate(reports) if n % 5))
     (folder / "test.json").write_text(json.dumps(reports[::5]), encoding="utf-8")
@@ -124,14 +129,25 @@ def main() -> None:
                 f"data.source={folder}/train.jsonl",
                 "data.validation=0.05",
             ]
-            settings += ["batch={size: 8, length: 512}", "stop=null", f"stop.steps={STEPS[name]}", f"seed={options.seed}"]
+            settings += [
+                "batch={size: 8, length: 512}",
+                "stop=null",
+                f"stop.steps={STEPS[name]}",
+                f"seed={options.seed}",
+            ]
             settings += ["techniques.gradient_accumulation.steps=2"]
             made = preheat(
-                "train", name, "--out", str(folder / "run"), *itertools.chain.from_iterable(("--set", s) for s in settings)
+                "train",
+                name,
+                "--out",
+                str(folder / "run"),
+                *itertools.chain.from_iterable(("--set", s) for s in settings),
             )
             found = preheat("eval", str(folder / "run"), "--before", "--data", "validation", "--tasks", task)
             plan = json.loads((folder / "run/plan.json").read_text(encoding="utf-8"))["parameters"]
-        cost = f"{plan['trained'] / plan['total']:.1%} | {made['peak_gib'] * 1024:.0f} | {made['tokens_per_second']:,.0f}"
+        cost = (
+            f"{plan['trained'] / plan['total']:.1%} | {made['peak_gib'] * 1024:.0f} | {made['tokens_per_second']:,.0f}"
+        )
         for part in ("tasks", "texts"):
             for of, result in found[part].items():
                 cut = f", {result['truncated']:,} without their beginning" if result["truncated"] else ""

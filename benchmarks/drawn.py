@@ -30,7 +30,12 @@ def drawn(count: int, seed: int) -> Iterator[list[str]]:
         if not 1e10 < parameters * rows * length < WORK:
             continue
         model = f"{{family: {family}, layers: {layers}, width: {width}, heads: {heads}, vocabulary: {vocabulary}}}"
-        yield [f"model={model}", f"batch={{size: {rows}, length: {length}}}", f"techniques={{{', '.join(techniques)}}}", *QUIET]
+        yield [
+            f"model={model}",
+            f"batch={{size: {rows}, length: {length}}}",
+            f"techniques={{{', '.join(techniques)}}}",
+            *QUIET,
+        ]
         count -= 1
 
 

@@ -30,8 +30,20 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # teacher, stude
         {"depth_multiplier": 0.25, "classifier_dropout_prob": 0.1},
     ),
     "efficientnet": (
-        {"width_coefficient": 0.5, "depth_coefficient": 0.6, "hidden_dim": 640, "dropout_rate": 0.1, "drop_connect_rate": 0.0},
-        {"width_coefficient": 0.25, "depth_coefficient": 0.4, "hidden_dim": 320, "dropout_rate": 0.1, "drop_connect_rate": 0.0},
+        {
+            "width_coefficient": 0.5,
+            "depth_coefficient": 0.6,
+            "hidden_dim": 640,
+            "dropout_rate": 0.1,
+            "drop_connect_rate": 0.0,
+        },
+        {
+            "width_coefficient": 0.25,
+            "depth_coefficient": 0.4,
+            "hidden_dim": 320,
+            "dropout_rate": 0.1,
+            "drop_connect_rate": 0.0,
+        },
     ),
     "mobilevit": (
         {"hidden_sizes": [64, 80, 96], "neck_hidden_sizes": [16, 16, 24, 48, 64, 80, 320], "num_attention_heads": 4},
@@ -69,7 +81,9 @@ def new_model(family: str, settings: dict[str, Any], folder: Path) -> None:
                 torch.nn.init.kaiming_normal_(module.weight)
     model.save_pretrained(folder)
     kind = type(AutoImageProcessor.from_pretrained(_stub(family, folder.parent), backend="pil"))
-    kind(size={"height": SIZE, "width": SIZE}, do_center_crop=False, do_flip_channel_order=False).save_pretrained(folder)
+    kind(size={"height": SIZE, "width": SIZE}, do_center_crop=False, do_flip_channel_order=False).save_pretrained(
+        folder
+    )
 
 
 def _stub(family: str, beside: Path) -> Path:
@@ -155,11 +169,20 @@ def main() -> None:
                 seed=options.seed,
             )
             more = " ms an image |" if options.timed else ""
-            lines += ["", f"## {family}", "", f"| step | accuracy | loss | parameters | bytes | logits | as before |{more}"]
+            lines += [
+                "",
+                f"## {family}",
+                "",
+                f"| step | accuracy | loss | parameters | bytes | logits | as before |{more}",
+            ]
             lines.append("|---|---|---|---|---|---|---|" + "---|" * options.timed)
             for name, step in steps:
                 told, logits = step["after"], step.get("logits")
-                within = f"{logits['largest'] / max(logits['scale'], 1.0):.2g} | {logits['agreement']:.1%}" if logits else " | "
+                within = (
+                    f"{logits['largest'] / max(logits['scale'], 1.0):.2g} | {logits['agreement']:.1%}"
+                    if logits
+                    else " | "
+                )
                 lines.append(
                     f"| {name} | {told['accuracy']:.1%} | {told['loss']:.4f} | {told['parameters']:,} | {told['bytes']:,} | {within} |"
                     + (f" {told['milliseconds']:.2f} |" if options.timed else "")

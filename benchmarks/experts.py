@@ -92,7 +92,9 @@ def speed(options: argparse.Namespace) -> list[str]:
             for way, found in seconds.items():
                 rates = sorted(batch.tokens.numel() / s for s in found)
                 times = [theirs / own for theirs, own in zip(found, ours, strict=True)]
-                told = "" if found is ours else f"{statistics.median(times):.2f} x ({min(times):.2f} to {max(times):.2f})"
+                told = (
+                    "" if found is ours else f"{statistics.median(times):.2f} x ({min(times):.2f} to {max(times):.2f})"
+                )
                 cells = f"{statistics.median(rates):,.0f} ({rates[0]:,.0f} to {rates[-1]:,.0f})"
                 lines.append(f"| {experts}, {SIZES[experts][0]} for a token | {mode} | {way} | {cells} | {told} |")
                 print(lines[-1], flush=True)
@@ -102,7 +104,9 @@ def speed(options: argparse.Namespace) -> list[str]:
 # --- balance --------------------------------------------------------------------------------------------------------
 
 
-def recipe_of(experts: int, balancing: str, source: Path, stories: Path, options: argparse.Namespace, seed: int) -> Recipe:
+def recipe_of(
+    experts: int, balancing: str, source: Path, stories: Path, options: argparse.Namespace, seed: int
+) -> Recipe:
     model, technique = sizes(experts, 3, 128), ""
     if how := BALANCINGS[balancing]:
         model, technique = model.replace(", config: {router_aux_loss_coef: 0}", ""), f", expert_balancing: {how}"
@@ -143,7 +147,11 @@ def balance(options: argparse.Namespace, folder: Path) -> list[str]:
                 steps = [step for step in steps if "expert_load" in step]
                 means = [
                     statistics.mean(s[key] for s in part)
-                    for key, part in (("expert_load", steps[:10]), ("expert_load", steps[-20:]), ("experts_idle", steps[-20:]))
+                    for key, part in (
+                        ("expert_load", steps[:10]),
+                        ("expert_load", steps[-20:]),
+                        ("experts_idle", steps[-20:]),
+                    )
                 ]
                 found.append((*means, loss, with_the_bias(run, recipe, stories) if "bias" in name else loss))
             cells = " | ".join(spread([f[n] for f in found], ".4f" if n > 2 else ".2f") for n in range(5))
@@ -153,7 +161,9 @@ def balance(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def spread(values: list[float], form: str) -> str:
-    return f"{statistics.mean(values):{form}}" + (f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else "")
+    return f"{statistics.mean(values):{form}}" + (
+        f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
+    )
 
 
 def main() -> None:

@@ -86,7 +86,10 @@ def run(case: Case, where: Where) -> dict[str, Any]:
         result, why, figures = "wrong", str(wrong), wrong.figures
     except Exception as error:  # noqa: BLE001  # whatever it is, the next case is to run
         traceback.print_exc()
-        result, why = "failed", f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        result, why = (
+            "failed",
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+        )
     _clean(where)
     return {
         "case": case.name,
@@ -120,7 +123,17 @@ class Process:
 
     def __init__(self, part: str, where: Where, log: Any):
         ours, theirs = os.pipe()
-        command = [sys.executable, __file__, part, "--device", where.kind, "--serve", str(theirs), "--folder", where.folder]
+        command = [
+            sys.executable,
+            __file__,
+            part,
+            "--device",
+            where.kind,
+            "--serve",
+            str(theirs),
+            "--folder",
+            where.folder,
+        ]
         if not where.tiny:
             command.append("--full")
         self.process = subprocess.Popen(
@@ -170,7 +183,13 @@ def results(part: str, where: Where, chosen: list[Case], budget: float, log: Any
         for case in chosen:
             left = until - time.monotonic()
             if left < min(case.seconds, 5.0):
-                yield {"case": case.name, "result": "left out", "seconds": 0.0, "why": "the budget is used up", "figures": {}}
+                yield {
+                    "case": case.name,
+                    "result": "left out",
+                    "seconds": 0.0,
+                    "why": "the budget is used up",
+                    "figures": {},
+                }
                 continue
             if process is not None and case.fresh and process.ran:
                 process.end()
@@ -192,7 +211,9 @@ def results(part: str, where: Where, chosen: list[Case], budget: float, log: Any
                     process.process.wait(timeout=0.2)
                 code = process.end()
                 process = None
-                why = f"took longer than {allowed:.0f} s" if code is None else f"ended with exit code {code}: see the log"
+                why = (
+                    f"took longer than {allowed:.0f} s" if code is None else f"ended with exit code {code}: see the log"
+                )
                 if code is not None and code < 0:
                     why = f"was ended by {signal.Signals(-code).name}: see the log"
                 late = "cut off" if allowed < case.seconds and code is None else "failed"
@@ -218,7 +239,9 @@ def machine(kind: str) -> str:
 
 def table(part: str, rows: list[dict[str, Any]], command: str, machine: str) -> str:
     """The results as Markdown, the answer first."""
-    count = {result: sum(row["result"] == result for row in rows) for result in dict.fromkeys(row["result"] for row in rows)}
+    count = {
+        result: sum(row["result"] == result for row in rows) for result in dict.fromkeys(row["result"] for row in rows)
+    }
     answer = ", ".join(f"{n} {result}" for result, n in count.items())
     lines = [f"# {part} on {machine}", "", f"{len(rows)} cases: {answer}.", "", f"    {command}", ""]
     lines += ["| case | result | s | figures |", "|---|---|---|---|"]
@@ -236,11 +259,15 @@ def _short(value: Any) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", metavar="correct|memory|ladder", help="or the name of a module with cases of your own")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds; what does not fit is named (default: 540)")
+    parser.add_argument(
+        "--budget", type=float, default=540.0, help="seconds; what does not fit is named (default: 540)"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="cases whose name contains one of these")
     parser.add_argument(
-        "--out", type=Path, help="folder for the results (default on CUDA: benchmarks/results; on a CPU none is written)"
+        "--out",
+        type=Path,
+        help="folder for the results (default on CUDA: benchmarks/results; on a CPU none is written)",
     )
     parser.add_argument("--list", action="store_true", help="print the cases and end")
     parser.add_argument("--full", action="store_true", help="the GPU's sizes on a CPU too")
@@ -259,7 +286,8 @@ def main() -> int:
         return 0
     if options.part not in PARTS and importlib.util.find_spec(options.part) is None:
         print(
-            f"gpu_check: {options.part}: no such part; use {', '.join(PARTS)}, or a module with `cases(where)`", file=sys.stderr
+            f"gpu_check: {options.part}: no such part; use {', '.join(PARTS)}, or a module with `cases(where)`",
+            file=sys.stderr,
         )
         return 2
     import torch
@@ -296,7 +324,9 @@ def main() -> int:
         if out is None and any(row["result"] == "failed" for row in rows):
             sys.stderr.write((target / f"{stem}.log").read_text(encoding="utf-8")[-6000:])
         command = "python " + shlex.join(sys.argv)
-        (target / f"{stem}.md").write_text(table(options.part, rows, command, machine(options.device)), encoding="utf-8")
+        (target / f"{stem}.md").write_text(
+            table(options.part, rows, command, machine(options.device)), encoding="utf-8"
+        )
         print(table(options.part, rows, command, machine(options.device)).splitlines()[2], file=sys.stderr)
     return int(any(row["result"] in ("wrong", "failed") for row in rows))
 

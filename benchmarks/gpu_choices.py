@@ -66,7 +66,9 @@ _LIGER = "https://github.com/linkedin/Liger-Kernel#supercharge-your-model-with-l
 _FOUNDRY = "https://github.com/mosaicml/llm-foundry/tree/main/scripts/train/benchmarking"
 # (model, method, GPU) -> what was published of it or of the nearest to it: settings, tokens a second of a device, where.
 PUBLISHED: dict[tuple[str, str, str], list[tuple[str, int, str]]] = {
-    ("llama-3.2-1b", "full", "H100"): [("llm-foundry, another 1B (MPT, pretrained on 8, vocabulary of 50k)", 45455, _FOUNDRY)],
+    ("llama-3.2-1b", "full", "H100"): [
+        ("llm-foundry, another 1B (MPT, pretrained on 8, vocabulary of 50k)", 45455, _FOUNDRY)
+    ],
     ("llama-3.2-1b", "full", "A100-80GB"): [("llm-foundry, as on the H100", 20513, _FOUNDRY)],
     ("llama-3.1-8b", "lora", "H100"): [("AutoModel, Llama 3, rows of 4,096", 12473, _AUTOMODEL)],
     ("llama-3.1-8b", "lora", "RTX-4090"): [("torchtune, compiled, 2 rows of 2,048", 3083, _TUNE)],
@@ -114,7 +116,9 @@ def tried(case: Case) -> Iterator[tuple[Technique, ...]]:
         *(kinds["activation_checkpointing"](mode=mode) for mode in ("selective", "full")),
     ]
     loss: list[Technique | None] = [None, kinds["chunked_loss"](rows=4096)]
-    precision = [kinds["mixed_precision"](mode=mode) for mode in (("bf16", "bf16_weights") if full else ("bf16_weights",))]
+    precision = [
+        kinds["mixed_precision"](mode=mode) for mode in (("bf16", "bf16_weights") if full else ("bf16_weights",))
+    ]
     cuts = [None if n == 1 else kinds["gradient_accumulation"](steps=n) for n in (1, 2, 4, 8, 16)]
     shards = [kinds["fsdp"](reshard=reshard) for reshard in (True, False)] if case.devices > 1 else [None]
     if case.devices > 1:  # whose dry runs take longer: without what was never best on one device
@@ -123,7 +127,9 @@ def tried(case: Case) -> Iterator[tuple[Technique, ...]]:
         yield tuple(t for t in settings if t is not None)
 
 
-def brute_force(case: Case, gpus: tuple[str, ...], tell: Callable[[str], None] = lambda words: None) -> dict[str, Choice]:
+def brute_force(
+    case: Case, gpus: tuple[str, ...], tell: Callable[[str], None] = lambda words: None
+) -> dict[str, Choice]:
     """The best of all that is tried on each GPU. Each is observed once, and what was observed serves all GPUs."""
     question, kinds = case.question(), registry()
     vocabulary = vocabulary_of(question.recipe)
@@ -184,7 +190,9 @@ def row_of(case: Case, gpu: str, chosen: Choice, seconds: float, best: Choice | 
 
 def page(rows: list[dict[str, Any]], command: str) -> str:
     """The results as a page."""
-    shares = sorted(row["tokens_per_second"] / row["best_tokens_per_second"] for row in rows if row["fits"] and row["best"])
+    shares = sorted(
+        row["tokens_per_second"] / row["best_tokens_per_second"] for row in rows if row["fits"] and row["best"]
+    )
     bad = [f"{row['model']} on {row['gpu']}: {', '.join(row['faults'])}" for row in rows if row["faults"]]
     verdict = f"{len(bad)} are faulty: {'; '.join(bad)}" if bad else "none chooses plain attention"
     lines = [
@@ -201,7 +209,11 @@ def page(rows: list[dict[str, Any]], command: str) -> str:
         share, speed = "nothing fits", "-"
         if row["fits"]:
             speed = f"{row['tokens_per_second']:,.0f}"
-            share = f"{row['tokens_per_second'] / row['best_tokens_per_second']:.2f}" if row["best"] else "nothing tried fits"
+            share = (
+                f"{row['tokens_per_second'] / row['best_tokens_per_second']:.2f}"
+                if row["best"]
+                else "nothing tried fits"
+            )
         said = "; ".join(f"{speed:,} ([{who}]({where}))" for who, speed, where in row["published"]) or "none found"
         lines.append(
             f"| {row['model']} | {row['gpu']} | {row['chosen']} | {row['peak_gib']:.1f} | {speed} | {share} | {said} |"

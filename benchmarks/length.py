@@ -91,7 +91,9 @@ def texts(folder: Path) -> None:
     told = (data / "tinystories_train_excerpt.txt").read_text(encoding="utf-8")
     stories = [story.strip() for story in re.split(r"\n+(?=Once upon a time|One day)", told)]
     for name, some in (("stories", [s for n, s in enumerate(stories) if n % 10]), ("others", stories[::10])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": story}) + "\n" for story in some), encoding="utf-8")
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": story}) + "\n" for story in some), encoding="utf-8"
+        )
 
 
 def extended(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -191,7 +193,9 @@ def extension(options: argparse.Namespace) -> None:
         "on 24 passages of the last tenth of the book. Short texts: TinyStories that were not trained on, each by itself, against the model as it was "
         f"({plain:.4f} nats a token).",
         "",
-        "| rotary scaling | | " + " | ".join(f"to {end:,}" for end in ends) + " | short texts, nats | to the model as it was |",
+        "| rotary scaling | | "
+        + " | ".join(f"to {end:,}" for end in ends)
+        + " | short texts, nats | to the model as it was |",
         "|---|---|" + "---|" * (len(ends) + 2),
     ]
     for way in found:
@@ -218,8 +222,12 @@ def extension(options: argparse.Namespace) -> None:
     def draw(axes: Any) -> None:
         for axis, when in zip(axes, ("before", "after"), strict=True):
             for way in found:
-                axis.plot(ends, np.exp([part["value"] for part in parts(way, when)]), "o-", markersize=3.5, label=WORDS[way])
-            axis.set(xscale="log", yscale="log", xlabel="up to this position", ylabel="perplexity", title=f"{when} training")
+                axis.plot(
+                    ends, np.exp([part["value"] for part in parts(way, when)]), "o-", markersize=3.5, label=WORDS[way]
+                )
+            axis.set(
+                xscale="log", yscale="log", xlabel="up to this position", ylabel="perplexity", title=f"{when} training"
+            )
             axis.set_xticks(ends, [f"{end:,}" for end in ends], fontsize=7)
             axis.minorticks_off()
             ticks = [5, 8, 12, 20, 50, 100, 200, 500]
@@ -241,7 +249,9 @@ def vocabulary_of_words(folder: Path, pieces: int) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel({"</s>": 0, "<pad>": 1} | {f"w{n}": n for n in range(2, pieces)}, unk_token="</s>"))
+    backend = Tokenizer(
+        models.WordLevel({"</s>": 0, "<pad>": 1} | {f"w{n}": n for n in range(2, pieces)}, unk_token="</s>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
     made.save_pretrained(folder)
@@ -263,7 +273,9 @@ def asked_again(pieces: list[int], new: int, again: int, rng: np.random.Generato
     key, value = rng.choice(keys, new, replace=False), rng.choice(values, new)
     told = " ".join(f"w{k} w{v}" for k, v in zip(key, value, strict=True))
     asked = rng.integers(new, size=again)
-    turns = [{"role": role, "content": f"w{of[n]}"} for n in asked for role, of in (("user", key), ("assistant", value))]
+    turns = [
+        {"role": role, "content": f"w{of[n]}"} for n in asked for role, of in (("user", key), ("assistant", value))
+    ]
     turns[0]["content"] = f"{told} {turns[0]['content']}"
     return turns
 
@@ -403,7 +415,12 @@ def stage_recipe(length: int, steps: int, lists: Path, options: argparse.Namespa
         "evaluate": {"every": max(1, steps // 4), "rows": 64, "tasks": ["recall,each=16"]},
         "checkpoint": {"every": 250, "keep": 1},
         "techniques": {
-            "difficulty_curriculum": {"scores": str(lists / "order.txt"), "start": 0.01, "until": 1.0, "curve": "linear"},
+            "difficulty_curriculum": {
+                "scores": str(lists / "order.txt"),
+                "start": 0.01,
+                "until": 1.0,
+                "curve": "linear",
+            },
             "muon": {},
             "efficient_attention": {},
             "chunked_loss": {},
@@ -644,7 +661,9 @@ def planned(devices: int, length: int) -> dict[str, Any]:
     }
 
 
-def draw_time(name: str, seconds: dict[str, dict[int, list[float]]], gib: dict[str, dict[int, dict[str, float]]]) -> None:
+def draw_time(
+    name: str, seconds: dict[str, dict[int, list[float]]], gib: dict[str, dict[int, dict[str, float]]]
+) -> None:
     def draw(axes: Any) -> None:
         for form in FORMS:
             axes[0].plot(list(seconds[form]), [np.median(some) for some in seconds[form].values()], "o-", label=form)
@@ -673,7 +692,10 @@ def clock(options: argparse.Namespace) -> None:
                     recipe = one_row(form, length, text, steps=steps, precision=options.precision)
                     recipe["name"] += f"-{turn}"
                     summary, _ = train(recipe, Path(name))
-                    held[form][length] = {"predicted": summary["predicted"]["peak_gib"], "measured": summary["peak_gib"]}
+                    held[form][length] = {
+                        "predicted": summary["predicted"]["peak_gib"],
+                        "measured": summary["peak_gib"],
+                    }
                     lines = (Path(name) / recipe["name"] / "metrics.jsonl").read_text().splitlines()
                     taken = [step["seconds"] for step in map(json.loads, lines) if "seconds" in step and "loss" in step]
                     found[form].setdefault(length, []).extend(taken if once else taken[1:])
@@ -722,15 +744,21 @@ def main() -> None:
     two.add_argument("--lr", type=float, default=4e-3)
     two.add_argument("--base", type=float, default=1e5)
     two.add_argument("--pieces", type=int, help="words of the vocabulary; twice as many as tokens a row when not given")
-    two.add_argument("--then", type=int, nargs="+", default=[], help="longer rows that the run goes on with, --more steps each")
-    two.add_argument("--runs", type=Path, help="a folder where the runs stay; stages that it holds are not trained again")
+    two.add_argument(
+        "--then", type=int, nargs="+", default=[], help="longer rows that the run goes on with, --more steps each"
+    )
+    two.add_argument(
+        "--runs", type=Path, help="a folder where the runs stay; stages that it holds are not trained again"
+    )
     three = parts.add_parser("memory")
     three.add_argument("--lengths", type=int, nargs="+", default=doublings)
     three.add_argument("--measured", type=int, default=8192)
     three.add_argument("--far", type=int, nargs="+", default=[131072, 524288, 1048576])
     four = parts.add_parser("time")
     four.add_argument("--lengths", type=int, nargs="+", default=doublings)
-    four.add_argument("--once", type=int, nargs="*", default=[], help="lengths of which one step is taken: it takes minutes")
+    four.add_argument(
+        "--once", type=int, nargs="*", default=[], help="lengths of which one step is taken: it takes minutes"
+    )
     four.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="fp32 where a CPU is slow in bf16")
     four.add_argument("--steps", type=int, default=3)
     four.add_argument("--turns", type=int, default=3)

@@ -95,7 +95,9 @@ def main() -> None:
     for name, settings in chosen:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "preheat", "train", "demo", "--json", "--force", "--out", f"{folder}/run"]
-            done = subprocess.run([*command, *arguments(settings)], capture_output=True, text=True, check=False, env=os.environ)
+            done = subprocess.run(
+                [*command, *arguments(settings)], capture_output=True, text=True, check=False, env=os.environ
+            )
         if done.returncode:
             print(f"{name}: {done.stderr.strip().splitlines()[-1]}", flush=True)
             rows.append({"name": name, "settings": settings, "failed": done.stderr.strip().splitlines()[-1]})

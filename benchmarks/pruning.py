@@ -128,7 +128,9 @@ def main() -> None:
     )
     parser.add_argument("--share", type=float, default=0.7, help="of the parameters that stays")
     parser.add_argument("--recover", type=float, default=0.1, help="share of the trained tokens that recovery reads")
-    parser.add_argument("--methods", nargs="+", default=["lottery", "width", "depth"], choices=["lottery", "width", "depth"])
+    parser.add_argument(
+        "--methods", nargs="+", default=["lottery", "width", "depth"], choices=["lottery", "width", "depth"]
+    )
     parser.add_argument("--lr", type=float, help="of recovery; a quarter of the run's when not given")
     parser.add_argument(
         "--distil", action="store_true", help="recover by distillation from the whole model instead of by labels"
@@ -144,7 +146,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        recipe, trained = of_run(options.run, folder) if options.run else (stories(options.data, folder), options.trained)
+        recipe, trained = (
+            of_run(options.run, folder) if options.run else (stories(options.data, folder), options.trained)
+        )
         whole = Path(str(recipe.model.path))
         tokens = int(options.recover * trained)
         recipe = replace(
@@ -222,7 +226,9 @@ def main() -> None:
                 "| model | prefill, tokens/s | decode, tokens/s | prefill, ratio | decode, ratio |",
                 "|---|---|---|---|---|",
             ]
-            for name, (fill, decode, a, b) in zip(["whole", *options.methods], speeds(folders, vocabulary), strict=True):
+            for name, (fill, decode, a, b) in zip(
+                ["whole", *options.methods], speeds(folders, vocabulary), strict=True
+            ):
                 write(f"| {name} | {fill:,.0f} | {decode:,.0f} | {a:.2f} | {b:.2f} |")
 
 

@@ -42,7 +42,17 @@ from published_rows import (
     whole,
 )
 
-COLUMNS = ("id", "predicted_gib", "low_gib", "high_gib", "predicted_tok_s", "low_tok_s", "high_tok_s", "seconds", "reason")
+COLUMNS = (
+    "id",
+    "predicted_gib",
+    "low_gib",
+    "high_gib",
+    "predicted_tok_s",
+    "low_tok_s",
+    "high_tok_s",
+    "seconds",
+    "reason",
+)
 
 # What a plan refuses together is left out in this order, until the rest can be planned: each changes less than what stands behind it.
 LESS = (
@@ -135,10 +145,14 @@ def gib_of(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     )  # torch's own
     reserved = min(reserved, made["available_gib"] - made["overhead"]["context"])  # it had room
     sharded, pipeline = ("fsdp" in recipe.techniques, "pipeline_parallel" in recipe.techniques)
-    if pipeline and not sharded:  # what a replay keeps in segments of fixed sizes is too much, and none at all too little
+    if (
+        pipeline and not sharded
+    ):  # what a replay keeps in segments of fixed sizes is too much, and none at all too little
         reserved = (reserved + allocated) / 2
     if words:
-        return float({"nvidia-smi": reserved + made["overhead"]["context"], "reserved": reserved}.get(words[0], allocated))
+        return float(
+            {"nvidia-smi": reserved + made["overhead"]["context"], "reserved": reserved}.get(words[0], allocated)
+        )
     return float(reserved if pipeline or (sharded and row["method"] == "pretrain") else allocated)
 
 
@@ -151,7 +165,10 @@ def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     """
     from preheat.models import hf
 
-    made_at_once, tensor = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH), recipe.techniques.get("tensor_parallel")
+    made_at_once, tensor = (
+        whole(row, "micro_batch") * whole(row, "seq_len", LENGTH),
+        recipe.techniques.get("tensor_parallel"),
+    )
     chunked = recipe.techniques.get("chunked_loss")
     if tensor is not None:
         over_shares = 10 if "fsdp" in recipe.techniques else 6
@@ -237,7 +254,11 @@ def dropped(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
 
     A pipeline's first stage has as many micro-batches on their way as there are stages, so as many masks as all layers have of one.
     """
-    if not row["model"].startswith("GPT") or not in_megatrons_way(row) or "activation_checkpointing" in recipe.techniques:
+    if (
+        not row["model"].startswith("GPT")
+        or not in_megatrons_way(row)
+        or "activation_checkpointing" in recipe.techniques
+    ):
         return 0.0
     width, layers = _hidden(row, recipe)
     return 2 * width * layers / (1 if row["sequence_parallel"] == "no" else whole(row, "tp"))
@@ -379,7 +400,9 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             if "activation_checkpointing" in more and "tensor_parallel" in recipe.techniques:
                 beside.append("techniques.tensor_parallel.regather=false")  # what is computed again is gathered again
             recipe = override(recipe, *beside, *(f"techniques.{name}={value}" for name, value in more.items() if value))
-            recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if more.get(k, "") is not None})
+            recipe = replace(
+                recipe, techniques={k: t for k, t in recipe.techniques.items() if more.get(k, "") is not None}
+            )
             with contextlib.suppress(Open):
                 made, used = planned(row, recipe, roofline)
         low, gib, high = (
@@ -401,7 +424,9 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     return out
 
 
-def errors(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], said: str, measured: str) -> dict[str, list[float]]:
+def errors(
+    rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], said: str, measured: str
+) -> dict[str, list[float]]:
     """Source -> predicted over measured, less one, of the rows that were measured and answered."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -422,7 +447,10 @@ def table(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]]) -> str:
         every = [e for source in found.values() for e in source]
         if not every:
             continue
-        lines += [f"| {name} | rows | median error | nine in ten within | more than 5 % below |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {name} | rows | median error | nine in ten within | more than 5 % below |",
+            "|---|---|---|---|---|",
+        ]
         for source, values in [*sorted(found.items()), (f"**all, of {asked} measured**", every)]:
             size = sorted(abs(e) for e in values)
             lines.append(
@@ -449,7 +477,10 @@ def main() -> None:
     with options.gpus.open(encoding="utf-8") as file:
         gpus = {row["gpu"]: row for row in csv.DictReader(file)}
     answers: dict[str, dict[str, Any]] = {}
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool, options.out.open("w", encoding="utf-8") as file:
+    with (
+        multiprocessing.get_context("spawn").Pool(options.jobs) as pool,
+        options.out.open("w", encoding="utf-8") as file,
+    ):
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         writer.writeheader()
         for made in pool.imap(_work, [(row, gpus) for row in rows]):

@@ -115,7 +115,9 @@ def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     if known and total and not 0.8 < parameters(matrices, ends) / total < 1.25:  # experts
         return {"preset": known[0]}, {}
     if total and not 0.8 < parameters(matrices, ends) / total < 1.25:
-        raise Open(f"{total} billion parameters, and its sizes make {parameters(matrices, ends):.1f}: of another family")
+        raise Open(
+            f"{total} billion parameters, and its sizes make {parameters(matrices, ends):.1f}: of another family"
+        )
     made = {
         "family": "llama",
         "layers": layers,
@@ -235,7 +237,11 @@ def techniques_of(row: Row) -> dict[str, Any]:
         made["activation_checkpointing"] = recompute
     at_once = max(1, whole(row, "micro_batch") * whole(row, "seq_len", LENGTH))
     to_host = "chunk" in said and row["cpu_offload"] == "activations"  # what of logits is kept goes too
-    if "fused linear" in said or to_host or (not said and tunes and not keeps and (whole(row, "n_gpus") == 1 or compiled(row))):
+    if (
+        "fused linear" in said
+        or to_host
+        or (not said and tunes and not keeps and (whole(row, "n_gpus") == 1 or compiled(row)))
+    ):
         # Who tunes on one device or with a compiler, memory in mind, has the loss by few rows unless it is said otherwise.
         made["chunked_loss"] = {"rows": 512}
     elif "chunk" in said or (not said and whole(row, "tp") == 1 and in_megatrons_way(row)):

@@ -171,7 +171,12 @@ def main() -> int:
     print(markdown(made))
     # In fp32 there is nothing to be excused: every text is the greedy one.
     return int(
-        any(row["identical"] < row["prompts"] for part in made["dtypes"] if part["dtype"] == "fp32" for row in part["rows"])
+        any(
+            row["identical"] < row["prompts"]
+            for part in made["dtypes"]
+            if part["dtype"] == "fp32"
+            for row in part["rows"]
+        )
     )
 
 

@@ -29,7 +29,9 @@ from preheat.training.loop import train
 LENGTH, ROWS, BATCH = 128, 128, 8
 
 
-def recipe_of(model: str, source: Path, techniques: str, *, steps: int, lr: float, tokenizer: Path, seed: int) -> Recipe:
+def recipe_of(
+    model: str, source: Path, techniques: str, *, steps: int, lr: float, tokenizer: Path, seed: int
+) -> Recipe:
     return parse(
         f"name: surgery\nseed: {seed}\nmodel: {model}\ndata: {{source: {source}, validation: 0.1, tokenizer: {tokenizer}, preflight: {{encoding: warn}}}}\n"
         f"batch: {{size: {BATCH}, length: {LENGTH}}}\noptimizer: {{lr: {lr}, weight_decay: 0.0}}\nstop: {{steps: {steps}}}\n"
@@ -62,7 +64,8 @@ def main() -> None:
         "",
         f"`python benchmarks/surgery_stories.py --steps {options.steps} --first {options.first} --lr {options.lr:g} --seeds {options.seeds}`: "
         f"held-out TinyStories, {ROWS} rows of {LENGTH} tokens, nats a token; trained on for {options.steps} steps of {BATCH} rows at "
-        f"lr {options.lr:g}, " + (f"mean (least to most) of {options.seeds} seeds." if options.seeds > 1 else "one seed."),
+        f"lr {options.lr:g}, "
+        + (f"mean (least to most) of {options.seeds} seeds." if options.seeds > 1 else "one seed."),
         f"The GPT-2 (4 layers of width 64) was trained for {options.first} steps first. torch {torch.__version__}.",
         "",
         "| model | before | right after | trained on | exported, largest difference of logits |",
@@ -79,7 +82,13 @@ def main() -> None:
             ends, run = [], folder / "none"
             for seed in range(options.seeds):
                 recipe = recipe_of(
-                    f"{{path: {model}}}", source, techniques, steps=options.steps, lr=options.lr, tokenizer=stories, seed=seed
+                    f"{{path: {model}}}",
+                    source,
+                    techniques,
+                    steps=options.steps,
+                    lr=options.lr,
+                    tokenizer=stories,
+                    seed=seed,
                 )
                 if seed == 0:
                     plain = recipe_of(f"{{path: {model}}}", source, "", steps=1, lr=1e-3, tokenizer=stories, seed=0)
@@ -91,7 +100,9 @@ def main() -> None:
             except RunError:
                 exported = "refused"
             spread = f" ({min(ends):.4f} to {max(ends):.4f})" if len(ends) > 1 else ""
-            lines.append(f"| {what} | {starts[0]:.4f} | {starts[1]:.4f} | {sum(ends) / len(ends):.4f}{spread} | {exported} |")
+            lines.append(
+                f"| {what} | {starts[0]:.4f} | {starts[1]:.4f} | {sum(ends) / len(ends):.4f}{spread} | {exported} |"
+            )
             print(lines[-1], flush=True)
             options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
             return run

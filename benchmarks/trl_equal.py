@@ -38,7 +38,9 @@ def pairs(folder: Path, tokenizer: Any, count: int) -> list[Row]:
         prompt = "\n".join(turn["value"] for turn in row["conversations"]) + "\n"
         ids = [tokenizer.bos_token_id, *tokenizer.encode(prompt, add_special_tokens=False)][:PROMPT]
         answers = [
-            [*tokenizer.encode(row[kind]["value"], add_special_tokens=False), tokenizer.eos_token_id][: LENGTH - len(ids)]
+            [*tokenizer.encode(row[kind]["value"], add_special_tokens=False), tokenizer.eos_token_id][
+                : LENGTH - len(ids)
+            ]
             for kind in ("chosen", "rejected")
         ]
         found.append((ids, answers[0], answers[1]))
@@ -74,7 +76,13 @@ def ours(model: Path, rows: list[Row], techniques: str, steps: int) -> tuple[lis
 
 
 def theirs(
-    model: Path, rows: list[Row], tokenizer: Any, kind: str, steps: int, folder: str, lora: dict[str, torch.Tensor] | None
+    model: Path,
+    rows: list[Row],
+    tokenizer: Any,
+    kind: str,
+    steps: int,
+    folder: str,
+    lora: dict[str, torch.Tensor] | None,
 ) -> list[float]:
     """Loss of each step of TRL's trainer."""
     from datasets import Dataset
@@ -136,10 +144,16 @@ def theirs(
             policy, config, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer, peft_config=adapter
         )
     else:
-        columns = {name: [row[n] for row in rows] for n, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids"))}
+        columns = {
+            name: [row[n] for row in rows] for n, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids"))
+        }
         config = DPOConfig(**settings, beta=0.1, loss_type=[kind])
         trainer = DPO(
-            policy, args=config, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer, peft_config=adapter
+            policy,
+            args=config,
+            train_dataset=Dataset.from_dict(columns),
+            processing_class=tokenizer,
+            peft_config=adapter,
         )
     if lora:
         wrapped = dict(trainer.model.named_parameters())

@@ -36,7 +36,9 @@ QUESTIONS = 3000
 
 
 def preheat(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-m", "preheat", *arguments, "--json"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "preheat", *arguments, "--json"], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"preheat {' '.join(arguments)}\n{done.stderr}")
     return dict(json.loads(done.stdout))
@@ -87,7 +89,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--texts", nargs="+", choices=("shakespeare", "questions"), default=["shakespeare", "questions"])
+    parser.add_argument(
+        "--texts", nargs="+", choices=("shakespeare", "questions"), default=["shakespeare", "questions"]
+    )
     parser.add_argument("--lr", type=float, help="for all methods, to try a rate; RATES when not given")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/tuning_stories.md"))
     options = parser.parse_args()
@@ -111,7 +115,9 @@ def main() -> None:
         (folder / "stories.txt").write_text(stories[:400_000], encoding="utf-8")
         with (options.data / "math/gsm8k_train.jsonl").open(encoding="utf-8") as file:
             (folder / "questions.jsonl").write_text("".join(itertools.islice(file, QUESTIONS)), encoding="utf-8")
-        known = preheat("eval", str(model), "--data", str(folder / "stories.txt"), "--rows", "128", "--length", "256")["loss"]
+        known = preheat("eval", str(model), "--data", str(folder / "stories.txt"), "--rows", "128", "--length", "256")[
+            "loss"
+        ]
         sources: dict[str, dict[str, Any]] = {
             "shakespeare": {
                 "source": str(options.data / "text/tinyshakespeare.txt"),

@@ -64,7 +64,9 @@ def scaling(folder: Path, rounds: int, steps: int, rows: int) -> dict[str, list[
 def run(recipe: Path, out: Path, more: list[str]) -> dict[str, Any]:
     """One training: tokens/s, peak memory, and the loss of the last step."""
     command = [sys.executable, "-m", "preheat", "train", str(recipe), "--out", str(out), "--json", *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -78,7 +80,11 @@ def overhead(folder: Path, turns: int) -> list[dict[str, float]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--work", str(folder), "--turns", str(turns)], env=environment, check=False, capture_output=True, text=True
+        [*command, "--work", str(folder), "--turns", str(turns)],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])

@@ -71,11 +71,15 @@ def ran(values: list[str], mib: int) -> tuple[bool, str]:
     beside = Path(__file__).parents[1] / "tests" / "e2e"
     with tempfile.TemporaryDirectory() as folder:
         told = f"{folder}/told.json"
-        subprocess.run([sys.executable, "-c", BEFORE, f"{folder}/before", told, *values], capture_output=True, check=True)
+        subprocess.run(
+            [sys.executable, "-c", BEFORE, f"{folder}/before", told, *values], capture_output=True, check=True
+        )
         command = [sys.executable, "-c", CHILD, str(beside), f"{folder}/run", str(mib), told, *values]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SLOW)
-        except subprocess.TimeoutExpired:  # where the compiler of kernels gets no memory, reference code runs in its place
+        except (
+            subprocess.TimeoutExpired
+        ):  # where the compiler of kernels gets no memory, reference code runs in its place
             return False, f"not through in {SLOW} s"
     return done.returncode == 0, (done.stderr.strip().splitlines() or [""])[-1]
 

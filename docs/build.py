@@ -48,8 +48,19 @@ def functions(cls: type[Technique]) -> list[str]:
     lines: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and ast.get_docstring(node):
-            head = f"def {node.name}({ast.unparse(node.args)})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
-            lines += [f"### {node.name}", "", "```python", head, "```", "", *_docstring(ast.get_docstring(node) or ""), ""]
+            head = f"def {node.name}({ast.unparse(node.args)})" + (
+                f" -> {ast.unparse(node.returns)}" if node.returns else ""
+            )
+            lines += [
+                f"### {node.name}",
+                "",
+                "```python",
+                head,
+                "```",
+                "",
+                *_docstring(ast.get_docstring(node) or ""),
+                "",
+            ]
     return lines
 
 
@@ -60,7 +71,13 @@ def _docstring(text: str) -> list[str]:
     for line in text.splitlines():
         name = line.rstrip(":")
         if line.endswith(":") and name in ("Args", "Returns", "Raises", "Yields", "Example", "Attributes"):
-            out += ["```" if section == "Example" else "", "", f"**{name}**", "", "```pycon" if name == "Example" else ""]
+            out += [
+                "```" if section == "Example" else "",
+                "",
+                f"**{name}**",
+                "",
+                "```pycon" if name == "Example" else "",
+            ]
             section = name
         elif section == "Example":
             out.append(line[4:])
@@ -85,7 +102,9 @@ def measured(name: str) -> list[tuple[str, str]]:
         plain = next((r for r in bench["rows"] if r["name"] == "plain" and not r["failed"]), None)
         if row and plain:
             gave = f"{row['ratio']:.2f} x the plain speed ({row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}), {row['peak_gib'] / plain['peak_gib']:.0%} of its memory"
-            found.append((gave, f"`{bench['name']}`, {bench['machine']['name']}, {bench['machine']['threads']} threads"))
+            found.append(
+                (gave, f"`{bench['name']}`, {bench['machine']['name']}, {bench['machine']['threads']} threads")
+            )
     return found
 
 
@@ -108,7 +127,19 @@ def technique_page(name: str, cls: type[Technique]) -> str:
     lines = [f"# {name}", "", f"*{about['title']}*", ""]
     for word in ("What", "Helps", "Hurts", "Source"):
         lines += [f"**{word}.** {about[word]}", ""]
-    lines += [facts + ".", "", "## In a recipe", "", "```yaml", "techniques:", f"  {name}: {{}}", "```", "", *settings(cls), ""]
+    lines += [
+        facts + ".",
+        "",
+        "## In a recipe",
+        "",
+        "```yaml",
+        "techniques:",
+        f"  {name}: {{}}",
+        "```",
+        "",
+        *settings(cls),
+        "",
+    ]
     gave = measured(name)
     if gave:
         lines += [
@@ -173,13 +204,17 @@ def conflicts() -> list[str]:
             if other != name and (found := shared | a.conflicts & b.provided() | b.conflicts & a.provided()):
                 why.setdefault(", ".join(sorted(map(str, found))), []).append(other)
         if why:
-            lines.append(f"| {name} | " + "; ".join(f"{', '.join(others)} ({reason})" for reason, others in why.items()) + " |")
+            lines.append(
+                f"| {name} | " + "; ".join(f"{', '.join(others)} ({reason})" for reason, others in why.items()) + " |"
+            )
     return [*lines, ""]
 
 
 def recipe_page() -> str:
     lines = ["# Recipe keys", ""]
-    nested = {f.name: f.default_factory for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.default_factory)}
+    nested = {
+        f.name: f.default_factory for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.default_factory)
+    }
     docs = field_docs(Recipe)
     for field in dataclasses.fields(Recipe):
         lines += [f"## {field.name}", "", docs.get(field.name, ""), ""]
@@ -196,7 +231,14 @@ def models_page() -> str:
     lines += ["| preset | parameters | chat template | on the hub | licence |", "|---|---|---|---|---|"]
     lines += [f"| `{name}` | {p.parameters:,} | {p.template} | {p.hub} | {p.licence} |" for name, p in PRESETS.items()]
     for name, p in PRESETS.items():
-        lines += ["", f"## {name}", "", "| | |", "|---|---|", *(f"| {what} | {words} |" for what, words in needs(p).items())]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {what} | {words} |" for what, words in needs(p).items()),
+        ]
     return "\n".join(lines)
 
 

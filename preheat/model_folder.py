@@ -81,7 +81,10 @@ def beginning(tokenizer: Any) -> list[int]:
         [1]
     """
     firsts = []
-    for own in (True, False):  # by the Rust library: transformers' encode would turn the tokenizer's truncation and padding off
+    for own in (
+        True,
+        False,
+    ):  # by the Rust library: transformers' encode would turn the tokenizer's truncation and padding off
         encoding = tokenizer.backend_tokenizer.encode("a", add_special_tokens=own)
         firsts.append([token for token, read in zip(encoding.ids, encoding.attention_mask, strict=True) if read][:1])
     return firsts[0] if firsts[0] == [tokenizer.bos_token_id] != firsts[1] else []
@@ -111,9 +114,13 @@ def read_object(file: Path, knob: str) -> dict[str, Any]:
         raise RecipeError(f"{knob}: {clean(file)}: cannot be read ({error.strerror})") from None
     except BadJson as error:
         line = f", line {error.line:,}" if error.line else ""
-        raise RecipeError(f"{knob}: {clean(file)}: is no JSON ({error.words}{line}); put back the model's own") from None
+        raise RecipeError(
+            f"{knob}: {clean(file)}: is no JSON ({error.words}{line}); put back the model's own"
+        ) from None
     if not isinstance(value, dict):
-        raise RecipeError(f"{knob}: {clean(file)}: holds no JSON object but {quoted(value, 60)}; put back the model's own")
+        raise RecipeError(
+            f"{knob}: {clean(file)}: holds no JSON object but {quoted(value, 60)}; put back the model's own"
+        )
     return value
 
 
@@ -218,7 +225,9 @@ def open_tensors(file: Path, knob: str) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except SafetensorError as error:
-        raise RecipeError(f"{knob}: {file}: not a whole safetensors file ({fault(error, 160)}); download it again") from None
+        raise RecipeError(
+            f"{knob}: {file}: not a whole safetensors file ({fault(error, 160)}); download it again"
+        ) from None
     except OSError as error:
         raise RecipeError(f"{knob}: {file}: cannot be read ({fault(error, 160)})") from None
 
@@ -234,9 +243,9 @@ def finite(value: Tensor, name: str, file: Path, knob: str) -> Tensor:
     if value.is_floating_point() and value.numel():
         whole = value if value.element_size() > 1 else value.float()  # of 8 bits nothing is reduced
         low, high = torch.aminmax(whole)  # which NaN goes through; a fortieth of the time of isfinite().all()
-        if not bool(torch.isfinite(high - low if whole.element_size() > 2 else high.float() - low.float())) and not bool(
-            whole.isfinite().all()
-        ):
+        if not bool(
+            torch.isfinite(high - low if whole.element_size() > 2 else high.float() - low.float())
+        ) and not bool(whole.isfinite().all()):
             count = int((~whole.isfinite()).sum())
             raise RecipeError(
                 f"{knob}: {file}: {shorten(name, 120)} holds {count:,} values that are not finite (NaN or infinity) of {value.numel():,}; "

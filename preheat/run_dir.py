@@ -375,7 +375,9 @@ def claim(folder: str | Path, kind: str, files: Sequence[str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if mark is None:
-            write_atomic(folder / MARK, to_json({"kind": kind, "id": uuid.uuid4().hex, "files": list(files)}, indent=1) + "\n")
+            write_atomic(
+                folder / MARK, to_json({"kind": kind, "id": uuid.uuid4().hex, "files": list(files)}, indent=1) + "\n"
+            )
     except OSError as error:
         raise RunError(f"{folder}: cannot be made ({error.strerror}); name another folder with --out") from None
 
@@ -419,7 +421,9 @@ def _map(check: _Check) -> _Check:
 
 def _has(**checks: _Check) -> _Check:
     """A mapping that has each of these keys."""
-    return lambda value: isinstance(value, dict) and all(key in value and check(value[key]) for key, check in checks.items())
+    return lambda value: (
+        isinstance(value, dict) and all(key in value and check(value[key]) for key, check in checks.items())
+    )
 
 
 def _may_have(**checks: _Check) -> _Check:
@@ -457,7 +461,14 @@ def _table(value: Any) -> bool:
 
 
 _KEPT = _both(
-    _has(rows=_count, identity=_text, tokens=_none_or(_count), truncated=_count, alone=_map(_real), metrics=_map(_KEPT_METRIC)),
+    _has(
+        rows=_count,
+        identity=_text,
+        tokens=_none_or(_count),
+        truncated=_count,
+        alone=_map(_real),
+        metrics=_map(_KEPT_METRIC),
+    ),
     _may_have(parts=_list(_has(place=_map(_number), metric=_KEPT_METRIC))),
 )
 _FILES: dict[str, dict[str, _Check]] = {
@@ -469,7 +480,9 @@ _FILES: dict[str, dict[str, _Check]] = {
         "phases": _none_or(_map(_real)),
         "overhead": _none_or(_map(_real)),
         "parameters": _none_or(_may_have(total=_real, trained=_real)),
-        **dict.fromkeys(("seconds_per_step", "tokens_per_second", "mfu", "flops_per_step", "steps", "seconds_total"), _real),
+        **dict.fromkeys(
+            ("seconds_per_step", "tokens_per_second", "mfu", "flops_per_step", "steps", "seconds_total"), _real
+        ),
         **dict.fromkeys(("allocated_gib", "reserved_gib"), _real),
     },
     "environment.json": {
@@ -608,7 +621,9 @@ class Reader:
             self.damaged[name] = f"left out: it holds {quoted(found)} in place of keys"
             return {}
         checks = _FILES[name]
-        wrong = [key for key in found if (check := checks.get(key) or checks.get("")) is not None and not check(found[key])]
+        wrong = [
+            key for key in found if (check := checks.get(key) or checks.get("")) is not None and not check(found[key])
+        ]
         if wrong:
             self.damaged[name] = f"left out {_some(wrong)}, whose values are not what belongs there"
         return {key: value for key, value in found.items() if key not in wrong}
@@ -723,7 +738,9 @@ class Reader:
     def metrics(self) -> list[dict[str, Any]]:
         """One dict a step. Steps that were taken again after a crash stand once, as last taken. A loss that was not finite is NaN."""
         not_finite = {"loss": math.nan, "gradient_norm": math.nan}
-        return [line | {k: v for k, v in not_finite.items() if k in line and line[k] is None} for line in self._rows(True)]
+        return [
+            line | {k: v for k, v in not_finite.items() if k in line and line[k] is None} for line in self._rows(True)
+        ]
 
     def evaluations(self) -> list[dict[str, Any]]:
         """One dict an evaluation: {step, validation_loss, tokens, forgetting_loss, tasks: {name: {metric: value}}}, as far as measured."""
@@ -809,7 +826,9 @@ def _strangers(folder: Path) -> list[str]:
     if mark is None:  # a process may have ended between its first two files
         begun = [n for n in names if (n == "lock" or _PARTIAL.fullmatch(n)) and (folder / n).is_file()]
         return [
-            n for n in names if n not in begun or (folder / n).is_symlink() or (n == "lock" and (folder / n).stat().st_size)
+            n
+            for n in names
+            if n not in begun or (folder / n).is_symlink() or (n == "lock" and (folder / n).stat().st_size)
         ]
     if mark["kind"] != "run":
         return names
@@ -837,7 +856,9 @@ def check_folder(path: Path, *, resume: bool) -> None:
             _ = Reader(path).id
             return
         if holds and _mark_of(path) is not None:
-            raise RunError(f"{path}: holds a run already; add --resume to go on with it, or name another folder with --out")
+            raise RunError(
+                f"{path}: holds a run already; add --resume to go on with it, or name another folder with --out"
+            )
         if there == path and (names := _strangers(path)):
             raise RunError(
                 f"{path}: holds files of something else ({_some(names)}), which a run could overwrite; "

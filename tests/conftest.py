@@ -43,7 +43,15 @@ SLOW = [
     "e2e/test_crash",
     "e2e/test_writing",
 ]
-SLOW += ["e2e/test_adapters", "e2e/test_bench", "e2e/test_try", "e2e/test_data", "e2e/test_notebooks", "distributed/", "e2e/"]
+SLOW += [
+    "e2e/test_adapters",
+    "e2e/test_bench",
+    "e2e/test_try",
+    "e2e/test_data",
+    "e2e/test_notebooks",
+    "distributed/",
+    "e2e/",
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -101,7 +109,9 @@ def within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def tiny(techniques: str = "{}", *, family: str = "llama", rows: int = 4, length: int = 32, more: str = "") -> recipes.Recipe:
+def tiny(
+    techniques: str = "{}", *, family: str = "llama", rows: int = 4, length: int = 32, more: str = ""
+) -> recipes.Recipe:
     """A recipe of a model that takes a step in milliseconds."""
     heads = "heads: 4" if family in ("gpt2", "t5") else "heads: 4, kv_heads: 2"
     return recipes.parse(
@@ -141,7 +151,9 @@ def uneven(
     group = 2 if examples.kind == "pairs" else 1
     liked = tuple((n % 2, 1) for n in range(rows)) if examples.kind == "liked" else ()
     weight = weight_of(labels, tuple(documents), group, liked)
-    return Batch(tokens, labels, positions, MaskSpec(documents=tuple(documents)), weight, tuple(range(rows)), group, liked)
+    return Batch(
+        tokens, labels, positions, MaskSpec(documents=tuple(documents)), weight, tuple(range(rows)), group, liked
+    )
 
 
 def split(batch: Batch, sizes: list[int]) -> list[Batch]:
@@ -154,7 +166,9 @@ def split(batch: Batch, sizes: list[int]) -> list[Batch]:
         labels, liked = batch.labels[rows], batch.liked[rows]
         mask = MaskSpec(documents=batch.mask.documents[rows] if batch.mask.documents else None)
         weight = weight_of(labels, mask.documents, batch.group, liked)
-        out.append(Batch(batch.tokens[rows], labels, batch.positions[rows], mask, weight, batch.rows[rows], batch.group, liked))
+        out.append(
+            Batch(batch.tokens[rows], labels, batch.positions[rows], mask, weight, batch.rows[rows], batch.group, liked)
+        )
         start += n
     return out
 

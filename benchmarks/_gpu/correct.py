@@ -19,7 +19,15 @@ from typing import Any
 from _gpu.case import Case, Skip, Where, Wrong
 
 ROOT = Path(__file__).resolve().parents[2]
-SPREAD = {"context_parallel", "data_parallel", "expert_parallel", "fsdp", "pipeline_parallel", "tensor_parallel", "zero1"}
+SPREAD = {
+    "context_parallel",
+    "data_parallel",
+    "expert_parallel",
+    "fsdp",
+    "pipeline_parallel",
+    "tensor_parallel",
+    "zero1",
+}
 """Techniques that need several devices: `tests/distributed` has them, and `collectives/` below what one rank can show."""
 BOUNDS = {"exact": (0.99999, 1e-3), "rounding": (0.99, 0.05), "fp8": (0.95, 0.2)}
 """The least cosine of all gradients with the reference, and the most that the norm may differ by."""
@@ -70,14 +78,18 @@ def _error(value: Any, reference: Any) -> float:
 
 def _within(figures: dict[str, float], bounds: dict[str, float]) -> dict[str, Any]:
     beyond = [
-        f"{key} is {figures[key]:.2e}, more than {bound:.0e}" for key, bound in bounds.items() if not figures[key] <= bound
+        f"{key} is {figures[key]:.2e}, more than {bound:.0e}"
+        for key, bound in bounds.items()
+        if not figures[key] <= bound
     ]
     if beyond:
         raise Wrong("; ".join(beyond), figures)
     return figures
 
 
-def _against_fp64(make: Callable[..., Any], reference: Callable[..., Any], inputs: list[Any], bound: float) -> dict[str, Any]:
+def _against_fp64(
+    make: Callable[..., Any], reference: Callable[..., Any], inputs: list[Any], bound: float
+) -> dict[str, Any]:
     """Errors of a function's result and of its gradients by all inputs."""
     import torch
 
@@ -194,7 +206,11 @@ def _rounding(where: Where) -> dict[str, Any]:
     mean = float(out.double().mean())
     # An eighth of a step above 1: of so many draws the mean is off by 5 standard deviations at most.
     deviation = math.sqrt(0.125 * 0.875 / count) * 2**-7
-    figures = {"mean less 1": mean - 1, "expected": 2**-10, "standard deviations off": abs(mean - 1 - 2**-10) / deviation}
+    figures = {
+        "mean less 1": mean - 1,
+        "expected": 2**-10,
+        "standard deviations off": abs(mean - 1 - 2**-10) / deviation,
+    }
     return _within(figures, {"standard deviations off": 5.0})
 
 
@@ -216,7 +232,10 @@ def _adamw(where: Where) -> dict[str, Any]:
         for optimizer in optimizers:
             optimizer.step()
     moved = (ours.detach().double() - start.double()).mean(), (theirs.detach().double() - start.double()).mean()
-    figures = {"mean of the updates": abs(float(moved[0] / moved[1]) - 1), "weights": _error(ours.detach(), theirs.detach())}
+    figures = {
+        "mean of the updates": abs(float(moved[0] / moved[1]) - 1),
+        "weights": _error(ours.detach(), theirs.detach()),
+    }
     return _within(figures, {"mean of the updates": 0.02, "weights": 0.02})
 
 
@@ -244,7 +263,9 @@ def _techniques(where: Where) -> list[Case]:
     from preheat.core import registry
     from tests.contract.settings import FURTHER
 
-    settings_of: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in sorted(registry()) if name not in SPREAD] + FURTHER
+    settings_of: list[tuple[str, dict[str, Any]]] = [
+        (name, {}) for name in sorted(registry()) if name not in SPREAD
+    ] + FURTHER
     return [
         Case(f"techniques/{_words(name, settings)}", functools.partial(_technique, {name: settings}))
         for name, settings in settings_of
@@ -300,7 +321,9 @@ def _recipe(techniques: dict[str, dict[str, Any]], where: Where) -> Any:
 def _fitted(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of a shipped recipe for a batch of four rows."""
     return (
-        settings | {"steps": min(settings["steps"], 2)} if name == "gradient_accumulation" and "steps" in settings else settings
+        settings | {"steps": min(settings["steps"], 2)}
+        if name == "gradient_accumulation" and "steps" in settings
+        else settings
     )
 
 
@@ -344,7 +367,9 @@ def _technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str,
     loss, slopes = step(model, batch)
     loss_there, slopes_there = step(expected, batch)
     both = sorted(slopes.keys() & slopes_there.keys())
-    flat = [torch.cat([gradients[name].double().cpu().flatten() for name in both]) for gradients in (slopes, slopes_there)]
+    flat = [
+        torch.cat([gradients[name].double().cpu().flatten() for name in both]) for gradients in (slopes, slopes_there)
+    ]
     figures = {
         "loss": loss,
         "loss there": loss_there,
@@ -506,7 +531,9 @@ def _short(phase: str, where: Where) -> dict[str, Any]:
     """From the second time of a phase on a run gets little more memory than it has: it goes on in less, or ends with one clear line."""
     recipe = _write_recipe(where, f"short-{phase}", "{}")
     text = (
-        (Path(where.folder) / recipe).read_text(encoding="utf-8").replace("vocabulary: 300}\ndata", "vocabulary: 16384}\ndata")
+        (Path(where.folder) / recipe)
+        .read_text(encoding="utf-8")
+        .replace("vocabulary: 300}\ndata", "vocabulary: 16384}\ndata")
     )
     (Path(where.folder) / recipe).write_text(text, encoding="utf-8")
     out = Path(where.folder) / f"short-{phase}"
@@ -526,7 +553,9 @@ def _short(phase: str, where: Where) -> dict[str, Any]:
     if "Traceback" in done.stderr or done.returncode < 0:
         raise Wrong("a traceback, or it was killed", figures)
     if done.returncode == 0 and not figures["out of memory"] and phase in ("forward", "backward"):
-        raise Wrong("the limit was not met: nothing was shown", figures)  # the others may need nothing beside what is there
+        raise Wrong(
+            "the limit was not met: nothing was shown", figures
+        )  # the others may need nothing beside what is there
     return figures
 
 
@@ -555,7 +584,9 @@ def _one_rank(offload: bool, where: Where) -> dict[str, Any]:
     if where.kind == "cuda":
         torch.cuda.set_device(0)
     more: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if where.kind == "cuda" else {}
-    dist.init_process_group("nccl" if where.kind == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1, **more)
+    dist.init_process_group(
+        "nccl" if where.kind == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1, **more
+    )
     model, tokens = by_hand()
     plain, _ = by_hand()
     plain.load_state_dict(model.state_dict())
@@ -595,7 +626,10 @@ def _one_rank(offload: bool, where: Where) -> dict[str, Any]:
 def _generation() -> list[Case]:
     caches = {f"{cache} cache": f"cache={cache}" for cache in ("dynamic", "static", "int8")}
     ways = caches | {"compiled": "compile=true"}
-    return [Case(f"generation/{name}", functools.partial(_generated, setting), seconds=150) for name, setting in ways.items()]
+    return [
+        Case(f"generation/{name}", functools.partial(_generated, setting), seconds=150)
+        for name, setting in ways.items()
+    ]
 
 
 def _text(where: Where, model: Path, *more: str) -> str:
@@ -633,8 +667,12 @@ def _generated(setting: str, where: Where) -> dict[str, Any]:
 
 
 def _written() -> list[Case]:
-    methods = [Case(f"compressed/{method}", functools.partial(_compressed, method), seconds=200) for method in ("int8", "int4")]
-    formats = [Case(f"exports/{to}", functools.partial(_exported, to), seconds=200) for to in ("hf", "gguf", "onnx", "aoti")]
+    methods = [
+        Case(f"compressed/{method}", functools.partial(_compressed, method), seconds=200) for method in ("int8", "int4")
+    ]
+    formats = [
+        Case(f"exports/{to}", functools.partial(_exported, to), seconds=200) for to in ("hf", "gguf", "onnx", "aoti")
+    ]
     return methods + formats
 
 

@@ -148,7 +148,11 @@ def _measured(shape: str, rows: int, length: int, techniques: dict[str, Any], wh
     taken = take_steps({"recipe": recipes.dump(recipe), "steps": STEPS, "gradient": None, "seconds": 40.0})
     timed = taken["seconds"][UNTIMED:] or taken["seconds"][-1:]
     seconds = statistics.median(timed)
-    figures = {"seconds": seconds, "planned seconds": plan["seconds_per_step"], "tokens/s": taken["tokens"][-1] / seconds}
+    figures = {
+        "seconds": seconds,
+        "planned seconds": plan["seconds_per_step"],
+        "tokens/s": taken["tokens"][-1] / seconds,
+    }
     figures["spread"] = (max(timed) - min(timed)) / seconds
     figures["speed off"] = plan["seconds_per_step"] / seconds - 1
     if where.kind == "cuda":

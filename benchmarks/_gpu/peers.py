@@ -70,7 +70,9 @@ def _config(task: Task) -> Any:
     else:
         sizes = {"hidden_size": shape["width"], "num_hidden_layers": shape["layers"], "num_attention_heads": shape["heads"],
                  "num_key_value_heads": shape["kv_heads"], "intermediate_size": shape["feed_forward"], "vocab_size": shape["vocabulary"]}  # fmt: skip
-    return LlamaConfig(**sizes, max_position_embeddings=task.length, tie_word_embeddings=bool(shape.get("tie_embeddings")))
+    return LlamaConfig(
+        **sizes, max_position_embeddings=task.length, tie_word_embeddings=bool(shape.get("tie_embeddings"))
+    )
 
 
 def _saved(task: Task) -> Path:
@@ -143,7 +145,10 @@ def trl(task: Task, tokens: Any) -> Taken:
         from transformers import BitsAndBytesConfig
 
         how["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
         )
     model = AutoModelForCausalLM.from_pretrained(_saved(task), dtype=torch.bfloat16, device_map=task.kind, **how)
     more: dict[str, Any] = {}
@@ -210,8 +215,12 @@ def unsloth(task: Task, tokens: Any) -> Taken:
         str(_saved(task)), max_seq_length=task.length, load_in_4bit=task.four_bits, dtype=torch.bfloat16
     )
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32, target_modules=names, use_gradient_checkpointing=False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0, fused=True)
+    model = FastLanguageModel.get_peft_model(
+        model, r=16, lora_alpha=32, target_modules=names, use_gradient_checkpointing=False
+    )
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0, fused=True
+    )
 
     def step(rows: Any) -> Any:
         loss = model(input_ids=rows, labels=rows).loss
@@ -223,4 +232,8 @@ def unsloth(task: Task, tokens: Any) -> Taken:
     return _timed(task, tokens, step)
 
 
-PEERS: dict[str, Callable[[Task, Any], Taken]] = {"TRL with Liger": trl, "torchtitan, compiled": torchtitan, "unsloth": unsloth}
+PEERS: dict[str, Callable[[Task, Any], Taken]] = {
+    "TRL with Liger": trl,
+    "torchtitan, compiled": torchtitan,
+    "unsloth": unsloth,
+}

@@ -19,7 +19,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Those of GPT-2, Qwen2.5-0.5B, Llama-3.2-1B and Llama-3.1-8B."""
 
 
-def recipe_of(where: Where, shape: str, rows: int, length: int, techniques: dict[str, Any], steps: int, **more: str) -> Any:
+def recipe_of(
+    where: Where, shape: str, rows: int, length: int, techniques: dict[str, Any], steps: int, **more: str
+) -> Any:
     """A recipe on real text.
 
     Args:
@@ -30,7 +32,14 @@ def recipe_of(where: Where, shape: str, rows: int, length: int, techniques: dict
     model = dict(SHAPES[shape])
     if where.tiny:
         heads = {} if model.get("family") == "gpt2" else {"kv_heads": 2}
-        model = {"family": model.get("family", "llama"), "layers": 2, "width": 64, "heads": 4, "vocabulary": 4096, **heads}
+        model = {
+            "family": model.get("family", "llama"),
+            "layers": 2,
+            "width": 64,
+            "heads": 4,
+            "vocabulary": 4096,
+            **heads,
+        }
         rows, length = min(rows, 4), min(length, 64)
     sections = {
         "model": json.dumps(model),

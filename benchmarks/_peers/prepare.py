@@ -34,7 +34,9 @@ def encoder(folder: str, vocabulary: int) -> tuple[Any, str]:
     if file.is_file():
         found = tokenizers.Tokenizer.from_file(str(file))
         if found.get_vocab_size() > vocabulary:
-            raise SystemExit(f"--tokenizer {folder}: has {found.get_vocab_size()} pieces, the model's embedding {vocabulary}")
+            raise SystemExit(
+                f"--tokenizer {folder}: has {found.get_vocab_size()} pieces, the model's embedding {vocabulary}"
+            )
         return found, "the tokenizer given"
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -35,7 +35,9 @@ def cells(row: dict[str, Any]) -> list[str]:
         return f"{row[key]['median']:.2f}" if key in row else "-"
 
     rate = row["tokens_per_second"]
-    loss = f"{row['loss_difference']:+.2%}{'' if row['equal_loss'] else ' NOT EQUAL'}" if "loss_difference" in row else "-"
+    loss = (
+        f"{row['loss_difference']:+.2%}{'' if row['equal_loss'] else ' NOT EQUAL'}" if "loss_difference" in row else "-"
+    )
     return [
         f"{row['name']}: {row['what']}",
         f"{rate['median']:,.0f} ({rate['low']:,.0f} to {rate['high']:,.0f})",

@@ -49,7 +49,9 @@ def ablation(recipe: Recipe) -> list[Contender]:
     """
     names = list(recipe.techniques)
     if not names:
-        raise RecipeError("techniques: the recipe has none, so there is nothing to leave out; name some, or use --techniques")
+        raise RecipeError(
+            "techniques: the recipe has none, so there is nothing to leave out; name some, or use --techniques"
+        )
 
     def of(name: str, kept: Iterable[str]) -> Contender:
         return Contender(name, replace(recipe, techniques={n: recipe.techniques[n] for n in kept}))
@@ -117,10 +119,14 @@ def bench(
                     take_turn(c, steps, gradient if turn == 0 else None, Path(folder))
                 done += 1
         say("done", total, total)
-        cosines = [cosine_of(Path(folder) / "0.safetensors", Path(folder) / f"{n}.safetensors") for n in range(len(contenders))]
+        cosines = [
+            cosine_of(Path(folder) / "0.safetensors", Path(folder) / f"{n}.safetensors") for n in range(len(contenders))
+        ]
     if contenders[0].failed:
         raise RunError(f"{contenders[0].name}: {contenders[0].failed}")
-    rows = [_row(c, contenders[0], warmup, cosine, plan) for c, cosine, plan in zip(contenders, cosines, plans, strict=True)]
+    rows = [
+        _row(c, contenders[0], warmup, cosine, plan) for c, cosine, plan in zip(contenders, cosines, plans, strict=True)
+    ]
     available = next((p["available_gib"] for p in plans if p), math.nan)
     made = {
         "name": recipe.name,
@@ -158,7 +164,9 @@ def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
             c.failed = str(error).splitlines()[0]
             plans.append(None)
             continue
-        c.recipe = recipes.parse(json.dumps(made["recipe"]))  # with what a dry run chooses, so that the turns take it too
+        c.recipe = recipes.parse(
+            json.dumps(made["recipe"])
+        )  # with what a dry run chooses, so that the turns take it too
         plans.append(made)
         if not made["fits"]:
             c.failed, c.fits = falls_short(made), False
@@ -211,7 +219,9 @@ def speed_of(turn: dict[str, Any], warmup: int) -> float:
     return float(median(n / s for n, s in zip(turn["tokens"][warmup:], turn["seconds"][warmup:], strict=True)))
 
 
-def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: dict[str, Any] | None) -> dict[str, Any]:
+def _row(
+    c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: dict[str, Any] | None
+) -> dict[str, Any]:
     predicted = {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]} if plan else None
     row: dict[str, Any] = {
         "name": c.name,

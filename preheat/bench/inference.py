@@ -53,7 +53,12 @@ class _Worker:
     """The process of a contender, and what it answers."""
 
     def __init__(self, speech: InferenceContender, job: dict[str, Any], folder: Path):
-        self.speech, self.failed, self.about, self.turns = speech, "", dict[str, Any](), dict[tuple[int, int], list[Any]]()
+        self.speech, self.failed, self.about, self.turns = (
+            speech,
+            "",
+            dict[str, Any](),
+            dict[tuple[int, int], list[Any]](),
+        )
         file = folder / f"{id(self)}.json"
         file.write_text(json.dumps(job), encoding="utf-8")
         self._errors: IO[str] = (folder / f"{id(self)}.log").open("w+", encoding="utf-8")
@@ -135,7 +140,9 @@ def bench_inference(
             settings = dataclasses.asdict(speech.settings)
             del settings["tokens"], settings["prompts"]
             job = {"model": speech.model, "settings": settings, "dtype": speech.dtype, "engine": speech.engine}
-            worker = stack.enter_context(_Worker(speech, job | {"tokens": tokens, "cells": cells, "text": text}, folder))
+            worker = stack.enter_context(
+                _Worker(speech, job | {"tokens": tokens, "cells": cells, "text": text}, folder)
+            )
             worker.about = worker.ask()
             workers.append(worker)
             if worker.failed and not n:

@@ -99,7 +99,9 @@ class InferenceWorker:
 
         model = self.model
         self.settings = settled(self.settings, model, 0 if patterned(model) else self.tokens)
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())  # codes of a compressed model are none
+        dtype = next(
+            p.dtype for p in model.parameters() if p.is_floating_point()
+        )  # codes of a compressed model are none
         size, scale = CACHES["int8"] if self.settings.cache == "int8" else (dtype.itemsize, 0.0)
 
         def cache(rows: int, length: int) -> float:
@@ -107,7 +109,10 @@ class InferenceWorker:
             return cache_bytes(model.config, kept, rows, size, scale=scale, window=self.settings.window)
 
         held = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for m in (model, self.draft) if m for t in _tensors(m)
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for m in (model, self.draft)
+            if m
+            for t in _tensors(m)
         }
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -222,7 +227,9 @@ def _plain(job: dict[str, Any], device: Any) -> Any:
     from preheat.errors import RunError
 
     if not (Path(job["model"]) / "config.json").is_file():
-        raise RunError(f"{job['model']}: engine=transformers opens Hugging Face folders only (no config.json); export the run")
+        raise RunError(
+            f"{job['model']}: engine=transformers opens Hugging Face folders only (no config.json); export the run"
+        )
     dtype = getattr(torch, DTYPES[job["dtype"] or "fp32"])
     model, told = AutoModelForCausalLM.from_pretrained(
         job["model"], dtype=dtype, local_files_only=True, output_loading_info=True
@@ -273,7 +280,11 @@ def main() -> None:
         answer(speaker.about())
         for line in sys.stdin:
             asked = json.loads(line)
-            answer({"begin": speaker.begin, "end": speaker.end}[asked]() if isinstance(asked, str) else speaker.measure(*asked))
+            answer(
+                {"begin": speaker.begin, "end": speaker.end}[asked]()
+                if isinstance(asked, str)
+                else speaker.measure(*asked)
+            )
     except PreheatError as error:
         answer({"failed": str(error).splitlines()[0], "code": error.exit_code})
 

@@ -175,7 +175,9 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda words: None) -
         if value not in known:
             raise RecipeError(f"{key}: {value!r} is not known; use {', '.join(map(str, known))}")
     if wish.technique == "gradient_accumulation" and (wish.accumulation_steps or 2) < 2:
-        raise RecipeError(f"--accumulation-steps {wish.accumulation_steps}: there is nothing to accumulate; use 2 or more")
+        raise RecipeError(
+            f"--accumulation-steps {wish.accumulation_steps}: there is nothing to accumulate; use 2 or more"
+        )
     say("reading data")
     plain = _recipe(wish, wish.rows)
     prepare(plain.data, length=wish.seq_len, seed=plain.seed)
@@ -228,12 +230,16 @@ def _plan(group: _Group) -> None:
             continue
         group.plans.append(made)
         if not made["fits"]:
-            c.failed = f"needs {made['peak_gib']:.1f} GiB, more than the {made['available_gib']:.1f} GiB that a trial may use"
+            c.failed = (
+                f"needs {made['peak_gib']:.1f} GiB, more than the {made['available_gib']:.1f} GiB that a trial may use"
+            )
 
 
 def _steps(group: _Group, left: float) -> int:
     """Steps of each contender within `left` seconds; those that cannot take two are marked. At least 2, at most 10."""
-    running = [(c, p["seconds_per_step"]) for c, p in zip(group.contenders, group.plans, strict=True) if p and not c.failed]
+    running = [
+        (c, p["seconds_per_step"]) for c, p in zip(group.contenders, group.plans, strict=True) if p and not c.failed
+    ]
     running.sort(key=lambda pair: pair[1])
     while running:
         room = max(left - STARTUP * len(running), LEAST)
@@ -241,9 +247,7 @@ def _steps(group: _Group, left: float) -> int:
         if steps >= 2:
             return min(steps, 10)
         c, seconds = running.pop()
-        c.failed = (
-            f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len or --model-size"
-        )
+        c.failed = f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len or --model-size"
     return 2
 
 

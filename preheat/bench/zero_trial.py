@@ -59,7 +59,9 @@ def run_processes(job: dict[str, Any]) -> dict[str, Any]:
         "gradient_cosine": None,
         "optimizer_gib": max(f["optimizer_gib"] for f in found),
         "changes": {
-            "zero": [f"{f['optimizer_gib'] * 1024:,.1f} MiB of states on process {rank}" for rank, f in enumerate(found)]
+            "zero": [
+                f"{f['optimizer_gib'] * 1024:,.1f} MiB of states on process {rank}" for rank, f in enumerate(found)
+            ]
         },
     }
 

@@ -61,7 +61,9 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def _global(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. Stands before the command.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error. Stands before the command.")
+    ] = False,
 ) -> None:
     if version:
         from preheat import __version__

@@ -25,12 +25,14 @@ def bench(
         bool, typer.Option("--ablate", help="The recipe whole, without each technique, and each technique alone.")
     ] = False,
     techniques: Annotated[
-        str | None, typer.Option("--techniques", metavar="A,B,C", help="Compare these techniques, each alone, with none.")
+        str | None,
+        typer.Option("--techniques", metavar="A,B,C", help="Compare these techniques, each alone, with none."),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=3, help="Steps of a turn; the first two are not timed.")] = 12,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Turns of each contender.")] = 3,
     inference: Annotated[
-        bool, typer.Option("--inference", help="How models write: first token, tokens/s and cache, by batch and length.")
+        bool,
+        typer.Option("--inference", help="How models write: first token, tokens/s and cache, by batch and length."),
     ] = False,
     batches: Annotated[str, typer.Option("--batches", help="With --inference: rows at a time.")] = "1,8",
     lengths: Annotated[str, typer.Option("--lengths", help="With --inference: tokens of a prompt.")] = "128,512",
@@ -44,7 +46,8 @@ def bench(
         ),
     ] = None,
     text: Annotated[
-        str | None, typer.Option("--text", help="With --inference: a file of text for the prompts; else Python's own library.")
+        str | None,
+        typer.Option("--text", help="With --inference: a file of text for the prompts; else Python's own library."),
     ] = None,
     device: Annotated[
         Literal["cpu", "cuda"] | None,
@@ -78,7 +81,9 @@ def bench(
         )
         return
     if len(what) > 1:
-        raise RecipeError(f"bench: {what[1]}: techniques are compared in one recipe; for models side by side add --inference")
+        raise RecipeError(
+            f"bench: {what[1]}: techniques are compared in one recipe; for models side by side add --inference"
+        )
     (recipe,) = what
     if ablate == bool(techniques):
         raise RecipeError("bench: say what to compare: --ablate, or --techniques A,B,C")
@@ -88,7 +93,9 @@ def bench(
     from preheat.cli.views.console import console, emit
     from preheat.report import write_bench
 
-    contenders = ablation(made) if ablate else chosen(made, [n.strip() for n in (techniques or "").split(",") if n.strip()])
+    contenders = (
+        ablation(made) if ablate else chosen(made, [n.strip() for n in (techniques or "").split(",") if n.strip()])
+    )
     folder = out or Path("bench") / made.name
     screen = console()
     if json:

@@ -97,9 +97,13 @@ def _speeches(models: Sequence[str], variants: Sequence[str], set: Sequence[str]
                 if (value := rest.get(key, known[0])) not in known:
                     raise RecipeError(f"--variant {key}={value}: must be one of {', '.join(known)}")
             if settings.temperature:
-                raise RecipeError("--set sample.temperature: texts are compared, so each token is the likeliest; leave it out")
+                raise RecipeError(
+                    "--set sample.temperature: texts are compared, so each token is the likeliest; leave it out"
+                )
             if rest.get("engine") == "transformers" and settings != sampling():
-                raise RecipeError(f"--variant {variant}: transformers' own generate stands for itself; only dtype goes with it")
+                raise RecipeError(
+                    f"--variant {variant}: transformers' own generate stands for itself; only dtype goes with it"
+                )
             found.append(InferenceContender(f"{name}, {variant}" if variant else name, model, settings, **rest))  # type: ignore[arg-type]
     if len({speech.name for speech in found}) < len(found):
         raise RecipeError("preheat bench --inference: a model or a variant stands twice; name each once")

@@ -56,7 +56,8 @@ def calibrate(
     screen.print(f"stored in {stored}", soft_wrap=True)
     if rates.contended:
         screen.print(
-            "Other processes kept the cores busy, so these rates are too low; run it again on a quiet machine.", style="yellow"
+            "Other processes kept the cores busy, so these rates are too low; run it again on a quiet machine.",
+            style="yellow",
         )
 
 
@@ -65,7 +66,9 @@ def _table(rates: Rates) -> Table:
 
     from preheat.cli.views.console import gflops
 
-    table = Table(title=f"{rates.hardware}, {rates.threads} threads, torch {rates.torch}, measured in {rates.seconds:.0f} s")
+    table = Table(
+        title=f"{rates.hardware}, {rates.threads} threads, torch {rates.torch}, measured in {rates.seconds:.0f} s"
+    )
     table.add_column("what")
     table.add_column("rate", justify="right")
     for dtype, rate in rates.peak_matrix_rate.items():
@@ -78,7 +81,9 @@ def _table(rates: Rates) -> Table:
             table.add_row(f"copies {way} the host", f"{speed / 1e9:,.1f} GB/s")
     for operator in ("mul", "silu", "log_softmax"):
         for dtype in rates.adamw:  # TF32 is of products alone
-            table.add_row(f"{operator}, {dtype}, 8 MB", f"{rates.moved_rate(operator, dtype, 8_000_000) / 1e9:,.1f} GB/s")
+            table.add_row(
+                f"{operator}, {dtype}, 8 MB", f"{rates.moved_rate(operator, dtype, 8_000_000) / 1e9:,.1f} GB/s"
+            )
     for dtype, seconds in rates.adamw.items():
         table.add_row(f"AdamW, {dtype} parameters", f"{1 / seconds / 1e6:,.0f} M parameters/s")
     table.add_row("launch of an operator", f"{rates.launch * 1e6:,.1f} µs")

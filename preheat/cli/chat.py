@@ -154,11 +154,15 @@ def _answer(talk: Conversation, line: str) -> None:
     say()
     watched.tokens = len(answer.written.tokens)
     if answer.dropped:
-        generation.note(f"the oldest {answer.dropped} messages were dropped: with them the model's positions would not suffice")
+        generation.note(
+            f"the oldest {answer.dropped} messages were dropped: with them the model's positions would not suffice"
+        )
     positions = talk.opened.build.model.positions
     if answer.written.ended == "context":
         generation.note(f"cut off: the model's {positions:,} positions end here; /reset begins anew")
     elif answer.written.ended == "length":
         generation.note(f"cut off after {watched.tokens:,} tokens; --tokens allows more")
     of = f" of {positions:,}" if positions else ""
-    generation.note(f"{watched.words()}; {answer.prompt + watched.tokens:,}{of} positions in use, {answer.read:,} tokens read")
+    generation.note(
+        f"{watched.words()}; {answer.prompt + watched.tokens:,}{of} positions in use, {answer.read:,} tokens read"
+    )

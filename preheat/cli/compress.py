@@ -15,7 +15,9 @@ __all__ = ["compress"]
 def compress(
     model: Annotated[
         str,
-        typer.Argument(metavar="RUN|MODEL", help="The folder of a run, of one of its checkpoints, or of a Hugging Face model."),
+        typer.Argument(
+            metavar="RUN|MODEL", help="The folder of a run, of one of its checkpoints, or of a Hugging Face model."
+        ),
     ],
     method: Annotated[
         list[str] | None,
@@ -35,7 +37,8 @@ def compress(
     bits: Annotated[
         float | None,
         typer.Option(
-            "--bits", help="A budget: so many bits a weight on average, spent where it saves most loss (method bit_budget)."
+            "--bits",
+            help="A budget: so many bits a weight on average, spent where it saves most loss (method bit_budget).",
         ),
     ] = None,
     settings: Annotated[
@@ -56,13 +59,17 @@ def compress(
     out: Annotated[
         Path | None, typer.Option("--out", help="The folder to write; MODEL/compressed-NAME when not given.")
     ] = None,
-    rows: Annotated[int | None, typer.Option("--rows", min=1, help="Calibration rows, at most; 128 when not given.")] = None,
+    rows: Annotated[
+        int | None, typer.Option("--rows", min=1, help="Calibration rows, at most; 128 when not given.")
+    ] = None,
     length: Annotated[
         int | None, typer.Option("--length", min=2, help="Tokens a row; the run's, or 512, when not given.")
     ] = None,
     measured: Annotated[
         int | None,
-        typer.Option("--measured", min=1, help="Held-out rows that perplexity is measured on, at most; 64 when not given."),
+        typer.Option(
+            "--measured", min=1, help="Held-out rows that perplexity is measured on, at most; 64 when not given."
+        ),
     ] = None,
     within: Annotated[
         float | None,
@@ -169,7 +176,8 @@ def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:
             soft_wrap=True,
         )
     screen.print(
-        f"wrote {made['path']}; chosen as {made['chosen_because']}; all of it: {target / 'compress.html'}", soft_wrap=True
+        f"wrote {made['path']}; chosen as {made['chosen_because']}; all of it: {target / 'compress.html'}",
+        soft_wrap=True,
     )
 
 
@@ -179,7 +187,9 @@ def _list_methods() -> None:
     from preheat.compress.registry import methods
     from preheat.errors import RecipeError
 
-    told = [f"  {name}: {(sys.modules[cls.__module__].__doc__ or '').splitlines()[0]}" for name, cls in methods().items()]
+    told = [
+        f"  {name}: {(sys.modules[cls.__module__].__doc__ or '').splitlines()[0]}" for name, cls in methods().items()
+    ]
     raise RecipeError("\n".join(["--method: name one (or a budget with --bits):", *told]))
 
 

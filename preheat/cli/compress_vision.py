@@ -36,7 +36,8 @@ def compress_vision(model: str, recipe: str, data: str, out: Path | None, *, jso
     for step in made["variants"]:
         screen.print(f"{step['name']}: {step['what']}", soft_wrap=True, style="dim")
     screen.print(
-        f"wrote {made['path']}; {made['data']}; all of it: {Path(made['path']).parent / 'compress.json'}", soft_wrap=True
+        f"wrote {made['path']}; {made['data']}; all of it: {Path(made['path']).parent / 'compress.json'}",
+        soft_wrap=True,
     )
 
 
@@ -44,7 +45,9 @@ def _table(made: dict[str, Any]) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for n, title in enumerate(("", "accuracy", "loss", "parameters", "MiB", "as before", "ms an image", "logits within")):
+    for n, title in enumerate(
+        ("", "accuracy", "loss", "parameters", "MiB", "as before", "ms an image", "logits within")
+    ):
         table.add_column(title, justify="right" if n else "left", no_wrap=n > 0, overflow="fold")
     for name, told, logits in [
         ("before", made["before"], None),

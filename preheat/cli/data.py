@@ -16,7 +16,9 @@ def data(
     recipe: RecipeArgument,
     set: Set = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Packed sequences to show.")] = 3,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with all of it.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with all of it.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Shows a recipe's data as the model will see it, what of it is trained on, and what the checks before training find.
@@ -70,7 +72,9 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
         if example["padding"]:
             screen.print(Text(f"and {example['padding']:,} places of padding", "dim"))
     screen.print(Rule(Text(clean(shown["name"])), align="left", characters="─" if colours else "-"))
-    screen.print(Text.assemble("shown in ", ("green" if colours else "«»", "bold green"), " is trained on, the rest is read"))
+    screen.print(
+        Text.assemble("shown in ", ("green" if colours else "«»", "bold green"), " is trained on, the rest is read")
+    )
     counts, lengths, packing = shown["counts"], shown["lengths"], shown["packing"]
     table = Table.grid(padding=(0, 2))
     table.add_row("layout", Text(clean(shown["layout"])))

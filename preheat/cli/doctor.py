@@ -21,7 +21,8 @@ def _doctor() -> None:
 
 @app.command("oom")
 def oom(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was out of memory.")], json: Json = False
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was out of memory.")],
+    json: Json = False,
 ) -> None:
     """What filled the memory of a run, the three cheapest ways out by the plan, and allocator settings where free memory lay in pieces.
 
@@ -60,7 +61,9 @@ def _drawn(found: dict[str, Any], run: Path) -> Any:
         )
     )
     for rung in found["rungs"]:
-        parts.append(Text(f"went on from step {rung['step']} with {', '.join(rung['took']) or 'the recipe as written'}"))
+        parts.append(
+            Text(f"went on from step {rung['step']} with {', '.join(rung['took']) or 'the recipe as written'}")
+        )
     if found["ways"]:
         table = Table("ways out, the cheapest first", "peak", "s a step", "", box=None, pad_edge=False)
         for way in found["ways"]:
@@ -89,6 +92,8 @@ def _drawn(found: dict[str, Any], run: Path) -> Any:
     if found["allocator"]:
         advice = found["allocator"]
         parts.append(
-            Text(f"{advice['why']}: run it with --set {advice['set']}, or where that is not had start it with {advice['or']}")
+            Text(
+                f"{advice['why']}: run it with --set {advice['set']}, or where that is not had start it with {advice['or']}"
+            )
         )
     return Group(*parts)

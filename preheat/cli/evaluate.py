@@ -45,7 +45,9 @@ def evaluate(
             help="A task: a built-in name or a YAML file, NAME=ROWS for rows of yours, with ,KEY=VALUE for further keys; lm-eval:NAME for one of lm-eval's. Of length: recall, and with a long text needle=FILE, positions=FILE, continuation=FILE. May stand several times.",
         ),
     ] = None,
-    before: Annotated[bool, typer.Option("--before", help="Of a run: also measure the model that it began from.")] = False,
+    before: Annotated[
+        bool, typer.Option("--before", help="Of a run: also measure the model that it began from.")
+    ] = False,
     forgetting: Annotated[
         str | None,
         typer.Option("--forgetting", help="A text whose loss shows what was forgotten; with --before or two models."),
@@ -188,7 +190,11 @@ def _measured(
                 made["tasks"][task.name] = measure_task(task, scorer, limit=limit, samples=samples)
             elif isinstance(task, LengthTask):
                 texts_of = partial(tokens_of_text, settings.data, seed=settings.seed, tokenizer=tokenizer)
-                most: dict[str, Any] = {"longest": length or scorer.length, "reach": reach_of(opened.build), "limit": limit}
+                most: dict[str, Any] = {
+                    "longest": length or scorer.length,
+                    "reach": reach_of(opened.build),
+                    "limit": limit,
+                }
                 made["tasks"][task.name] = measure_length(questions_of(task, scorer, texts=texts_of, **most), scorer)
             else:
                 made["tasks"] |= measure_by_harness(task, scorer, limit=limit)
@@ -231,7 +237,9 @@ def _table(made: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
     compared = "before" in made
-    table = Table("", "metric", *(("before", "after", "difference") if compared else ("value",)), box=None, pad_edge=False)
+    table = Table(
+        "", "metric", *(("before", "after", "difference") if compared else ("value",)), box=None, pad_edge=False
+    )
     for part in ("texts", "tasks"):
         for name, result in made[part].items():
             shown = name

@@ -17,7 +17,9 @@ To = Literal["hf", "peft", "gguf", "onnx", "executorch", "aoti", "vllm", "torchc
 def export(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="A run's folder, a model's in Hugging Face's layout, or an adapter's of peft's."),
+        typer.Argument(
+            metavar="RUN", help="A run's folder, a model's in Hugging Face's layout, or an adapter's of peft's."
+        ),
     ],
     to: Annotated[
         To,
@@ -28,7 +30,8 @@ def export(
         ),
     ] = "hf",
     out: Annotated[
-        Path | None, typer.Option("--out", help="The folder to write; RUN/export-hf, -gguf-q8_0 and so on when not given.")
+        Path | None,
+        typer.Option("--out", help="The folder to write; RUN/export-hf, -gguf-q8_0 and so on when not given."),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -48,7 +51,9 @@ def export(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option("--length", min=2, help="executorch: positions of the cache; the model's, up to 2,048, when not given."),
+        typer.Option(
+            "--length", min=2, help="executorch: positions of the cache; the model's, up to 2,048, when not given."
+        ),
     ] = None,
     base: Base = None,
     json: Json = False,

@@ -23,11 +23,14 @@ def generate(
         ),
     ],
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="The beginning to continue. May stand several times.")
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="The beginning to continue. May stand several times."),
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--file", help='Prompts, one a line; a .jsonl file holds {"prompt": ...} or {"messages": [...]} a line.'),
+        typer.Option(
+            "--file", help='Prompts, one a line; a .jsonl file holds {"prompt": ...} or {"messages": [...]} a line.'
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help=generation.HELP["tokens"])] = 64,
     temperature: generation.Temperature = 0.0,
@@ -42,7 +45,8 @@ def generate(
     chat: Annotated[
         bool | None,
         typer.Option(
-            "--chat/--no-chat", help="Lay prompts out by the chat template, or not; as the run was trained when not given."
+            "--chat/--no-chat",
+            help="Lay prompts out by the chat template, or not; as the run was trained when not given.",
         ),
     ] = None,
     template: generation.ChatTemplate = None,
@@ -85,7 +89,14 @@ def generate(
         watched.compiled |= any(text.compiled for text in made)
         texts.append(
             [
-                {"model": model, "step": opened.step, "prompt": p, "text": t.text, "tokens": len(t.tokens), "ended": t.ended}
+                {
+                    "model": model,
+                    "step": opened.step,
+                    "prompt": p,
+                    "text": t.text,
+                    "tokens": len(t.tokens),
+                    "ended": t.ended,
+                }
                 for p, t in zip(prompts, made, strict=True)
             ]
         )

@@ -99,5 +99,7 @@ def launch(
     else:
         mesh = " x ".join(f"{axis} {size}" for axis, size in made["mesh"].items()) or "1 device"
         screen = console()
-        screen.print(f"{output}: {made['devices']} devices on {nodes} host{'s' if nodes > 1 else ''}, {mesh}", soft_wrap=True)
+        screen.print(
+            f"{output}: {made['devices']} devices on {nodes} host{'s' if nodes > 1 else ''}, {mesh}", soft_wrap=True
+        )
         screen.print(f"submit it with: {submit(scheduler, str(output))}", soft_wrap=True)

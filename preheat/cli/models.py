@@ -24,7 +24,13 @@ def models(context: typer.Context, json: Json = False) -> None:
     from preheat.models.presets import PRESETS
 
     if json:
-        emit({"models": {name: {"hub": p.hub, "chat": p.chat, "parameters": p.parameters} for name, p in PRESETS.items()}})
+        emit(
+            {
+                "models": {
+                    name: {"hub": p.hub, "chat": p.chat, "parameters": p.parameters} for name, p in PRESETS.items()
+                }
+            }
+        )
         return
     from rich.table import Table
 

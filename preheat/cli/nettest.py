@@ -17,10 +17,12 @@ __all__ = ["nettest"]
 
 def nettest(
     nproc: Annotated[
-        int | None, typer.Option("--nproc", help="Processes to start on this host. Under torchrun its processes are taken.")
+        int | None,
+        typer.Option("--nproc", help="Processes to start on this host. Under torchrun its processes are taken."),
     ] = None,
     backend: Annotated[
-        Literal["auto", "gloo", "nccl"], typer.Option("--backend", help="auto: nccl where every process has a GPU, else gloo.")
+        Literal["auto", "gloo", "nccl"],
+        typer.Option("--backend", help="auto: nccl where every process has a GPU, else gloo."),
     ] = "auto",
     collectives: Annotated[
         list[str] | None,
@@ -38,7 +40,9 @@ def nettest(
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for the other processes.")] = 60.0,
     port: Annotated[
         int | None,
-        typer.Option("--port", min=1, max=65535, help="Port of the rendezvous with --nproc; a free one when not stated."),
+        typer.Option(
+            "--port", min=1, max=65535, help="Port of the rendezvous with --nproc; a free one when not stated."
+        ),
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write the figures as a page with plots.")] = None,
     store: Annotated[
@@ -119,7 +123,9 @@ def _shown(made: dict[str, Any]) -> list[RenderableType]:
     from preheat.report.nettest_page import against_words, seconds, size
 
     hosts = f"{made['hosts']} hosts" if made["hosts"] > 1 else "one host"
-    table = Table(title=f"{made['devices']} processes on {hosts}, {made['backend']}, {made['hardware']}", title_justify="left")
+    table = Table(
+        title=f"{made['devices']} processes on {hosts}, {made['backend']}, {made['hardware']}", title_justify="left"
+    )
     for name, side in (
         ("collective", "left"),
         ("size", "right"),
@@ -141,12 +147,22 @@ def _shown(made: dict[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = [table]
     if made["pairs"]:
         pairs = Table(title="point to point, half of there and back", title_justify="left")
-        for name, side in (("pair", "left"), ("ranks", "left"), ("hosts", "left"), ("latency", "right"), ("GB/s", "right")):
+        for name, side in (
+            ("pair", "left"),
+            ("ranks", "left"),
+            ("hosts", "left"),
+            ("latency", "right"),
+            ("GB/s", "right"),
+        ):
             pairs.add_column(name, justify=side)  # type: ignore[arg-type]
         for pair in made["pairs"]:
             ranks = " and ".join(map(str, pair["ranks"]))
             pairs.add_row(
-                pair["kind"], ranks, ", ".join(pair["hosts"]), seconds(pair["latency"]), f"{pair['bandwidth'] / 1e9:.3g}"
+                pair["kind"],
+                ranks,
+                ", ".join(pair["hosts"]),
+                seconds(pair["latency"]),
+                f"{pair['bandwidth'] / 1e9:.3g}",
             )
         parts.append(pairs)
     busy = sum(row["high"] > 2 * row["seconds"] for row in made["rows"])

@@ -28,21 +28,25 @@ def plan(
     gpu: Annotated[
         str | None,
         typer.Option(
-            "--gpu", help="A device of the catalogue (H100, RTX-4090), or stated: name=X,memory=24GiB,bandwidth=1008,bf16=165."
+            "--gpu",
+            help="A device of the catalogue (H100, RTX-4090), or stated: name=X,memory=24GiB,bandwidth=1008,bf16=165.",
         ),
     ] = None,
     count: Annotated[
-        int | None, typer.Option("--count", min=1, help="Devices of a host; of the whole run where --nodes is not given.")
+        int | None,
+        typer.Option("--count", min=1, help="Devices of a host; of the whole run where --nodes is not given."),
     ] = None,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Hosts, of --count devices each.")] = 1,
     length: Annotated[int | None, typer.Option("--length", min=2, help="Tokens in a row.")] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option("--batch-tokens", help="Tokens of a global batch: of one optimizer step, over all devices.")
+        int | None,
+        typer.Option("--batch-tokens", help="Tokens of a global batch: of one optimizer step, over all devices."),
     ] = None,
     method: Annotated[
         Literal["full", "lora", "qlora"] | None,
         typer.Option(
-            "--method", help="For a model: train all of it (when not given), an adapter, or an adapter on a base in 4 bits."
+            "--method",
+            help="For a model: train all of it (when not given), an adapter, or an adapter on a base in 4 bits.",
         ),
     ] = None,
     aim: Annotated[
@@ -61,11 +65,16 @@ def plan(
     ] = None,
     price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars for an hour of a device.")] = None,
     inference: Annotated[
-        bool, typer.Option("--inference", help="What serving needs: weights, KV cache, rows that fit; and how fast it can be.")
+        bool,
+        typer.Option(
+            "--inference", help="What serving needs: weights, KV cache, rows that fit; and how fast it can be."
+        ),
     ] = False,
     compute_budget: Annotated[
         float | None,
-        typer.Option("--compute-budget", metavar="FLOPS", help="The model and tokens that so many FLOPs are best spent on."),
+        typer.Option(
+            "--compute-budget", metavar="FLOPS", help="The model and tokens that so many FLOPs are best spent on."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the recipe there, for `preheat train`.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with plots there.")] = None,
@@ -111,11 +120,15 @@ def plan(
     else:
         others = {name: question(name) for name in ("lora", "qlora")} if method is None and not first.given else {}
         limit = allow or ("exact" if first.given else "rounding")
-        made, page = searched(first, others, gpu, devices, per_host, aim=aim or "fastest", allow=limit, price=price, quiet=json)
+        made, page = searched(
+            first, others, gpu, devices, per_host, aim=aim or "fastest", allow=limit, price=price, quiet=json
+        )
     finish(made, page, first, out=out, html=html, json=json)
 
 
-def finish(made: dict[str, Any], page: Any, asked: Question, *, out: Path | None, html: Path | None, json: bool) -> None:
+def finish(
+    made: dict[str, Any], page: Any, asked: Question, *, out: Path | None, html: Path | None, json: bool
+) -> None:
     """Writes what was asked for, prints the rest."""
     from preheat.cli.plan_modes import recipe_text, write_recipe
     from preheat.cli.views.console import console, emit

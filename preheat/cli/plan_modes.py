@@ -33,7 +33,12 @@ def stated(
     from preheat.training.session import rows_of, vocabulary_of
 
     device, rates, in_use = hardware(gpu, question.recipe, per_host)
-    how: dict[str, Any] = {"vocabulary": vocabulary_of(question.recipe), "device": device, "rates": rates, "in_use": in_use}
+    how: dict[str, Any] = {
+        "vocabulary": vocabulary_of(question.recipe),
+        "device": device,
+        "rates": rates,
+        "in_use": in_use,
+    }
     world: dict[str, Any] = {} if gpu is None else {"world": devices}
     rows = rows_of(question.recipe)
     recipe = settled(question.recipe, rows=rows, **how, **world)
@@ -45,7 +50,9 @@ def stated(
     found = SearchResult(EvaluatedPlan(recipe, made, worst(added), recipe.batch.size, ()))
 
     def page() -> dict[str, Any]:
-        seen = observe_cached(recipe, vocabulary=how["vocabulary"], device=device, world=devices, how="whole", logged=True)
+        seen = observe_cached(
+            recipe, vocabulary=how["vocabulary"], device=device, world=devices, how="whole", logged=True
+        )
         return figures(replace(found, seen=[found.best]), seen, rates)
 
     more["settled"] = {
@@ -120,7 +127,9 @@ def searched(
 
     def page() -> dict[str, Any]:
         best = found.best.recipe
-        seen = observe_cached(best, vocabulary=vocabulary_of(best), device=device, world=devices, how="whole", logged=True)
+        seen = observe_cached(
+            best, vocabulary=vocabulary_of(best), device=device, world=devices, how="whole", logged=True
+        )
         return figures(found, seen, rates)
 
     return made, page

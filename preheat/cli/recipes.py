@@ -12,7 +12,9 @@ from preheat.cli.views.output import say
 
 __all__ = ["app", "init"]
 
-app = typer.Typer(help="The built-in recipes: list, show, and the JSON schema for editors.", invoke_without_command=True)
+app = typer.Typer(
+    help="The built-in recipes: list, show, and the JSON schema for editors.", invoke_without_command=True
+)
 
 
 def _words(path: Path) -> str:

@@ -28,7 +28,9 @@ def report(
     if json:
         from json import dumps
 
-        rows = [{"run": str(run), "report": str(page), "data": str(page.with_name("report.json"))} for run, page in written]
+        rows = [
+            {"run": str(run), "report": str(page), "data": str(page.with_name("report.json"))} for run, page in written
+        ]
         say(dumps({"reports": rows}))
         return
     for _, page in written:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["resuming", "run", "train"]
 
 
-def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bool, again: Sequence[str]) -> dict[str, Any]:
+def run(
+    recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bool, again: Sequence[str]
+) -> dict[str, Any]:
     """Trains, writes the report, and shows predicted beside measured (or prints the JSON object).
 
     Args:
@@ -93,7 +95,9 @@ def _finished(made: dict[str, Any], recipe: Recipe) -> Any:
     limits = {key: limit for key in ("tokens", "epochs", "hours") if (limit := getattr(recipe.stop, key))}
     if recipe.stop.steps or not limits:
         limits["steps"] = made["steps"]
-    later = " ".join(f"--set stop.{key}={2 * limit:g}" for key, limit in limits.items())  # the first that is reached ends it
+    later = " ".join(
+        f"--set stop.{key}={2 * limit:g}" for key, limit in limits.items()
+    )  # the first that is reached ends it
     return Text(
         f"{made['run']}: has finished already, at step {made['steps']:,}; nothing was written. "
         f"To go on longer, resume it with a later end: {later}"
@@ -132,7 +136,9 @@ def _summary(made: dict[str, Any]) -> Any:
             table.add_row(words, show(expected), show(found), off)
     end = f"stopped by {made['stopped']} at" if made["stopped"] else "done:"
     figures = {"loss": made["loss"], "validation loss": None if made["stopped"] else made["validation_loss"]}
-    loss = "".join(f", {name} {value:.4f}" for name, value in figures.items() if value is not None and math.isfinite(value))
+    loss = "".join(
+        f", {name} {value:.4f}" for name, value in figures.items() if value is not None and math.isfinite(value)
+    )
     return Group(
         Text(f"{end} step {made['steps']:,}{loss}", style="bold"),
         table,
@@ -197,7 +203,9 @@ def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json
     from preheat.training.recovery.fallback_log import oom_records
 
     with _going_on(folder, typed):
-        ended = start(command, processes=nproc, restarts=restarts, again=lambda: bool(oom_records(folder)), say=Alarms().alarm)
+        ended = start(
+            command, processes=nproc, restarts=restarts, again=lambda: bool(oom_records(folder)), say=Alarms().alarm
+        )
         if ended.signal is not None and not (json and ended.result):
             raise Interrupted(ended.signal)
     if json and ended.result:
@@ -218,19 +226,26 @@ def train(
         ),
     ] = False,
     auto_resume: Annotated[
-        bool, typer.Option("--auto-resume", help="Go on with the run where that folder holds one, and begin it where not.")
+        bool,
+        typer.Option("--auto-resume", help="Go on with the run where that folder holds one, and begin it where not."),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Train even where the plan says that it does not fit.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Train even where the plan says that it does not fit.")
+    ] = False,
     nproc: Annotated[
         int,
         typer.Option(
-            "--nproc", min=1, help="Processes on this host, one a device; the recipe's techniques say how they share the work."
+            "--nproc",
+            min=1,
+            help="Processes on this host, one a device; the recipe's techniques say how they share the work.",
         ),
     ] = 1,
     restarts: Annotated[
         int,
         typer.Option(
-            "--restarts", min=0, help="With --nproc: start all again so often after one of them died, from the last checkpoint."
+            "--restarts",
+            min=0,
+            help="With --nproc: start all again so often after one of them died, from the last checkpoint.",
         ),
     ] = 0,
     dry_run: Annotated[
@@ -242,7 +257,9 @@ def train(
     ] = False,
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", help="With --dry-run: on a device of the catalogue, or a stated one, as of preheat plan."),
+        typer.Option(
+            "--gpu", help="With --dry-run: on a device of the catalogue, or a stated one, as of preheat plan."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -29,7 +29,9 @@ def try_(
     ] = "tiny",
     batch_size: Annotated[
         int | None,
-        typer.Option("--batch-size", "--batch_size", min=1, help="Rows of a micro-batch; by size and length when not given."),
+        typer.Option(
+            "--batch-size", "--batch_size", min=1, help="Rows of a micro-batch; by size and length when not given."
+        ),
     ] = None,
     accumulation_steps: Annotated[
         int | None,
@@ -45,11 +47,17 @@ def try_(
     ] = "bf16",
     zero_stage: Annotated[
         int,
-        typer.Option("--zero-stage", "--zero_stage", help="1: optimizer states shared out; 2: gradients too; 3: weights too."),
+        typer.Option(
+            "--zero-stage", "--zero_stage", help="1: optimizer states shared out; 2: gradients too; 3: weights too."
+        ),
     ] = 1,
-    cpu_offload: Annotated[bool, typer.Option("--cpu-offload", "--cpu_offload", help="zero: states on the host.")] = False,
+    cpu_offload: Annotated[
+        bool, typer.Option("--cpu-offload", "--cpu_offload", help="zero: states on the host.")
+    ] = False,
     seq_len: Annotated[int, typer.Option("--seq-len", "--seq_len", min=16, help="Tokens of a row.")] = 256,
-    benchmark: Annotated[bool, typer.Option("--benchmark", help="All techniques, alone and together, in one table.")] = False,
+    benchmark: Annotated[
+        bool, typer.Option("--benchmark", help="All techniques, alone and together, in one table.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """One technique against without it, on real text (Python's own library), each in its own process: speed, memory, loss.

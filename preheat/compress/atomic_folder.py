@@ -53,7 +53,9 @@ class NewFolder:
         self.out = Path(out)
         self._place = Path(os.path.abspath(self.out))
         self._made = self._place.with_name(self._place.name + ".writing")
-        self._parents: list[Path] = []  # folders that were made for it, the innermost first; they go if nothing is written
+        self._parents: list[
+            Path
+        ] = []  # folders that were made for it, the innermost first; they go if nothing is written
         self._lock: TextIO | None = None
 
     def __enter__(self) -> Path:
@@ -101,7 +103,9 @@ class NewFolder:
             if left.name != MARK:
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if error is None:
                 self._finish()

@@ -133,7 +133,9 @@ def quality(opened: LoadedModel, texts: Texts, measured: int) -> Result:
     from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
 
     micro = min(8, opened.recipe.batch.size)
-    return measure_text(opened.build, texts.held_out, micro=micro, limit=measured, sizes=bytes_of_tokens(opened.tokenizer))
+    return measure_text(
+        opened.build, texts.held_out, micro=micro, limit=measured, sizes=bytes_of_tokens(opened.tokenizer)
+    )
 
 
 def _told(result: Result) -> dict[str, Any]:

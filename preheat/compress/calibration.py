@@ -27,7 +27,9 @@ def require_rows(rows: Sequence[Tensor]) -> None:
     """Raises DataError, with the numbers, where rows [1, length] cannot stand for the model's inputs."""
     many, different = len(rows), len({tuple(row.flatten().tolist()) for row in rows})
     if many < LEAST:
-        raise DataError(f"calibration: {many} rows, and {LEAST} are needed; name more text with --data, or lower --length")
+        raise DataError(
+            f"calibration: {many} rows, and {LEAST} are needed; name more text with --data, or lower --length"
+        )
     if different < LEAST:
         raise DataError(
             f"calibration: {many} rows, of which only {different} differ, and {LEAST} are needed; name other text with --data"
@@ -35,7 +37,9 @@ def require_rows(rows: Sequence[Tensor]) -> None:
     pieces = len(torch.cat([row.flatten() for row in rows]).unique())
     if pieces < LEAST:
         raise DataError(f"calibration: the rows hold only {pieces} different tokens; name real text with --data")
-    runs = torch.cat([row.flatten().unfold(0, _RUN, 1) for row in rows if row.numel() >= _RUN] or [torch.empty(0, _RUN)])
+    runs = torch.cat(
+        [row.flatten().unfold(0, _RUN, 1) for row in rows if row.numel() >= _RUN] or [torch.empty(0, _RUN)]
+    )
     if len(runs) and (own := len(runs.unique(dim=0))) < _OWN * len(
         runs
     ):  # rows that begin elsewhere in a text that repeats itself
@@ -89,7 +93,9 @@ class Layer:
                 x: Tensor = args[0]
                 if name not in found:
                     width = x.shape[-1]
-                    found[name] = Inputs(torch.zeros(width, width, device=x.device), torch.zeros(width, device=x.device))
+                    found[name] = Inputs(
+                        torch.zeros(width, width, device=x.device), torch.zeros(width, device=x.device)
+                    )
                 found[name].see(x)
 
             return hook

@@ -55,7 +55,9 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
     recipe, positions = opened.recipe, opened.build.model.positions
     cut = min(length or recipe.batch.length, positions or (1 << 30))
     if data is not None:
-        all_of = rows_of_text(recipe.data, data, knob="--data", length=cut, seed=recipe.seed, tokenizer=opened.tokenizer_folder)
+        all_of = rows_of_text(
+            recipe.data, data, knob="--data", length=cut, seed=recipe.seed, tokenizer=opened.tokenizer_folder
+        )
         return _parted(all_of, rows, cut, f"{Path(data).name}: every {_SHARE}th row held out")
     if opened.step is None:
         raise RecipeError("--data: is needed with a model's folder: name the text to calibrate with and to measure on")
@@ -73,7 +75,9 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
             prepared.train, rows, cut, f"{words}, which has no validation rows: every {_SHARE}th training row held out"
         )
     chosen = _spread(len(prepared.train), rows)
-    return Texts(_tokens(prepared.train, chosen), prepared.validation, f"{words}: training rows, measured on validation rows")
+    return Texts(
+        _tokens(prepared.train, chosen), prepared.validation, f"{words}: training rows, measured on validation rows"
+    )
 
 
 def _parted(all_of: Rows, rows: int, cut: int, words: str) -> Texts:

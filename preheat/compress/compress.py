@@ -70,7 +70,9 @@ def read_variants(texts: Sequence[str], bits: float | None, overrides: Sequence[
         if not having:
             known_keys = sorted({key for name in keys for key in keys[name] if owner in ("", name)})
             of = owner or ", ".join(keys)
-            raise RecipeError(f"--set {shorten(item)}: {of}: no setting {quoted(own, 40)} there; {nearest(own, known_keys)}")
+            raise RecipeError(
+                f"--set {shorten(item)}: {of}: no setting {quoted(own, 40)} there; {nearest(own, known_keys)}"
+            )
         for name, values in split:
             if name in having:
                 values[own] = value
@@ -100,7 +102,9 @@ def _setting(pair: str, where: str) -> tuple[str, Any]:
 
     key, equals, raw = pair.partition("=")
     if not equals:
-        raise RecipeError(f"{shorten(where)}: write settings as key=value, e.g. --method int4,group=64 or --set group=64")
+        raise RecipeError(
+            f"{shorten(where)}: write settings as key=value, e.g. --method int4,group=64 or --set group=64"
+        )
     return key.strip(), compose(raw, f"--set {shorten(pair)}", numbered=False)[0]
 
 
@@ -121,7 +125,9 @@ def made_of(name: str, values: Mapping[str, Any]) -> Variant:
 
 
 def _plain(value: Any) -> str:
-    return "".join(c if c.isalnum() or c in "._" else "-" for c in (",".join(value) if isinstance(value, list) else str(value)))
+    return "".join(
+        c if c.isalnum() or c in "._" else "-" for c in (",".join(value) if isinstance(value, list) else str(value))
+    )
 
 
 def trained_for(source: str | Path) -> list[Variant]:
@@ -297,7 +303,9 @@ def _chosen(found: Sequence[dict[str, Any]], within: float) -> tuple[str, str]:
     return best["name"], f"none is within {within:.0%}: the one with the least perplexity"
 
 
-def summed(path: Path, found: Sequence[dict[str, Any]], choice: tuple[str, str], source: str, texts: Texts) -> dict[str, Any]:
+def summed(
+    path: Path, found: Sequence[dict[str, Any]], choice: tuple[str, str], source: str, texts: Texts
+) -> dict[str, Any]:
     """The whole as data: the chosen variant first, then all of them.
 
     Args:

@@ -65,7 +65,9 @@ def _once(model: Any, prompt: Tensor, tokens: int) -> tuple[float, float]:
     cache, prompt = DynamicCache(config=model.config), prompt.to(device)
     with torch.no_grad():
         start = time.perf_counter()
-        token = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        token = (
+            model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        )
         int(token)  # a GPU has done it only when it is asked
         first = time.perf_counter() - start
         start = time.perf_counter()

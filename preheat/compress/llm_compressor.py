@@ -23,9 +23,7 @@ from preheat.run_dir import to_json
 __all__ = ["Found", "python_of", "run", "unpacked"]
 
 VARIABLE = "PREHEAT_LLM_COMPRESSOR"
-_INSTALL = (
-    f"python3 -m venv lc && lc/bin/pip install llmcompressor, then --set python=lc/bin/python or {VARIABLE}=lc/bin/python"
-)
+_INSTALL = f"python3 -m venv lc && lc/bin/pip install llmcompressor, then --set python=lc/bin/python or {VARIABLE}=lc/bin/python"
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,9 @@ def run(model: Any, rows: Sequence[Tensor], asked: Mapping[str, Any], python: st
         model.set_attn_implementation("eager")  # the folder must not name our own attention
         model.save_pretrained(folder / "model")
         model.set_attn_implementation(attention)
-        (folder / "asked.json").write_text(to_json({**asked, "rows": [row[0].tolist() for row in rows]}), encoding="utf-8")
+        (folder / "asked.json").write_text(
+            to_json({**asked, "rows": [row[0].tolist() for row in rows]}), encoding="utf-8"
+        )
         worker = Path(__file__).with_name("llm_compressor_worker.py")
         # Nothing of this environment: the other has a torch and a transformers of its own.
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}

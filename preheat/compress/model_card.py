@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 __all__ = ["write"]
 
 
-def write(made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool, quantized: bool, said: Sequence[str] = ()) -> str:
+def write(
+    made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool, quantized: bool, said: Sequence[str] = ()
+) -> str:
     """A card in Markdown.
 
     Args:

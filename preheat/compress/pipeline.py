@@ -67,7 +67,9 @@ class Step:
     def __post_init__(self) -> None:
         kinds = [kind for kind in ("compress", "train", "export") if getattr(self, kind) is not None]
         if len(kinds) != 1:
-            raise ValueError(f"a step is one of compress, train, export; this one states {' and '.join(kinds) or 'none'}")
+            raise ValueError(
+                f"a step is one of compress, train, export; this one states {' and '.join(kinds) or 'none'}"
+            )
         if self.train is None and (self.techniques or self.where_possible):
             raise ValueError("techniques and where_possible are for a step that trains")
         if strange := [name for name in self.where_possible if name not in self.techniques]:
@@ -105,7 +107,9 @@ def load_chain(path: str | Path) -> Chain:
         file = known[str(path)]
     values, lines = read(file, str(path))
     if not isinstance(values, Mapping) or not isinstance(values.get("chain"), list) or not values["chain"]:
-        raise RecipeError(f"{path}: is no chain: it has no list of steps under `chain`; preheat recipes show edge shows one")
+        raise RecipeError(
+            f"{path}: is no chain: it has no list of steps under `chain`; preheat recipes show edge shows one"
+        )
     reader = RecipeReader(str(path), lines)
     for key in values:
         if key not in ("name", "chain"):
@@ -245,7 +249,9 @@ def _methods(chain: Chain) -> dict[int, Variant]:
                 registry.place_of(Path(), step.export, step.settings.get("dtype"))
                 registry.require_settings(step.export, step.settings)
                 if strange := sorted(step.settings.keys() - {"dtype", "tolerance", "length"}):
-                    raise RecipeError(f"export to {step.export} has no setting '{strange[0]}'; it has dtype, tolerance, length")
+                    raise RecipeError(
+                        f"export to {step.export} has no setting '{strange[0]}'; it has dtype, tolerance, length"
+                    )
     return found
 
 

@@ -178,7 +178,9 @@ def told(model: PreTrainedModel, names: Sequence[str], words: str) -> Change:
         form = form_of(model.get_submodule(name)) or {}
         if "group" in form:
             groups[form["group"]] = groups.get(form["group"], 0) + 1
-    of = ", groups of " + ", ".join(f"{size} ({count} maps)" for size, count in sorted(groups.items())) if groups else ""
+    of = (
+        ", groups of " + ", ".join(f"{size} ({count} maps)" for size, count in sorted(groups.items())) if groups else ""
+    )
     return Change(f"{len(names)} linear maps in {words}{of}: {held / weights:.2f} bits a weight{beside}", len(names))
 
 

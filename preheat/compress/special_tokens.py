@@ -95,7 +95,10 @@ def _end_turns(opened: LoadedModel) -> tuple[Any, int | None, str, list[str]]:
     ending = copy.deepcopy(tokenizer)
     ending.eos_token = tokenizer.convert_ids_to_tokens(turn)
     variables = {**template.variables, "eos_token": ending.eos_token}
-    if _behaviour(ending, Template(template.text, template.name, variables, template.special, template.with_tools)) != before:
+    if (
+        _behaviour(ending, Template(template.text, template.name, variables, template.special, template.with_tools))
+        != before
+    ):
         words = (
             f"each answer ends with {ending.eos_token!r}; the tokenizer's eos_token stays {tokenizer.eos_token!r}, since texts and its "
             "template are written with it: stop at what generation_config.json names"
@@ -130,10 +133,15 @@ def end_texts(tokenizer: Any) -> Any:
     changed.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=one, pair=f"{one} $B:1 {tokenizer.eos_token}:1", special_tokens=marks
     )
-    if {"add_bos_token", "add_eos_token"} & changed.init_kwargs.keys():  # with these, readers make the post-processor anew
+    if {
+        "add_bos_token",
+        "add_eos_token",
+    } & changed.init_kwargs.keys():  # with these, readers make the post-processor anew
         changed.init_kwargs["add_eos_token"] = True
     if not _ended(changed, tokenizer):
-        raise RunError("--to hf: the tokenizer cannot be made to end each text, as the classifier's texts ended in training")
+        raise RunError(
+            "--to hf: the tokenizer cannot be made to end each text, as the classifier's texts ended in training"
+        )
     return changed
 
 

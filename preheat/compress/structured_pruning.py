@@ -143,7 +143,9 @@ def _influence_hooks(model: PreTrainedModel) -> tuple[list[_Mean], list[Any]]:
     means = [_Mean() for _ in anatomy(model).layers]
 
     def tell(mean: _Mean) -> Any:
-        return lambda before, after: mean.add(influence(before.float(), after.float()) * before.shape[-2], before.shape[-2])
+        return lambda before, after: mean.add(
+            influence(before.float(), after.float()) * before.shape[-2], before.shape[-2]
+        )
 
     return means, [(layer, tell(mean)) for layer, mean in zip(anatomy(model).layers, means, strict=True)]
 
@@ -206,7 +208,9 @@ def _refit(model: PreTrainedModel, made: PreTrainedModel, kept: Kept, products: 
             index = indices.of(what, layer) if indices.narrow else None
             if index is None:
                 continue
-            fitted = fitted_map(matrix(model.get_submodule(source)), products[source], index.to(products[source].device))
+            fitted = fitted_map(
+                matrix(model.get_submodule(source)), products[source], index.to(products[source].device)
+            )
             matrix(module).copy_(fitted if kept.hidden is None else fitted[kept.hidden.to(fitted.device)])
 
 

@@ -23,7 +23,17 @@ from preheat.core.registry import (
 )
 from preheat.core.slots import Change, Finish, Order, Slot, Stage
 from preheat.core.tags import Tag
-from preheat.core.technique import Build, Context, DatasetPass, Device, ModelFacts, Numerics, Recipe, Searchable, Technique
+from preheat.core.technique import (
+    Build,
+    Context,
+    DatasetPass,
+    Device,
+    ModelFacts,
+    Numerics,
+    Recipe,
+    Searchable,
+    Technique,
+)
 from preheat.core.trials import Trials
 from preheat.core.vision import Images, Vision
 

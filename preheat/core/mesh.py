@@ -76,7 +76,9 @@ def sizes_of(techniques: Iterable[Spread], world: int) -> dict[Axis, int]:
         raise ValueError(f"{' and '.join(sorted(rest.values()))} both take the devices that are left; leave one out")
     if world % fixed or (not rest and world != fixed):
         if fixed == 1:
-            raise ValueError(f"the recipe's techniques use 1 device, not {world}; add data_parallel or fsdp for the others")
+            raise ValueError(
+                f"the recipe's techniques use 1 device, not {world}; add data_parallel or fsdp for the others"
+            )
         left = "" if rest or world % fixed else "; add data_parallel or fsdp for the others"
         raise ValueError(f"{words} does not multiply to {world} device{'s' if world > 1 else ''}{left}")
     for axis in rest:
@@ -113,9 +115,9 @@ class Mesh:
         order = list(Axis)
         devices = init_device_mesh(kind, tuple(sizes[a] for a in order), mesh_dim_names=tuple(map(str, order)))
         made = cls(dict(sizes), dist.get_rank(), devices)
-        for (
-            axes
-        ) in _TOGETHER:  # now, and not in the middle of a step: all processes make groups together, and a dry run makes none
+        for axes in (
+            _TOGETHER
+        ):  # now, and not in the middle of a step: all processes make groups together, and a dry run makes none
             if made.size(*axes) > 1:
                 made.sub(*axes)
         return made

@@ -102,7 +102,9 @@ def problems_of(t: Technique, context: Context) -> list[Problem]:
     if context.model.encoder and not t.supports_encoder_decoder:
         reasons = [f"was made for decoder-only models, and {context.model.family} has an encoder; leave it out"]
     else:
-        reasons = ([t.unsupported_for_images] if t.unsupported_for_images and context.model.vision else []) + t.check(context)
+        reasons = ([t.unsupported_for_images] if t.unsupported_for_images and context.model.vision else []) + t.check(
+            context
+        )
     return [Problem(t.name(), ProblemCode.UNSUPPORTED, reason) for reason in reasons]
 
 
@@ -138,7 +140,9 @@ def incompatibilities(techniques: Iterable[Technique], tags: frozenset[Tag]) -> 
             problems.append(Problem(name, ProblemCode.MISSING_TAG, text))
         for other, tags_of_other in provided.items():
             if other != name and (shared := t.conflicts & tags_of_other):
-                problems.append(Problem(name, ProblemCode.CONFLICT, f"cannot go with {other} ({', '.join(sorted(shared))})"))
+                problems.append(
+                    Problem(name, ProblemCode.CONFLICT, f"cannot go with {other} ({', '.join(sorted(shared))})")
+                )
     return problems
 
 

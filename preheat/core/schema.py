@@ -71,7 +71,9 @@ class Data:
 
     source: str | tuple[str | Mapping[str, Any], ...] = "stdlib"
     """`stdlib` (Python's own library source), `docstrings` (docstring -> function pairs drawn from it), a file or folder (.txt, .py, .jsonl, .json, .parquet, .csv), or a `datasets` name. Several as a list of these or of {source, weight, layout, columns, text, prompt, completion, subset, split, limit, text_files}: a weight of 2 reads its documents twice an epoch, 0.5 reads half of them."""
-    layout: Literal["auto", "text", "prompt", "alpaca", "sharegpt", "messages", "preference", "unpaired", "classes"] = "auto"
+    layout: Literal["auto", "text", "prompt", "alpaca", "sharegpt", "messages", "preference", "unpaired", "classes"] = (
+        "auto"
+    )
     """What a row is: text; prompt (and completion); alpaca (instruction, input, output); sharegpt (conversations of from and value); messages (role and content, tool calls); preference (chosen, rejected); unpaired (an answer and whether it was liked); classes (text and label). auto: recognised by the fields, and said."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """What the file calls the layout's fields, e.g. {messages: dialog} or {text: clause, label: kind}."""

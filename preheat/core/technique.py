@@ -25,7 +25,18 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["Build", "Context", "DatasetPass", "Device", "Hooks", "ModelFacts", "Numerics", "Recipe", "Searchable", "Technique"]
+__all__ = [
+    "Build",
+    "Context",
+    "DatasetPass",
+    "Device",
+    "Hooks",
+    "ModelFacts",
+    "Numerics",
+    "Recipe",
+    "Searchable",
+    "Technique",
+]
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,9 @@ class Technique(ABC):
             return
         for base in cls.__mro__[1:]:
             if base not in (Technique, Searchable) and issubclass(base, Technique) and base.name() in _REGISTRY:
-                raise TypeError(f"{cls.__name__} extends the technique {base.name()}: techniques are not subclassed twice")
+                raise TypeError(
+                    f"{cls.__name__} extends the technique {base.name()}: techniques are not subclassed twice"
+                )
         _REGISTRY[cls.name()] = cls
 
     def configure(self, config: Any, recipe: Recipe) -> Any:
@@ -411,7 +424,9 @@ class Build:
                 batch = change(batch)
         return batch
 
-    def run_dataset_passes(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
+    def run_dataset_passes(
+        self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]
+    ) -> None:
         """Passes over the rows that will be read, before the first of them is trained on; arguments as of `DatasetPass`."""
         for dataset_pass in self.hooks.dataset_passes:
             dataset_pass(rows, numbers, progress)

@@ -16,7 +16,9 @@ class Share(StrEnum):
     ROWS = "rows"  #                          a map whose inputs are shared out already; results are summed and go to the stream
     ROWS_SPLIT = "rows split"  #              the same of inputs that are whole, of which each device takes its share
     ROWS_SUMMED = "rows summed"  #            as rows, but results stay whole on each device
-    HEADS = "heads"  #                        a norm over each head that a device has: its weight's gradients are partial
+    HEADS = (
+        "heads"  #                        a norm over each head that a device has: its weight's gradients are partial
+    )
     WHOLE = "whole"  #                        inside a block, and the same on all devices
     WHOLE_CUT = "whole, then cut"  #          the same, with results that go to the stream
     BETWEEN = "between"  #                    between blocks: a norm over the stream that they add to

@@ -80,5 +80,7 @@ class Images:
         return self.each(lambda t: t.pin_memory())
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Images:
-        patches, taps, shares, grid, places = map(change, (self.patches, self.taps, self.shares, self.grid, self.places))
+        patches, taps, shares, grid, places = map(
+            change, (self.patches, self.taps, self.shares, self.grid, self.places)
+        )
         return Images(patches, taps, shares, grid, places, self.sizes)

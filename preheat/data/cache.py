@@ -36,8 +36,17 @@ def read_entry(folder: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads((folder / "entry.json").read_bytes())
         whole = found["seal"] == _seal(found["files"], found["values"])
-        return found if whole and all(_checksum(folder / name) == mark for name, mark in found["files"].items()) else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # gone, cut, or not what we wrote
+        return (
+            found if whole and all(_checksum(folder / name) == mark for name, mark in found["files"].items()) else None
+        )
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):  # gone, cut, or not what we wrote
         return None
 
 
@@ -77,5 +86,7 @@ def entry(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tup
         ) from None
     found = read_entry(folder)
     if found is None:
-        raise DataError(f"cache {folder}: does not hold what was written to it; set PREHEAT_CACHE to a folder on a sound disk")
+        raise DataError(
+            f"cache {folder}: does not hold what was written to it; set PREHEAT_CACHE to a folder on a sound disk"
+        )
     return folder, found

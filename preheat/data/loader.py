@@ -296,7 +296,11 @@ class _Loader:
             multiprocessing.resource_tracker.ensure_running()  # it unblocks signals, so it goes before
             with _blocked():
                 multiprocessing.forkserver.ensure_running()
-            settings = {"multiprocessing_context": context, "prefetch_factor": prefetch, "worker_init_fn": _start_worker}
+            settings = {
+                "multiprocessing_context": context,
+                "prefetch_factor": prefetch,
+                "worker_init_fn": _start_worker,
+            }
         # More workers than cores is the user's choice: the order does not depend on it.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
@@ -334,7 +338,9 @@ class _Loader:
                 raise
             numbers = rows()
             where = f" while reading rows {min(numbers)} to {max(numbers)} of the training data" if numbers else ""
-            raise RunError(f"data.workers: a reader process {why}{where}; set data.workers=0 to read in this process") from None
+            raise RunError(
+                f"data.workers: a reader process {why}{where}; set data.workers=0 to read in this process"
+            ) from None
         finally:
             self.waits = None
 

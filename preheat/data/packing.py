@@ -48,7 +48,9 @@ class RowData(NamedTuple):
 
 
 def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)  # an empty file cannot be mapped
+    return (
+        np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
+    )  # an empty file cannot be mapped
 
 
 @dataclass
@@ -178,13 +180,17 @@ class Rows:
         bins = best_fit(used.reshape(-1, group).sum(axis=1)[kept], self.length)
         examples = kept[np.array([n for b in bins for n in b], np.int64)]
         self._order = (examples[:, None] * group + np.arange(group)).ravel()
-        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(b) * group for b in bins], dtype=np.int64)])
+        self._bounds = np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum([len(b) * group for b in bins], dtype=np.int64)]
+        )
 
     def __len__(self) -> int:
         if self.packing == "whole":
             return len(self._bounds) - 1
         # The last token alone is the label of the row before it.
-        return -(-max(len(self.tokens.ids) - 1, 0) // self.length) if self.partial else len(self.tokens.ids) // self.length
+        return (
+            -(-max(len(self.tokens.ids) - 1, 0) // self.length) if self.partial else len(self.tokens.ids) // self.length
+        )
 
     @property
     def tokens_total(self) -> int:
@@ -287,7 +293,9 @@ def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowDa
     return RowData(tokens, labels, positions, tuple(documents.tolist()))
 
 
-def cut(rows: Sequence[RowData], length: int, *, skip: int = 0, pieces: int | None = None, pad: int = 0) -> list[RowData]:
+def cut(
+    rows: Sequence[RowData], length: int, *, skip: int = 0, pieces: int | None = None, pad: int = 0
+) -> list[RowData]:
     """Rows, end to end, as shorter ones: each token stands in one of them, with the label that it had.
 
     Positions begin anew in each piece, and a document that a cut goes through becomes two. What the last piece lacks is padding.

@@ -42,7 +42,9 @@ def check_template(sources: Sequence[Source], template: Template | None, found: 
     if not template.answers:
         found.add("template", template.name, "leaves out what the assistant says", of=1)
     elif template.end_of_turn is None:
-        found.add("template_end", template.name, "ends the assistant's turn with no special token of this tokenizer", of=1)
+        found.add(
+            "template_end", template.name, "ends the assistant's turn with no special token of this tokenizer", of=1
+        )
 
 
 LOOKED_AT = 8
@@ -59,7 +61,9 @@ def check_prompts(sources: Sequence[Source], encoder: Encoder, found: Findings) 
     for source in sources:
         layout, template = source.layout, source.layout.chat_template
         if template is not None and (opening := _open_turn(template)):
-            words = f"asks for an answer whatever is asked of it, so that each row ends in an open turn ({quoted(opening)})"
+            words = (
+                f"asks for an answer whatever is asked of it, so that each row ends in an open turn ({quoted(opening)})"
+            )
             found.add("open_turn", template.name, words, of=1)
             continue
         noting = _Noting.of(template) if template is not None else None
@@ -89,7 +93,9 @@ class _Noting(Template):
     def of(cls, template: Template) -> _Noting:
         return cls(template.text, template.name, template.variables, template.special, template.with_tools)
 
-    def pieces(self, messages: Sequence[Message], tools: Any = None, train_on: TrainOn = "assistant") -> tuple[TextSpan, ...]:
+    def pieces(
+        self, messages: Sequence[Message], tools: Any = None, train_on: TrainOn = "assistant"
+    ) -> tuple[TextSpan, ...]:
         self.given.append((messages, tools, train_on))
         return super().pieces(messages, tools, train_on)
 
@@ -106,7 +112,9 @@ def _open_turn(template: Template) -> str:
         return ""
     before, answer, behind = whole.rpartition(_ANSWER)
     opening = before[len(before) - _shared(before[::-1], behind[::-1]) :]
-    said = functools.reduce(lambda text, token: text.replace(token, " "), template.special, opening)  # more than an end of turn
+    said = functools.reduce(
+        lambda text, token: text.replace(token, " "), template.special, opening
+    )  # more than an end of turn
     return opening.strip() if answer and whole == asked and re.search(r"\w", said) else ""
 
 
@@ -194,7 +202,10 @@ def check_tokens(
     elif not values["ends"] and values["labels"] and kind not in ("classes",):
         if encoder.pad == encoder.end:
             found.add(
-                "pad_is_end", words, f"token {encoder.end} is padding and end of text at once, and never trained on", of=1
+                "pad_is_end",
+                words,
+                f"token {encoder.end} is padding and end of text at once, and never trained on",
+                of=1,
             )
         else:
             found.add("end_token", words, "no end of a text or turn is among what is trained on", of=1)
@@ -203,20 +214,26 @@ def check_tokens(
         found.add("embedding", where, f"holds token {token:,}, the model's embedding has {embedding:,} rows", of=1)
     if values["near_count"]:
         for where in _wheres(streams, {int(mark) for mark in values["near"]}, held=True):
-            found.add("near_validation", where, "stands in the training data, but for case, punctuation or spaces", count=0)
+            found.add(
+                "near_validation", where, "stands in the training data, but for case, punctuation or spaces", count=0
+            )
         entry_ = found.found.get("near_validation")
         if entry_:
             entry_ |= {"count": values["near_count"], "of": documents["validation"]}
     if len(cut):
         marks = np.load(folder / "train-marks.npy")
         for where in _wheres(streams, {int(mark) for mark in marks[cut[:5]]}, held=False):
-            found.add("truncated", where, f"is longer than a row of {length} tokens, so that its answer is cut", count=0)
+            found.add(
+                "truncated", where, f"is longer than a row of {length} tokens, so that its answer is cut", count=0
+            )
         entry_ = found.found.get("truncated")
         if entry_:
             entry_ |= {"count": len(cut), "of": documents["train"]}
 
 
-def places_of(streams: Sequence[Stream], wanted: Sequence[tuple[int, int]], *, held: bool) -> dict[tuple[int, int], str]:
+def places_of(
+    streams: Sequence[Stream], wanted: Sequence[tuple[int, int]], *, held: bool
+) -> dict[tuple[int, int], str]:
     """File and row of documents, found by reading again until all are.
 
     Args:

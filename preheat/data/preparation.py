@@ -151,12 +151,16 @@ def prepare(
         if own is None:
             raise DataError("data.tokenizer: a model that reads images has tokens for them; use its own tokenizer")
         if data.streaming:
-            raise DataError("data.streaming: is for text alone so far; set data.streaming: false for a model that reads images")
+            raise DataError(
+                "data.streaming: is for text alone so far; set data.streaming: false for a model that reads images"
+            )
         eye = ImageProcessor.of(vision, processor or {}, data.image_pixels, own)
     sources = _open(data, own, eye, knob)
     notes += [f"{source.words}: not read: {source.left}" for source in sources if source.left]
     held = (
-        open_source(data.parts()[0][0], validation=True, tokenizer=own, eye=eye) if isinstance(data.validation, str) else None
+        open_source(data.parts()[0][0], validation=True, tokenizer=own, eye=eye)
+        if isinstance(data.validation, str)
+        else None
     )
     if held is not None:
         held = replace(held, layout=replace(held.layout, classes=sources[0].layout.classes))
@@ -207,7 +211,9 @@ def prepare(
     if refuse or not values["documents"]["train"]:
         verdict.refuse()
     _refuse_empty(sources, held, share, values)
-    _require_rows(train, "training data" if knob == "data.source" else knob, "add text, or use shorter rows (batch.length)")
+    _require_rows(
+        train, "training data" if knob == "data.source" else knob, "add text, or use shorter rows (batch.length)"
+    )
     if share or held:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
     if data.longer == "refuse":
@@ -225,7 +231,9 @@ def prepare(
     words = "; ".join(source.words for source in sources) + (f"; validation: {held.words}" if held else "")
     layout = sources[0].layout
     verdicts = {"told": [*notes, *verdict.told], "blocked": verdict.blocked}
-    return PreparedData(own, train, validation, words, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts)
+    return PreparedData(
+        own, train, validation, words, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts
+    )
 
 
 def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: ImageProcessor | None, knob: str) -> list[Source]:
@@ -286,9 +294,13 @@ def _refuse_empty(sources: Sequence[Source], held: Source | None, share: float, 
     if kept == 0:
         raise DataError(f"{words}: no document left of {values['read']} read ({reasons})")
     if documents["train"] == 0 and held:
-        raise DataError(f"{words}: no document left to train on ({reasons}); name another data.source or data.validation")
+        raise DataError(
+            f"{words}: no document left to train on ({reasons}); name another data.source or data.validation"
+        )
     if documents["train"] == 0:
-        raise DataError(f"data.validation {share:g}: leaves none of {kept} documents to train on; lower it or add documents")
+        raise DataError(
+            f"data.validation {share:g}: leaves none of {kept} documents to train on; lower it or add documents"
+        )
     if documents["validation"] == 0 and held:
         raise DataError(f"data.validation: {held.words}: no document left ({reasons})")
     if documents["validation"] == 0 and share:
@@ -305,7 +317,9 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
         )
     if len(rows) == 0:
         documents, tokens = len(rows.tokens.ends), len(rows.tokens.ids)
-        raise DataError(f"{what}: {tokens:,} tokens in {documents:,} documents do not fill one row of {rows.length}; {fix}")
+        raise DataError(
+            f"{what}: {tokens:,} tokens in {documents:,} documents do not fill one row of {rows.length}; {fix}"
+        )
 
 
 def _counts(rows: Rows) -> dict[str, Any]:
@@ -350,7 +364,16 @@ def _stream(
     counts = {"validation": _counts(validation)}
     streams = streams_of([source], held, split)
     return PreparedData(
-        *(own, train, validation, f"{source.words}, streamed", counts, fingerprint, source.layout, source.layout.classes),
+        *(
+            own,
+            train,
+            validation,
+            f"{source.words}, streamed",
+            counts,
+            fingerprint,
+            source.layout,
+            source.layout.classes,
+        ),
         told=[*notes, *verdict.told],
         streams=streams,
     )

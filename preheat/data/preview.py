@@ -52,7 +52,9 @@ def _lengths(sizes: np.ndarray, length: int) -> dict[str, Any]:
     """Tokens of an example: in figures, and as bars of which the last holds all that is longer than a row by half."""
     top = min(int(sizes.max()), round(1.5 * length))
     least = min(max(int(sizes.min()), 1), top)
-    spread = np.geomspace if top >= _ORDERS * least else np.linspace  # bars of equal width would hold nearly all in the first
+    spread = (
+        np.geomspace if top >= _ORDERS * least else np.linspace
+    )  # bars of equal width would hold nearly all in the first
     edges = np.unique(np.append(spread(least, top, BINS + 1)[1:].round().astype(int), min(int(sizes.min()), top) - 1))
     counts, _ = np.histogram(np.minimum(sizes, top), edges)
     return {

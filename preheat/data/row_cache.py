@@ -62,7 +62,13 @@ class RowCache:
     """
 
     def __init__(
-        self, folder: Path, *, rows: int, of: Mapping[str, Any], arrays: Mapping[str, tuple[tuple[int, ...], str]], knob: str
+        self,
+        folder: Path,
+        *,
+        rows: int,
+        of: Mapping[str, Any],
+        arrays: Mapping[str, tuple[tuple[int, ...], str]],
+        knob: str,
     ):
         self.folder, self.knob = folder, knob
         self._arrays = {name: (shape, np.dtype(kind)) for name, (shape, kind) in arrays.items()}
@@ -95,14 +101,18 @@ class RowCache:
             raise RunError(f"{knob}: {folder}: holds a rows.bin that preheat did not write; name another folder")
         if found != header:
             was = found.get("of", {}) if isinstance(found, dict) else {}
-            other = [f"{key} (was {was.get(key)!r}, is {value!r})" for key, value in of.items() if was.get(key) != value]
+            other = [
+                f"{key} (was {was.get(key)!r}, is {value!r})" for key, value in of.items() if was.get(key) != value
+            ]
             raise self._refused(f"holds what was made with other settings: {', '.join(other) or 'other shapes'}")
         if not file.is_file() or file.stat().st_size != rows * self.record:
             raise self._refused("rows.bin is missing or not whole")
         self._file = np.memmap(file, np.uint8, mode="r+", shape=(rows, self.record))
 
     def _refused(self, why: str) -> RunError:
-        return RunError(f"{self.knob}: {self.folder}: {why}; remove the folder (its rows are made again) or name another one")
+        return RunError(
+            f"{self.knob}: {self.folder}: {why}; remove the folder (its rows are made again) or name another one"
+        )
 
     def missing(self, rows: Iterable[int]) -> list[int]:
         """Those of the rows that are not kept yet, sorted, each once."""

@@ -155,7 +155,12 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
             raise
         lacking = f"{raw.words}: the rows are conversations ({made.words}); {error}"
     special = template.special if template else special_tokens(tokenizer)
-    more: dict[str, Any] = {"template": template, "lacking": lacking, "wraps": data.template is not None, "special": special}
+    more: dict[str, Any] = {
+        "template": template,
+        "lacking": lacking,
+        "wraps": data.template is not None,
+        "special": special,
+    }
     more |= {"eye": eye, "folder": raw.folder}
     classes = data.classes or raw.classes
     if made.kind == "classes" and not classes:
@@ -235,7 +240,9 @@ def _stdlib_texts(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
     for path in files:
         try:
             yield str(path), path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:  # a few old modules are in Latin-1: not the user's files, and not worth a second codec
+        except (
+            UnicodeDecodeError
+        ):  # a few old modules are in Latin-1: not the user's files, and not worth a second codec
             continue
 
 
@@ -248,7 +255,9 @@ def _stdlib() -> _Raw:
 def _docstrings() -> _Raw:
     """Pairs: what a function is to do, in words, and its head; its body."""
     files = _stdlib_files()
-    words = f"docstring -> function pairs from Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
+    words = (
+        f"docstring -> function pairs from Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
+    )
     every = functools.cache(
         lambda: list(dict.fromkeys(itertools.chain.from_iterable(_pairs(t) for _, t in _stdlib_texts(files))))
     )
@@ -278,7 +287,10 @@ def _pairs(text: str) -> Iterator[Document]:
             continue
         asked = " ".join(doc.split("\n\n")[0].split())
         head = textwrap.dedent("".join(lines[node.lineno - 1 : first.lineno - 1]))
-        body = textwrap.indent(textwrap.dedent("".join(lines[first.end_lineno : node.end_lineno])).strip("\n"), "    ") + "\n"
+        body = (
+            textwrap.indent(textwrap.dedent("".join(lines[first.end_lineno : node.end_lineno])).strip("\n"), "    ")
+            + "\n"
+        )
         # Long enough to be worth learning, short enough to fit a row.
         if len(asked) >= 20 and len(asked) + len(head) <= 800 and 2 <= body.count("\n") <= 40 and len(body) <= 1600:
             yield Document.of(body, f"# {asked}\n{head}")

@@ -73,7 +73,9 @@ class StreamRows:
 
     def held_out(self) -> Tokens:
         """The validation documents at the beginning of the stream."""
-        first = itertools.islice(self.split.apply(self._documents(), Counter()), HELD_OUT_DOCUMENTS if self.split.share else 0)
+        first = itertools.islice(
+            self.split.apply(self._documents(), Counter()), HELD_OUT_DOCUMENTS if self.split.share else 0
+        )
         held = chunks(d for d in first if d[0] == "validation")
         return encode_all(held, self.encoder, enough=HELD_OUT * self.length)
 
@@ -94,7 +96,9 @@ class StreamRows:
             yield block
 
 
-def encode_all(portions: Iterable[list[tuple[Side, str, Document]]], encoder: Encoder, *, enough: int | None = None) -> Tokens:
+def encode_all(
+    portions: Iterable[list[tuple[Side, str, Document]]], encoder: Encoder, *, enough: int | None = None
+) -> Tokens:
     """Portions of documents as tokens in memory, until there are `enough` tokens."""
     made: list[Encoded] = []
     size, group = 0, 1

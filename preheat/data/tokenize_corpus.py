@@ -53,7 +53,9 @@ class Stream(NamedTuple):
         self, dropped: Counter[str], findings: Findings, documents: Iterable[Document] | None = None
     ) -> Iterator[tuple[Side, str, Document]]:
         """Each document that is kept, with its side and content hash."""
-        for side, mark, document in self.split.apply(self.source.read() if documents is None else documents, dropped, findings):
+        for side, mark, document in self.split.apply(
+            self.source.read() if documents is None else documents, dropped, findings
+        ):
             yield "validation" if self.held else side, mark, document
 
 
@@ -169,12 +171,18 @@ class _Writer:
                     "weight": source.weight,
                     "side": "validation" if streams[number].held else "train",
                 }
-                self.tally.sources.append({**about, "read": 0, "dropped": {}, "untrained": 0, "documents": 0, "tokens": 0})
+                self.tally.sources.append(
+                    {**about, "read": 0, "dropped": {}, "untrained": 0, "documents": 0, "tokens": 0}
+                )
             self._stream(streams[number], say)
 
     def _stream(self, stream: Stream, say: Progress) -> None:
         about, waiting = self.tally.sources[-1], None
-        dropped, findings, rows = Counter[str](about["dropped"]), Findings(copy.deepcopy(self.tally.found)), self.tally.rows
+        dropped, findings, rows = (
+            Counter[str](about["dropped"]),
+            Findings(copy.deepcopy(self.tally.found)),
+            self.tally.rows,
+        )
 
         def counted() -> Iterator[Document]:
             nonlocal rows
@@ -182,7 +190,9 @@ class _Writer:
                 rows += 1
                 yield document
 
-        with ThreadPoolExecutor(1) as pool:  # the tokenizer works without Python's lock while the next portion is rendered
+        with ThreadPoolExecutor(
+            1
+        ) as pool:  # the tokenizer works without Python's lock while the next portion is rendered
             for portion in chunks(stream.read(dropped, findings, counted())):
                 say("tokenizing", rows, stream.source.count)
                 encoded = pool.submit(self.encoder, [document for _, _, document in portion])
@@ -218,7 +228,8 @@ class _Writer:
             shown.add("untrained", documents[n][2].where, "nothing in it is trained on")
         if self.encoder.unknown is not None:
             lost, of = (
-                _sums(x, bounds).reshape(-1, group).sum(axis=1) for x in (ids == self.encoder.unknown, np.ones_like(ids))
+                _sums(x, bounds).reshape(-1, group).sum(axis=1)
+                for x in (ids == self.encoder.unknown, np.ones_like(ids))
             )
             for n in np.flatnonzero(lost):
                 words = f"{lost[n]:,} of its {of[n]:,} tokens stand for text that the tokenizer does not know"

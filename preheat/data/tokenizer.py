@@ -61,7 +61,9 @@ class Encoded(NamedTuple):
     label: int | None = None
 
 
-def load_tokenizer(name: str, *, knob: str = "data.tokenizer", add_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+def load_tokenizer(
+    name: str, *, knob: str = "data.tokenizer", add_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """The tokenizer of a Hugging Face folder, or of a hub name such as `org/model`.
 
     Args:
@@ -146,7 +148,9 @@ def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
     return tuple((state.st_mtime_ns, state.st_size, state.st_ino) for state in states)
 
 
-@functools.lru_cache(maxsize=32)  # a command asks for its tokenizer several times, and a large one takes a second to read
+@functools.lru_cache(
+    maxsize=32
+)  # a command asks for its tokenizer several times, and a large one takes a second to read
 def _unlike_by_class(name: str, file: Path, _changed: tuple[tuple[int, int, int], ...]) -> str:
     """`read_as_it_is` of a tokenizer.json.
 
@@ -187,7 +191,9 @@ def rebuilt_by_transformers(folder: str | Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        found: Any = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        found: Any = transformers.AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
     except _unreadable() as error:
         return f"AutoTokenizer cannot read it: {fault(error, 200)}"
     words = _unlike_backends(Tokenizer.from_file(str(file)), found)
@@ -222,13 +228,19 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str | No
 
 def _add(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
     known = tokenizer.get_vocab()
-    tokenizer.add_tokens(list(tokens), special_tokens=True)  # matched whole and before all else, and left out of decoded text
+    tokenizer.add_tokens(
+        list(tokens), special_tokens=True
+    )  # matched whole and before all else, and left out of decoded text
     got = tokenizer.convert_tokens_to_ids(list(tokens))
     if got == list(range(len(tokenizer) - len(tokens), len(tokenizer))):  # rows of the embedding are taken by number
         return
     if there := [token for token in tokens if token in known]:
-        raise DataError(f"model.add_tokens: the tokenizer has {there[0]!r} already (number {known[there[0]]}); leave it out")
-    raise DataError(f"model.add_tokens: the tokenizer's numbers have gaps (the new tokens got {got}), so it cannot be added to")
+        raise DataError(
+            f"model.add_tokens: the tokenizer has {there[0]!r} already (number {known[there[0]]}); leave it out"
+        )
+    raise DataError(
+        f"model.add_tokens: the tokenizer's numbers have gaps (the new tokens got {got}), so it cannot be added to"
+    )
 
 
 def _code(path: Path) -> list[str]:
@@ -346,7 +358,9 @@ def unlike_folders(own: str, other: str, *, knob: str, add_tokens: tuple[str, ..
     return _unlike_folders(own, other, knob, add_tokens, (_stamps(Path(own)), _stamps(Path(other))))
 
 
-@functools.lru_cache(maxsize=32)  # a search asks for each of its candidates, and a large tokenizer takes a second to read
+@functools.lru_cache(
+    maxsize=32
+)  # a search asks for each of its candidates, and a large tokenizer takes a second to read
 def _unlike_folders(own: str, other: str, knob: str, add_tokens: tuple[str, ...], _changed: Any) -> str | None:
     return unlike(load_tokenizer(own, add_tokens=add_tokens), load_tokenizer(other, knob=knob))
 
@@ -360,9 +374,7 @@ def other_pieces(own: str | None, teacher: str, add_tokens: tuple[str, ...] = ()
         add_tokens: that the student's is given.
     """
     if own is None:
-        return (
-            f"teacher: knows its own tokens, and the student's tokenizer is trained on the data; set data.tokenizer: {teacher}"
-        )
+        return f"teacher: knows its own tokens, and the student's tokenizer is trained on the data; set data.tokenizer: {teacher}"
     if Path(own).resolve() == Path(teacher).resolve() and not add_tokens:
         return None
     words = unlike_folders(own, teacher, knob="teacher:", add_tokens=add_tokens)
@@ -488,7 +500,9 @@ def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) ->
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocabulary < len(alphabet) + 2:
-        raise RecipeError(f"data.vocabulary: {vocabulary} is too few; 256 bytes, {END} and {PAD} take {len(alphabet) + 2}")
+        raise RecipeError(
+            f"data.vocabulary: {vocabulary} is too few; 256 bytes, {END} and {PAD} take {len(alphabet) + 2}"
+        )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -562,7 +576,9 @@ class Encoder:
             return Encoded([*begin, *tokens, *end], None, document.label)
         marks = bytearray(len(begin))
         counts = _tokens_of(sequence, encoding)
-        if counts is None:  # a token spans the border of two pieces: encode them apart, as a prompt is when the model is asked
+        if (
+            counts is None
+        ):  # a token spans the border of two pieces: encode them apart, as a prompt is when the model is asked
             parts = [self.alone(piece.text, first=n == 0) for n, piece in enumerate(sequence)]
             tokens, counts = [token for part in parts for token in part], [len(part) for part in parts]
         for piece, count in zip(sequence, counts, strict=True):
@@ -588,7 +604,9 @@ def _tokens_of(sequence: tuple[TextSpan, ...], encoding: Any) -> list[int] | Non
         at += len(piece.text)
         upto = at
         first = None
-        while upto < total and (first := encoding.char_to_token(upto)) is None:  # white space that the tokenizer leaves out
+        while (
+            upto < total and (first := encoding.char_to_token(upto)) is None
+        ):  # white space that the tokenizer leaves out
             upto += 1
         if first is None:
             first = len(encoding.ids)

@@ -166,7 +166,9 @@ def resolve_images(
     left, made, pictures = list(files or ()), list[Mapping[str, Any]](), list[ImageRef]()
     for n, (message, text, listed) in enumerate(zip(talk, texts, own, strict=True), 1):
         if mark := next((mark for mark in eye.marks if mark in text), None):
-            raise Unreadable("images", f"message {n} holds {mark} in its text, which stands for an image; write <image> there")
+            raise Unreadable(
+                "images", f"message {n} holds {mark} in its text, which stands for an image; write <image> there"
+            )
         first, *parts = text.split(PLACE)
         if parts and message["role"] == "assistant":
             raise Unreadable("images", f"message {n}, of the assistant, has an image; only what is read may have some")
@@ -202,7 +204,9 @@ def _decoded(path: Path) -> Any:
             "images", f"image {path}: has more than the {Image.MAX_IMAGE_PIXELS:,} pixels that are read; shrink it"
         ) from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:  # what Pillow's decoders raise
-        raise Unreadable("images", f"image {path}: is corrupt or no image ({str(error).splitlines()[0][:120]})") from None
+        raise Unreadable(
+            "images", f"image {path}: is corrupt or no image ({str(error).splitlines()[0][:120]})"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from preheat.hardware.cpu_allocator import release_unused
 __all__ = ["Saved", "Saving", "room"]
 
 
-_HELD = 2.5  # of a file, while it is put together; resident pages at their highest were 2.4 times files of 62 and 125 MiB
+_HELD = (
+    2.5  # of a file, while it is put together; resident pages at their highest were 2.4 times files of 62 and 125 MiB
+)
 
 
 def room(build: Build) -> int:

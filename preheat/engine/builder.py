@@ -157,7 +157,9 @@ def build(
         context.model.encoder
     ):  # whose scores have a learnt bias: made for some queries at a time, and again in the backward pass
         made.own(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
-        made.hooks.transforms.append((Order.PACK, encoder_decoder.divided if dry is None else encoder_decoder.divided_evenly))
+        made.hooks.transforms.append(
+            (Order.PACK, encoder_decoder.divided if dry is None else encoder_decoder.divided_evenly)
+        )
     if where.type != "cpu":
         made.hooks.transfer = transfer = Transfer(made.torch_device)
         made.hooks.transforms.append((Order.MOVE, transfer))
@@ -222,7 +224,13 @@ def _stored_quantized(made: Build, stored: Any, reading: bool) -> None:
     (part,) = made.trained
     try:
         names = ours.open_on_meta(part, told)
-    except (KeyError, AttributeError, ValueError, TypeError, ZeroDivisionError) as error:  # of a damaged or foreign file
+    except (
+        KeyError,
+        AttributeError,
+        ValueError,
+        TypeError,
+        ZeroDivisionError,
+    ) as error:  # of a damaged or foreign file
         raise RecipeError(
             f"model.path: {path}: its config.json does not say how its weights stand ({shorten(str(error))}); compress it again"
         ) from None
@@ -241,8 +249,12 @@ def _lies_on_host(parameter: Any) -> None:
 
 def _add_rows(made: Build, count: int, vocabulary: int) -> None:
     """Rows of embedding and head for tokens that the tokenizer was given: the last `count` of its `vocabulary`."""
-    held = [(name, m) for part in made.trained for name, m in (("embedding", hf.embedding(part)), ("head", hf.head(part)))]
-    ends: dict[str, Any] = {name: m.weight for name, m in held if m is not None}  # a stage of a pipeline may have neither
+    held = [
+        (name, m) for part in made.trained for name, m in (("embedding", hf.embedding(part)), ("head", hf.head(part)))
+    ]
+    ends: dict[str, Any] = {
+        name: m.weight for name, m in held if m is not None
+    }  # a stage of a pipeline may have neither
     frozen = [name for name, weight in ends.items() if not weight.requires_grad]
     if frozen:
         raise RecipeError(
@@ -259,7 +271,9 @@ def _add_rows(made: Build, count: int, vocabulary: int) -> None:
     if not names:
         return
     first = vocabulary - count
-    made.weights.map(rf"^({'|'.join(names)})$", lambda name, value: mean_rows(value, made.model.vocabulary, first, vocabulary))
+    made.weights.map(
+        rf"^({'|'.join(names)})$", lambda name, value: mean_rows(value, made.model.vocabulary, first, vocabulary)
+    )
     words = f"{count} tokens added: rows {first:,} to {vocabulary - 1:,} of {' and '.join(sorted(ends))} begin as the mean of those before, and are trained"
     made.changes.setdefault("add_tokens", []).append(Change(words, count))
 

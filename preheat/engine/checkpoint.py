@@ -271,7 +271,9 @@ def write(build: Build, taken: Snapshot, folder: Path, *, keep: int, apart: bool
         own = {name: t.nbytes for name, t in taken.tensors.items()}
         sizes = {name: bytes for part in all_gather_object(build, own, group) for name, bytes in part.items()}
         numbers = _files(sizes, apart=apart)
-        require_room(_COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values()))
+        require_room(
+            _COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values())
+        )
         writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=numbers, save_distributed=many)
         dcp.save(taken.tensors, storage_writer=writer, process_group=group, no_dist=not many)
         generators = all_gather_object(build, taken.generators, group)
@@ -532,7 +534,9 @@ def _reading(path: Path) -> Iterator[None]:
         words = str(error).splitlines()[-1]
         if is_oom(error):
             raise MemoryError(f"{path}: no memory to read it with: {words}") from None
-        raise RunError(f"{path}: cannot be read ({shorten(words, 200)}); it does not hold what this model needs") from None
+        raise RunError(
+            f"{path}: cannot be read ({shorten(words, 200)}); it does not hold what this model needs"
+        ) from None
 
 
 def load(build: Build, path: Path) -> Progress:

@@ -78,7 +78,9 @@ class DeepSpeed(Technique):
 
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"
-    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD, Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE, Slot.OPTIMIZER})
+    owns: ClassVar[frozenset[Slot]] = frozenset(
+        {Slot.FORWARD, Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE, Slot.OPTIMIZER}
+    )
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS, Tag.LOSS_SCALING})
 
@@ -119,7 +121,9 @@ class DeepSpeed(Technique):
                 engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
                 loss = forward(build, transform(build, batch))
                 add_up(metrics, loss.metrics)
-                engine.backward(loss.total * (world / global_weight), scale_wrt_gas=False)  # it takes the mean over devices
+                engine.backward(
+                    loss.total * (world / global_weight), scale_wrt_gas=False
+                )  # it takes the mean over devices
                 total = total + loss.total.detach()
             return LossSum(total, global_weight, metrics)
 
@@ -142,7 +146,11 @@ class DeepSpeed(Technique):
         build.state.saved[self.name()] = _NotResumed()
         if self.zero == 3:
             build.parallel.full_parameter = _gathered
-        what = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optimizer states, gradients and weights"}
+        what = {
+            1: "optimizer states",
+            2: "optimizer states and gradients",
+            3: "optimizer states, gradients and weights",
+        }
         return Change(f"DeepSpeed's ZeRO-{self.zero}: {what[self.zero]} shared out among {world} devices", world)
 
     def _engine(self, build: Build, module: nn.Module, optimizer: Any) -> Any:

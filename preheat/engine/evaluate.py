@@ -42,7 +42,9 @@ def parts(build: Build, batches: Iterable[Batch]) -> Iterator[LossSum]:
     """
     many, mine = build.mesh.size(*DATA), build.mesh.index(*DATA)
     for group in _groups(batches, many):
-        batch = group[min(mine, len(group) - 1)]  # at the end some go over a batch again: all must take part in what is sent
+        batch = group[
+            min(mine, len(group) - 1)
+        ]  # at the end some go over a batch again: all must take part in what is sent
         with eval_mode(build):
             loss = forward(build, transform(build, batch))
         found = flattened(loss.total, loss.metrics)
@@ -82,7 +84,11 @@ def summed(build: Build, found: Iterable[LossSum]) -> Measured:
         total += float(part.total)
         weight += int(part.weight)
         add_up(metrics, part.metrics)
-    return Measured(total / weight, weight, build.loss.scores(metrics, weight)) if weight else Measured(float("nan"), 0, {})
+    return (
+        Measured(total / weight, weight, build.loss.scores(metrics, weight))
+        if weight
+        else Measured(float("nan"), 0, {})
+    )
 
 
 def measure(build: Build, batches: Iterable[Batch]) -> Measured:

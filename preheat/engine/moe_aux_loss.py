@@ -66,7 +66,9 @@ class _Balance:
         self.weight: Any = None  # of the global batch; None between batches
         self.counts: Tensor | None = None  # of the global batch, where there was a first pass
 
-    def forward_backward(self, plain: Callable[..., Any], build: Build, batches: Iterable[Batch], weight: Any) -> LossSum:
+    def forward_backward(
+        self, plain: Callable[..., Any], build: Build, batches: Iterable[Batch], weight: Any
+    ) -> LossSum:
         self.weight, self.counts = weight, None
         if self.coefficient:
             if not isinstance(batches, Sequence):

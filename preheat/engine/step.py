@@ -60,7 +60,10 @@ def _forward(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, T
             stack.enter_context(context())
         if hf.head(part) is None:  # a stage of a pipeline that is not the last
             hidden = build.slot(Slot.HIDDEN)(part, batch)
-            return hidden.clone() if hidden._is_view() else hidden, {}  # torch's pipelines and sharding work on it in place
+            return (
+                hidden.clone() if hidden._is_view() else hidden,
+                {},
+            )  # torch's pipelines and sharding work on it in place
 
         # An objective that takes several passes states the loss of each, and the model whose head it is over.
         def over_logits(hidden: Tensor, *aligned: Tensor, row_loss: RowLoss | None = None, of: Any = part) -> Tensor:

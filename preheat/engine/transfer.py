@@ -74,6 +74,8 @@ class Transfer:
 
 
 def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    tokens, labels, positions, *beside = (change(t) for t in (batch.tokens, batch.labels, batch.positions, *batch.beside))
+    tokens, labels, positions, *beside = (
+        change(t) for t in (batch.tokens, batch.labels, batch.positions, *batch.beside)
+    )
     images = batch.images.each(change) if batch.images is not None else None
     return replace(batch, tokens=tokens, labels=labels, positions=positions, beside=tuple(beside), images=images)

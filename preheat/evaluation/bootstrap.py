@@ -62,7 +62,11 @@ def _macro(sums: np.ndarray) -> np.ndarray:
     return f1.sum(axis=-1) / np.maximum(seen.sum(axis=-1), 1)
 
 
-KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"ratio": _divided, "perplexity": _exponential, "macro_f1": _macro}
+KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "ratio": _divided,
+    "perplexity": _exponential,
+    "macro_f1": _macro,
+}
 
 
 def ratio(above: Sequence[float], below: Sequence[float], *, higher: bool = True) -> Metric:

@@ -35,7 +35,9 @@ def require_harness() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "lm_eval":
             raise
-        raise RecipeError("--tasks lm-eval:…: needs lm-eval, which is not installed: pip install 'preheat[lm-eval]'") from None
+        raise RecipeError(
+            "--tasks lm-eval:…: needs lm-eval, which is not installed: pip install 'preheat[lm-eval]'"
+        ) from None
     return lm_eval
 
 

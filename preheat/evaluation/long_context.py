@@ -54,7 +54,13 @@ class Questions:
 
 
 def questions_of(
-    task: LengthTask, reader: Reader, *, longest: int, reach: int, texts: Callable[[str, str], Tokens], limit: int | None = None
+    task: LengthTask,
+    reader: Reader,
+    *,
+    longest: int,
+    reach: int,
+    texts: Callable[[str, str], Tokens],
+    limit: int | None = None,
 ) -> Questions:
     """Draws a task's questions.
 
@@ -90,7 +96,9 @@ def questions_of(
                 if task.kind == "recall":
                     cell = [pairs_asked(pieces, length, depth, generator, begin) for _ in range(each)]
                 elif task.kind == "needle":
-                    cell = [phrase_asked(p, pieces, depth, generator, needles=task.needles, begin=begin) for p in passages]
+                    cell = [
+                        phrase_asked(p, pieces, depth, generator, needles=task.needles, begin=begin) for p in passages
+                    ]
                 else:
                     cell = [RetrievalQuestion([*begin, *p], []) for p in passages]
             except ValueError as error:
@@ -104,7 +112,9 @@ def questions_of(
                 read = round((length - last - len(begin)) * share)
                 places.append({"length": length, "share": share})
                 asked.append(
-                    tuple(RetrievalQuestion([*begin, *q.context[-last - read : -last]], q.context[-last:]) for q in cell)
+                    tuple(
+                        RetrievalQuestion([*begin, *q.context[-last - read : -last]], q.context[-last:]) for q in cell
+                    )
                 )
     return Questions(task, tuple(places), tuple(asked), max(lengths))
 

@@ -26,7 +26,14 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 SCALES = {"": 1.0, "percent": 0.01, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
-_WORDS = {"%": "percent", "k": "thousand", "thousands": "thousand", "mn": "million", "m": "million", "millions": "million"}
+_WORDS = {
+    "%": "percent",
+    "k": "thousand",
+    "thousands": "thousand",
+    "mn": "million",
+    "m": "million",
+    "millions": "million",
+}
 _WORDS |= {"bn": "billion", "b": "billion", "billions": "billion", "trillions": "trillion", "percentage": "percent"}
 _NUMBER = re.compile(
     r"(?P<open>\()?\s*(?P<sign>[-+−–])?\s*(?:us)?[$€£¥]?\s*(?P<inner>[-−–])?(?P<digits>\d[\d,]*(?:\.\d+)?|\.\d+)\s*"
@@ -152,7 +159,9 @@ def numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> float:
     found, wanted = spans_of(answer), [span for gold in golds for span in spans_of(gold)]
     if not found or not wanted:
         return float(not found and not wanted)
-    pairs = sorted(((_span_f1(f, w, scale), -i, -j) for i, f in enumerate(found) for j, w in enumerate(wanted)), reverse=True)
+    pairs = sorted(
+        ((_span_f1(f, w, scale), -i, -j) for i, f in enumerate(found) for j, w in enumerate(wanted)), reverse=True
+    )
     total, used_found, used_gold = 0.0, set[int](), set[int]()
     for score, i, j in pairs:
         if i not in used_found and j not in used_gold:

@@ -28,7 +28,9 @@ UNITS = 64
 """Batches that a text is read in at least, where it has the rows: they are what the bootstrap draws."""
 
 
-def rows_of_text(data: Data, source: str, *, knob: str, length: int, seed: int, tokenizer: str, partial: bool = False) -> Rows:
+def rows_of_text(
+    data: Data, source: str, *, knob: str, length: int, seed: int, tokenizer: str, partial: bool = False
+) -> Rows:
     """A second text as rows, cut as the run's own are.
 
     Args:
@@ -57,7 +59,9 @@ def rows_of_text(data: Data, source: str, *, knob: str, length: int, seed: int, 
 
 def tokens_of_text(data: Data, source: str, knob: str, *, seed: int, tokenizer: str) -> Tokens:
     """A second text's documents in tokens, each file whole; arguments and errors as of `rows_of_text`."""
-    return rows_of_text(replace(data, text_files="whole"), source, knob=knob, length=2, seed=seed, tokenizer=tokenizer).tokens
+    return rows_of_text(
+        replace(data, text_files="whole"), source, knob=knob, length=2, seed=seed, tokenizer=tokenizer
+    ).tokens
 
 
 def bytes_of_tokens(tokenizer: Any) -> np.ndarray:
@@ -70,7 +74,9 @@ def bytes_of_tokens(tokenizer: Any) -> np.ndarray:
     return np.array([len(piece) for piece in pieces_of(tokenizer)], np.int64)
 
 
-def measure_text(build: Build, rows: Rows, *, micro: int, limit: int, sizes: np.ndarray, objective: bool = False) -> Result:
+def measure_text(
+    build: Build, rows: Rows, *, micro: int, limit: int, sizes: np.ndarray, objective: bool = False
+) -> Result:
     """The loss of rows of text and, where it is that of the next token, perplexity and bits a byte; else what the objective scores.
 
     Args:
@@ -83,7 +89,9 @@ def measure_text(build: Build, rows: Rows, *, micro: int, limit: int, sizes: np.
     micro = max(1, min(micro, count // UNITS))
     own = objective and build.owner(Slot.OBJECTIVE) != "plain"
     if CLASSES in build.tags and not own:
-        raise RecipeError("--data: this run has a head over classes in place of the vocabulary's: a text has no loss under it")
+        raise RecipeError(
+            "--data: this run has a head over classes in place of the vocabulary's: a text has no loss under it"
+        )
     losses, weights, bytes_ = [], [], []
     judged: list[LossSum] = []
     batches = list(evaluation_batches(rows, micro=micro, limit=limit))

@@ -135,7 +135,9 @@ def items_of(task: Task, tokenizer: Any, *, limit: int | None = None, head: bool
         context = bare(row) if bare else _context(task, before, prompt(row), tokenizer)
         complete = task.chat and bare is None
         made.append(
-            _item(task, row, context, complete, gold(row), choices(row) if task.choices or classes else None, scale(row))
+            _item(
+                task, row, context, complete, gold(row), choices(row) if task.choices or classes else None, scale(row)
+            )
         )
     return made
 
@@ -188,7 +190,9 @@ def _item(task: Task, row: Row, context: str, complete: bool, gold: Any, choices
     number = _number_of(gold, texts, by_number=task.kind == "multiple_choice")
     if number is None:
         shown = ", ".join(repr(text[:30]) for text in texts[:5]) + (" …" if len(texts) > 5 else "")
-        raise DataError(f"{row.where}: gold {quoted(gold)} is none of the {len(texts)} choices: {shown} (task {task.name})")
+        raise DataError(
+            f"{row.where}: gold {quoted(gold)} is none of the {len(texts)} choices: {shown} (task {task.name})"
+        )
     return Item(row.where, context, complete, tuple(delimiter + text for text in texts), texts, number)
 
 

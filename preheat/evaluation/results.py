@@ -103,8 +103,12 @@ def comparable(before: Result, after: Result | None) -> bool:
         return new is None or (old.kind == new.kind and old.rows.shape[shape] == new.rows.shape[shape])
 
     if after is None:
-        shapes = [(m.kind, m.rows.shape[1:]) for m in (*before.metrics.values(), *(part.metric for part in before.parts))]
-        return all(kind in KINDS and len(shape) == 1 and (kind == "macro_f1" or shape == (2,)) for kind, shape in shapes)
+        shapes = [
+            (m.kind, m.rows.shape[1:]) for m in (*before.metrics.values(), *(part.metric for part in before.parts))
+        ]
+        return all(
+            kind in KINDS and len(shape) == 1 and (kind == "macro_f1" or shape == (2,)) for kind, shape in shapes
+        )
     places = {tuple(part.place.items()): part.metric for part in after.parts}
     parts = all(alike(part.metric, places.get(tuple(part.place.items()))) for part in before.parts)
     return parts and all(alike(metric, after.metrics.get(name)) for name, metric in before.metrics.items())
@@ -129,7 +133,9 @@ def read_kept(values: Mapping[str, Any]) -> Result:
         return Metric(np.array(m["rows"], np.float64), m["kind"], m["higher"])
 
     metrics = {name: metric(m) for name, m in values["metrics"].items()}
-    parts = [Part(p["place"], metric(p["metric"])) for p in values.get("parts", ())]  # not in runs from before there were any
+    parts = [
+        Part(p["place"], metric(p["metric"])) for p in values.get("parts", ())
+    ]  # not in runs from before there were any
     alone = {name: math.nan if value is None else value for name, value in values["alone"].items()}
     same = {key: values[key] for key in ("rows", "identity", "tokens", "truncated")}
     return Result(metrics, parts=parts, alone=alone, **same)

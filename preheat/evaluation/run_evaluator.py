@@ -89,7 +89,9 @@ class RunEvaluator:
             line["tokens"] = texts["validation"].tokens
             line |= {f"validation_{name}": value for name, value in texts["validation"].alone.items()}
         if tasks:
-            line["tasks"] = {name: {key: v["value"] for key, v in described(r)["metrics"].items()} for name, r in tasks.items()}
+            line["tasks"] = {
+                name: {key: v["value"] for key, v in described(r)["metrics"].items()} for name, r in tasks.items()
+            }
         writer.metric(**line)
         found = {"texts": texts, "tasks": tasks}
         if step == 0:
@@ -138,9 +140,13 @@ def _values(found: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
     return {part: {name: described(result) for name, result in of.items()} for part, of in found.items()}
 
 
-def differences(before: Mapping[str, Mapping[str, Result]], after: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
+def differences(
+    before: Mapping[str, Mapping[str, Result]], after: Mapping[str, Mapping[str, Result]]
+) -> dict[str, Any]:
     """after - before of what stands in both: {texts, tasks: {name: {paired, metrics}}}."""
     return {
-        part: {name: compared(before[part][name], result) for name, result in of.items() if name in before.get(part, {})}
+        part: {
+            name: compared(before[part][name], result) for name, result in of.items() if name in before.get(part, {})
+        }
         for part, of in after.items()
     }

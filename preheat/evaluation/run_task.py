@@ -70,7 +70,9 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
                     "choices": list(item.texts),
                     "gold": right,
                 }
-                key, value = ("loglikelihoods", [s.loglikelihood for s in what]) if isinstance(what, list) else ("answer", what)
+                key, value = (
+                    ("loglikelihoods", [s.loglikelihood for s in what]) if isinstance(what, list) else ("answer", what)
+                )
                 file.write(to_json(line | {key: value}) + "\n")
     identity = digest([(item.where, item.texts, item.gold, item.answers) for item in items])
     # Several choices of one question may each have cut its context.

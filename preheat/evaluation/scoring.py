@@ -156,7 +156,9 @@ class Scorer(Reader):
             self.say("classifying", first + len(some), len(order))
         return made
 
-    def write(self, contexts: Sequence[Sequence[int]], *, tokens: int, stop: Sequence[str], strip: bool = True) -> list[str]:
+    def write(
+        self, contexts: Sequence[Sequence[int]], *, tokens: int, stop: Sequence[str], strip: bool = True
+    ) -> list[str]:
         """What the model writes after each context, greedily: up to so many tokens, cut before the first of `stop`.
 
         Args:
@@ -187,7 +189,9 @@ class Scorer(Reader):
             on_text=count,
         )
         for n, found in zip(order, written, strict=True):
-            text = found.text.lstrip() if strip else found.text  # an answer may begin with a line end, which ends nothing yet
+            text = (
+                found.text.lstrip() if strip else found.text
+            )  # an answer may begin with a line end, which ends nothing yet
             for words in filter(None, stop):
                 text = text.split(words, 1)[0]
             answers[n] = text.rstrip() if strip else text

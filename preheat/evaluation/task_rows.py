@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from preheat.data.rows.file_readers import closest, expanded, kind_of, read_csv, read_json, read_jsonl, read_parquet, shown
+from preheat.data.rows.file_readers import (
+    closest,
+    expanded,
+    kind_of,
+    read_csv,
+    read_json,
+    read_jsonl,
+    read_parquet,
+    shown,
+)
 from preheat.errors import DataError
 from preheat.sanitize import shorten
 

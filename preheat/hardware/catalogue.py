@@ -81,7 +81,9 @@ class Accelerator:
 
 # Fitted to published training speeds of half the sources (benchmarks/results/published.md names them); the other half is what they are judged on.
 # Blackwell's was 0.55 by two of torchao's rows, and is between these and NVIDIA's eight since those were seen (0.62 to 0.74 are alike).
-_ACHIEVED = 0.82  # of the data sheet's rate, that the best product reaches: about the median of those that have a figure
+_ACHIEVED = (
+    0.82  # of the data sheet's rate, that the best product reaches: about the median of those that have a figure
+)
 # NVIDIA's generations with TF32. Their data sheets have it at half of bf16's rate: 156 of 312 (A100), 494.7 of 989 (H100), 183 of 366 (L40S), 82.6 of 165.2
 # (RTX 4090), 1,125 of 2,250 (B200), dense.
 _TF32 = ("ampere", "ada", "hopper", "blackwell")
@@ -177,9 +179,9 @@ def _number(cell: str, unit: float) -> float | None:
 def _rows() -> dict[str, Accelerator]:
     found = {}
     for line in _TABLE.strip().splitlines()[1:]:
-        name, memory, bandwidth, bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8, link, network, *more = line.partition("#")[
-            0
-        ].split()
+        name, memory, bandwidth, bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8, link, network, *more = (
+            line.partition("#")[0].split()
+        )
         found[name] = Accelerator(
             name=name,
             memory=None if memory == "-" else int(memory) * 2**30,
@@ -215,8 +217,12 @@ def accelerator(name: str) -> Accelerator:
     by_key = {_key(known): known for known in rows} | _ALIASES
     found = by_key.get(_key(name))
     if found is None:
-        near = difflib.get_close_matches(_key(name), by_key, n=1)  # among keys, so that case and punctuation do not count
-        raise RecipeError(f"no accelerator '{name}' in the catalogue; {nearest(by_key[near[0]] if near else name, list(rows))}")
+        near = difflib.get_close_matches(
+            _key(name), by_key, n=1
+        )  # among keys, so that case and punctuation do not count
+        raise RecipeError(
+            f"no accelerator '{name}' in the catalogue; {nearest(by_key[near[0]] if near else name, list(rows))}"
+        )
     return rows[found]
 
 
@@ -248,7 +254,9 @@ def stated(text: str) -> Accelerator:
     from preheat.hardware.probe import parse_memory
 
     known = ["name", "memory", *_RATES]
-    values: dict[str, Any] = dict.fromkeys(f.name for f in dataclasses.fields(Accelerator) if f.default is dataclasses.MISSING)
+    values: dict[str, Any] = dict.fromkeys(
+        f.name for f in dataclasses.fields(Accelerator) if f.default is dataclasses.MISSING
+    )
     values["name"] = "stated device"
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))

@@ -103,7 +103,9 @@ def measure(task: Task, tell: Told | None = None) -> dict[str, Any]:
                     tell(f"{name.replace('_', ' ')}, {size:,} bytes", len(rows) / total)
                 seconds = runs(_call(name, size, place, device))
                 rows.append(
-                    LinkRate(name, task.backend, place.world, len(set(place.hosts)), _real(size, place), *_spread(seconds))
+                    LinkRate(
+                        name, task.backend, place.world, len(set(place.hosts)), _real(size, place), *_spread(seconds)
+                    )
                 )
         pairs = _pairs(task, place, device, tell, len(rows) / total)
         name = probe("cuda" if task.backend == "nccl" else "cpu").name
@@ -318,11 +320,18 @@ def _pairs(task: Task, place: _Place, device: torch.device, tell: Told | None, d
     """
     import torch.distributed as dist
 
-    members = [[rank for rank in range(place.world) if place.hosts[rank] == host] for host in range(len(set(place.hosts)))]
+    members = [
+        [rank for rank in range(place.world) if place.hosts[rank] == host] for host in range(len(set(place.hosts)))
+    ]
     inside = [(ranks[0], ranks[1]) for ranks in members if len(ranks) > 1]
     around = [(a[0], b[0]) for a, b in zip(members, members[1:] + members[:1], strict=True)] if len(members) > 1 else []
     around = around[:1] if len(members) == 2 else around
-    rounds = [inside, around[0 : len(around) - len(around) % 2 : 2], around[1::2], around[len(around) - len(around) % 2 :]]
+    rounds = [
+        inside,
+        around[0 : len(around) - len(around) % 2 : 2],
+        around[1::2],
+        around[len(around) - len(around) % 2 :],
+    ]
     found: list[dict[str, Any]] = []
     for n, round_ in enumerate(pairs for pairs in rounds if pairs):
         if tell is not None and place.rank == 0:

@@ -72,7 +72,9 @@ def _folder() -> Path:
         if stat.S_ISDIR(facts.st_mode) and _is_private(facts):
             return folder
     except OSError as error:
-        raise RunError(f"{folder}: cannot be used ({error.strerror}); set PREHEAT_CACHE to a folder of your own") from None
+        raise RunError(
+            f"{folder}: cannot be used ({error.strerror}); set PREHEAT_CACHE to a folder of your own"
+        ) from None
     return _own_folder(folder)
 
 
@@ -81,7 +83,9 @@ def _own_folder(other: Path) -> Path:
     """A private folder for this process alone, in place of one that others can write to."""
     folder = Path(tempfile.mkdtemp(prefix="preheat-native-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    _log.warning("%s: others can write there, so nothing of it is loaded; set PREHEAT_CACHE to a folder of your own", other)
+    _log.warning(
+        "%s: others can write there, so nothing of it is loaded; set PREHEAT_CACHE to a folder of your own", other
+    )
     return folder
 
 
@@ -154,13 +158,19 @@ def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: st
             sealed.replace(out.with_suffix(".sha256"))
             made.replace(out)
     except OSError as error:
-        raise RunError(f"{out.parent}: cannot be written ({error.strerror}); set PREHEAT_CACHE to a folder with room") from None
+        raise RunError(
+            f"{out.parent}: cannot be written ({error.strerror}); set PREHEAT_CACHE to a folder with room"
+        ) from None
 
 
 def uncompiled(kind: str) -> str:
     """What torch.compile lacks here for a kind of device, and how to get it; else ""."""
     if kind == "cuda":
-        return "" if importlib.util.find_spec("triton") is not None else "needs Triton on a CUDA device; pip install triton"
+        return (
+            ""
+            if importlib.util.find_spec("triton") is not None
+            else "needs Triton on a CUDA device; pip install triton"
+        )
     name = os.environ.get("CXX", "g++")
     return (
         ""

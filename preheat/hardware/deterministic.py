@@ -47,7 +47,11 @@ def be_deterministic(wanted: bool) -> None:
 
     if wanted and not _before:
         _before.append(
-            (torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory, torch.backends.cudnn.benchmark)
+            (
+                torch.are_deterministic_algorithms_enabled(),
+                settings.fill_uninitialized_memory,
+                torch.backends.cudnn.benchmark,
+            )
         )
     on, fill, benchmark = (True, False, False) if wanted else _before.pop()
     torch.use_deterministic_algorithms(on)
@@ -102,4 +106,6 @@ def repeats(kind: str, deterministic: bool) -> str:
     """How exactly a run repeats, for people; arguments as of `is_exact`."""
     if is_exact(kind, deterministic):
         return "bit for bit"
-    return "up to rounding: some of a GPU's kernels add in no fixed order; bit for bit with hardware.deterministic: true"
+    return (
+        "up to rounding: some of a GPU's kernels add in no fixed order; bit for bit with hardware.deterministic: true"
+    )

@@ -102,7 +102,9 @@ def _bytes_by_driver() -> int | None:
         pynvml.nvmlInit()
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            found = [p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+            found = [
+                p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()
+            ]
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:

@@ -55,9 +55,13 @@ def bus_factor(collective: str, devices: int) -> float:
     (1.5, 0.75, 1.0)
     """
     share = (devices - 1) / devices
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share, "send_recv": 1.0}[
-        collective
-    ]
+    return {
+        "all_reduce": 2 * share,
+        "all_gather": share,
+        "reduce_scatter": share,
+        "all_to_all": share,
+        "send_recv": 1.0,
+    }[collective]
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,9 @@ def store_json(path: Path, values: Mapping[str, Any]) -> None:
     """
     try:
         make_private(path.parent)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False, encoding="utf-8") as beside:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=path.stem, delete=False, encoding="utf-8"
+        ) as beside:
             beside.write(to_json(values, indent=1) + "\n")
         os.replace(beside.name, path)  # beside has a name of its own, since two processes may measure at once
     except OSError as error:

@@ -95,7 +95,8 @@ def expected(made: dict[str, Any]) -> dict[str, Any]:
     the network. `None` where the catalogue has no figure, as for CPUs.
     """
     best = {
-        name: max(row["bus_bandwidth"] for row in made["rows"] if row["collective"] == name) for name in _names(made["rows"])
+        name: max(row["bus_bandwidth"] for row in made["rows"] if row["collective"] == name)
+        for name in _names(made["rows"])
     }
     link = network = None
     if made["backend"] == "nccl":
@@ -136,7 +137,11 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
                     "LOCAL_WORLD_SIZE": processes,
                     "MASTER_PORT": port,
                 }
-                environment = {**os.environ, **{key: str(value) for key, value in place.items()}, "MASTER_ADDR": LOOPBACK}
+                environment = {
+                    **os.environ,
+                    **{key: str(value) for key, value in place.items()},
+                    "MASTER_ADDR": LOOPBACK,
+                }
                 environment[LISTENING] = str(listening.fileno()) if rank == 0 else ""
                 started.append(
                     subprocess.Popen(

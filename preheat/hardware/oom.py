@@ -34,9 +34,7 @@ _WORDS = re.compile(
 )
 _ASKED = re.compile(r"(?:tried to|unable to) allocate (\d+(?:\.\d+)?) (bytes|[KMGT]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
-_KEPT = (
-    0.95  # of what is left: the rest is for what is no private data (pages of files, kernel structures) and for other processes
-)
+_KEPT = 0.95  # of what is left: the rest is for what is no private data (pages of files, kernel structures) and for other processes
 
 
 def is_oom(error: BaseException) -> bool:

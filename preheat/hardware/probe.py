@@ -44,7 +44,9 @@ _UNITS = {"b": 1} | {
 
 _MOST_MEMORY = 2**60
 _CLEAR = Path("/proc/self/clear_refs")
-_highest: dict[str, int] = {}  # kind of device, or reserved on CUDA -> the highest mark before the present one was begun
+_highest: dict[
+    str, int
+] = {}  # kind of device, or reserved on CUDA -> the highest mark before the present one was begun
 
 
 def parse_memory(text: str, what: str = "hardware.memory") -> int:
@@ -94,14 +96,18 @@ def probe(device: str = "auto", memory: str | None = None, segments: str | None 
             grow, why = set_segments(segments) if segments else (False, "")
             return Device("cuda", facts.name, held, (facts.major, facts.minor), expandable=grow, notice=why)
         if device == "cuda":
-            raise RecipeError("hardware.device: cuda is asked for, but torch finds no CUDA device here; set it to auto or cpu")
+            raise RecipeError(
+                "hardware.device: cuda is asked for, but torch finds no CUDA device here; set it to auto or cpu"
+            )
     return Device("cpu", _processor(), limit or _host_memory())
 
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        named = re.search(r"^model name\s*:\s*(\S.*?)\s*$", cpuinfo.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        named = re.search(
+            r"^model name\s*:\s*(\S.*?)\s*$", cpuinfo.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+        )
         if named:
             return named[1]
     return platform.processor() or platform.machine()  # ARM's cpuinfo has no model name
@@ -140,7 +146,9 @@ def _group_limits(groups: str, root: Path) -> list[int]:
         parts = Path(path).parts[1:]
         for depth in range(len(parts) + 1):
             file = folder.joinpath(*parts[:depth], name)
-            if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():  # version 2 says "max" for none
+            if (
+                file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit()
+            ):  # version 2 says "max" for none
                 limits.append(int(text))
     return limits
 
@@ -163,7 +171,9 @@ def resident_bytes() -> int:
     """
     found = _status("VmRSS")
     if found is None:
-        raise RunError("resident memory is read from /proc/self/status, which this system lacks; measure memory on Linux")
+        raise RunError(
+            "resident memory is read from /proc/self/status, which this system lacks; measure memory on Linux"
+        )
     return found
 
 

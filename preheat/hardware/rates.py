@@ -328,7 +328,14 @@ def _read(values: Mapping[str, Any]) -> Rates:
     names = {key: values[key] for key in ("hardware", "torch", "threads", "contended")}
     numbers |= {key: read_number(values[key], key) for key in _OF_GPU if key in values}
     return Rates(
-        **names, **numbers, near=near, peak_matrix_rate=peak, adamw=adamw, matrix=matrix, moved=moved, attention=attention
+        **names,
+        **numbers,
+        near=near,
+        peak_matrix_rate=peak,
+        adamw=adamw,
+        matrix=matrix,
+        moved=moved,
+        attention=attention,
     )
 
 

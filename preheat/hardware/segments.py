@@ -39,7 +39,9 @@ def set_segments(asked: str) -> tuple[bool, str]:
     Returns:
         Whether segments grow, and why if something else than the recipe or torch's abilities decided it; else "".
     """
-    variable = "PYTORCH_ALLOC_CONF" if "PYTORCH_ALLOC_CONF" in os.environ else "PYTORCH_CUDA_ALLOC_CONF"  # as torch has it
+    variable = (
+        "PYTORCH_ALLOC_CONF" if "PYTORCH_ALLOC_CONF" in os.environ else "PYTORCH_CUDA_ALLOC_CONF"
+    )  # as torch has it
     said = os.environ.get(variable, "")
     stated = re.search(r"expandable_segments\s*:\s*(\w+)", said)
     if stated or re.search(r"backend\s*:\s*cudaMallocAsync", said):  # the driver's own allocator has no segments
@@ -51,7 +53,9 @@ def set_segments(asked: str) -> tuple[bool, str]:
     import torch
 
     grow = asked != "fixed"
-    if grow or "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings():  # an earlier run in this process
+    if (
+        grow or "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings()
+    ):  # an earlier run in this process
         settings = f"expandable_segments:{grow}"
         torch._C._accelerator_setAllocatorSettings(f"{said},{settings}" if said else settings)
     return grow, ""

@@ -166,10 +166,14 @@ def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None
         if base is not None:
             raise RecipeError(f"--base: {path} is a run whose model was new, and stands in it whole; leave it out")
         return recipe
-    trained = progress.fingerprints.get("weights") if progress is not None and recipe.model.weights != "random" else None
+    trained = (
+        progress.fingerprints.get("weights") if progress is not None and recipe.model.weights != "random" else None
+    )
     if base is not None:
         if not (Path(base) / "config.json").is_file():
-            raise RecipeError(f"--base: {base}: no model's folder (no config.json); name the one that {path} was trained on")
+            raise RecipeError(
+                f"--base: {base}: no model's folder (no config.json); name the one that {path} was trained on"
+            )
         if trained is not None and WeightSource(Path(base), knob="--base").fingerprint() != trained:
             raise RecipeError(
                 f"--base: {base} has other weights than those that {path} was trained on ({named}); name that model"
@@ -195,7 +199,11 @@ def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
     if found is None:
         raise RunError(
             f"{path}: "
-            + (f"no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]})" if damaged else "has no checkpoint yet")
+            + (
+                f"no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]})"
+                if damaged
+                else "has no checkpoint yet"
+            )
         )
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     progress = checkpoint.read_progress(found)
@@ -215,7 +223,9 @@ def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
     checkpoint.load_weights(made, found)
     template = told.get("template") if told.get("chat") else None
     classes = tuple(told.get("classes") or ())
-    return LoadedModel(recipe, made, tokenizer, progress.step, str(path / "tokenizer"), template=template, classes=classes)
+    return LoadedModel(
+        recipe, made, tokenizer, progress.step, str(path / "tokenizer"), template=template, classes=classes
+    )
 
 
 def _folder(model: str, tokenizer_folder: str) -> LoadedModel:

@@ -91,7 +91,8 @@ def write_texts(
     settings, positions = settings or Sample(), build.model.positions
     names = ["--prompt"] if len(prompts) == 1 else [f"prompt {n}" for n in range(1, len(prompts) + 1)]
     ids = [
-        prompt_tokens(tokenizer, p, template, positions=positions, where=name) for p, name in zip(prompts, names, strict=True)
+        prompt_tokens(tokenizer, p, template, positions=positions, where=name)
+        for p, name in zip(prompts, names, strict=True)
     ]
     stop = stop_tokens(tokenizer, build.weights.folder)
     if template is not None:

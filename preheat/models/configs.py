@@ -97,7 +97,14 @@ _MAYBE_NONE = (
 )
 """Zero says of some families that there are none."""
 _OF_EXPERTS = ("num_experts_per_tok", "decoder_sparse_step", "first_k_dense_replace", "n_group", "topk_group")
-_NOT_BELOW_ZERO = ("initializer_range", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+_NOT_BELOW_ZERO = (
+    "initializer_range",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_epsilon",
+    "norm_eps",
+)
 _OF_ROPE = (
     "rope_theta",
     "factor",
@@ -136,14 +143,18 @@ def require_in_reach(config: PretrainedConfig) -> None:
     width = count["hidden_size"]
     about = width * (count["num_hidden_layers"] * (2 * width + 3 * inner) + count["vocab_size"])
     if about > MOST_PARAMETERS:
-        raise RecipeError(f"model: {config.model_type} has about {about:.0e} parameters, more than {MOST_PARAMETERS:.0e}")
+        raise RecipeError(
+            f"model: {config.model_type} has about {about:.0e} parameters, more than {MOST_PARAMETERS:.0e}"
+        )
 
 
 def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_there: int) -> None:
     """Raises for numbers with which a model fails in its first pass, or computes NaN without a word."""
 
     def refuse(key: str, value: Any, rule: str) -> NoReturn:
-        raise RecipeError(f"model: {config.model_type} has {key} {quoted(value)}; it must be {rule}, as the model's own is")
+        raise RecipeError(
+            f"model: {config.model_type} has {key} {quoted(value)}; it must be {rule}, as the model's own is"
+        )
 
     if wrong := _wrong_number(text.to_dict()):
         refuse(*wrong)
@@ -180,9 +191,13 @@ def _wrong_number(values: Mapping[str, Any]) -> tuple[str, Any, str] | None:
         for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
             for key in _OF_ROPE:
                 value = part.get(key)
-                listed = value if key in ("short_factor", "long_factor") and isinstance(value, list | tuple) else [value]
+                listed = (
+                    value if key in ("short_factor", "long_factor") and isinstance(value, list | tuple) else [value]
+                )
                 most, rule = (
-                    (1, "a number above 0 and at most 1") if key == "partial_rotary_factor" else (2**63, "a number above 0")
+                    (1, "a number above 0 and at most 1")
+                    if key == "partial_rotary_factor"
+                    else (2**63, "a number above 0")
                 )
                 for one in listed if value is not None else ():
                     number: Any = one
@@ -193,7 +208,9 @@ def _wrong_number(values: Mapping[str, Any]) -> tuple[str, Any, str] | None:
 
 def _not_a_number(values: Any, name: str = "") -> str | None:
     """The key of the first NaN within; None: there is none."""
-    inner = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list | tuple) else ()
+    inner = (
+        values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list | tuple) else ()
+    )
     for key, value in inner:
         here = f"{name}.{key}" if name else str(key)
         if isinstance(value, float) and math.isnan(value):
@@ -224,10 +241,14 @@ def change(config: PretrainedConfig, settings: Mapping[str, Any]) -> None:
     known = {key: part for part in (config, text) for key in (*part.to_dict(), *getattr(part, "attribute_map", {}))}
     for key, value in settings.items():
         if key not in known:
-            raise RecipeError(f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}")
+            raise RecipeError(
+                f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}"
+            )
         part = known[key]
         try:
-            setattr(part, key, float(value) if type(value) is int and type(getattr(part, key, None)) is float else value)
+            setattr(
+                part, key, float(value) if type(value) is int and type(getattr(part, key, None)) is float else value
+            )
         except StrictDataclassError as error:
             raise RecipeError(f"model.config.{key}: {str(error.__cause__ or error).splitlines()[0]}") from None
     require_in_reach(config)
@@ -342,7 +363,11 @@ def _highest(key: str) -> int:
 def _require_sound(stated: Mapping[str, Any], file: Path) -> None:
     """Raises for a config.json with values that transformers would end in a traceback for, or take for something else."""
     if not isinstance(stated.get("model_type"), str):
-        said = "does not say its model_type" if "model_type" not in stated else f"has model_type {quoted(stated['model_type'])}"
+        said = (
+            "does not say its model_type"
+            if "model_type" not in stated
+            else f"has model_type {quoted(stated['model_type'])}"
+        )
         raise RecipeError(
             f"model.path: {file} {said}, so transformers has no class for it; write the architecture's name there, e.g. llama"
         )
@@ -396,7 +421,9 @@ def _models_near(folder: Path) -> str:
     """The nearest name of a model's folder that stands where one was looked for."""
     parent = folder.expanduser().parent
     names = sorted(file.parent.name for file in parent.glob("*/config.json")) if parent.is_dir() else []
-    return nearest(folder.name, names[:20]) if names else f"in {parent} is no model's folder (one that holds config.json)"
+    return (
+        nearest(folder.name, names[:20]) if names else f"in {parent} is no model's folder (one that holds config.json)"
+    )
 
 
 def _offline() -> bool:
@@ -442,17 +469,25 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
         common["tie_word_embeddings"] = model.tie_embeddings
     if model.family == "gpt2":
         if model.kv_heads not in (None, heads):
-            raise RecipeError(f"model.kv_heads: {model.kv_heads}: gpt2 has no grouped queries; remove it or use family: llama")
+            raise RecipeError(
+                f"model.kv_heads: {model.kv_heads}: gpt2 has no grouped queries; remove it or use family: llama"
+            )
         # Dropout 0: pretraining sees each token about once (GPT-2's 0.1 is for many epochs).
         return GPT2Config(**common, n_inner=feed_forward, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
     if model.family == "t5":  # 1.1: gated, the head apart unless the recipe ties it
         if model.kv_heads not in (None, heads):
-            raise RecipeError(f"model.kv_heads: {model.kv_heads}: t5 has no grouped queries; remove it or use family: llama")
+            raise RecipeError(
+                f"model.kv_heads: {model.kv_heads}: t5 has no grouped queries; remove it or use family: llama"
+            )
         special = {"pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0}
         sizes_of = {"d_ff": feed_forward, "d_kv": width // heads, "num_decoder_layers": layers}
         common.pop("max_position_embeddings")
         return T5Config(**common | special | sizes_of, feed_forward_proj="gated-gelu")
-    common |= {"num_key_value_heads": model.kv_heads or heads, "intermediate_size": feed_forward, "head_dim": width // heads}
+    common |= {
+        "num_key_value_heads": model.kv_heads or heads,
+        "intermediate_size": feed_forward,
+        "head_dim": width // heads,
+    }
     if model.family in moe.FAMILIES:
         chosen = model.experts_per_token or 2
         if not model.feed_forward:  # so that a token uses as many parameters as without experts
@@ -472,7 +507,9 @@ def without_dropout(config: PretrainedConfig) -> dict[str, float]:
     none, and recomputed layers would need the same draws; `model.config` can switch on again what is outside attention.
     """
     found = {}
-    parts = {id(part): part for part in (config, config.get_text_config(), getattr(config, "vision_config", None)) if part}
+    parts = {
+        id(part): part for part in (config, config.get_text_config(), getattr(config, "vision_config", None)) if part
+    }
     for part in parts.values():
         for key, value in vars(part).items():
             if _DROPOUT.search(key) and isinstance(value, float | int) and not isinstance(value, bool) and value > 0:

@@ -121,7 +121,9 @@ def _places(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ...],
     spans = []  # of each row: (begin, read, whole) of the documents that are written
     for row, parts in zip(documents, read, strict=True):
         ends = numpy.cumsum(row).tolist()
-        spans.append([(end - size, part, size) for end, size, part in zip(ends, row, parts, strict=True) if part < size])
+        spans.append(
+            [(end - size, part, size) for end, size, part in zip(ends, row, parts, strict=True) if part < size]
+        )
     if not any(spans):  # padding alone: something runs all the same, since every device must take part
         spans[0] = [(0, 1, documents[0][0])]
 

@@ -58,9 +58,7 @@ __all__ = [
 
 ATTENTION = "preheat"  # the name under which our attention function stands in transformers' own registry
 STANDALONE = "preheat-standalone"  # and that of models/attention_patch.py, for models called by their own forward
-PATTERN = (
-    "preheat_pattern"  # attribute of a layer's attention: kernel -> kernel that sees less (models/attention_patch.py sets it)
-)
+PATTERN = "preheat_pattern"  # attribute of a layer's attention: kernel -> kernel that sees less (models/attention_patch.py sets it)
 
 
 def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig:
@@ -96,7 +94,11 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
                 if recipe.data.tokenizer or not model.path
                 else "name the tokens that it lacks in model.add_tokens"
             )
-            + ("" if model.path else f", or set model.{'config.vocab_size' if model.preset else 'vocabulary'}: {vocabulary}")
+            + (
+                ""
+                if model.path
+                else f", or set model.{'config.vocab_size' if model.preset else 'vocabulary'}: {vocabulary}"
+            )
         )
     positions = _positions(text)
     if positions and recipe.batch.length > positions:
@@ -189,12 +191,16 @@ def _attention(
     if dropout:
         raise RecipeError(f"model: {name} has attention dropout {dropout}; set it to 0 under model.config")
     mask = preheat_mask
-    if sliding_window is not None:  # kernels see whether it is narrower than the row, of which a device may have a part here
+    if (
+        sliding_window is not None
+    ):  # kernels see whether it is narrower than the row, of which a device may have a part here
         mask = replace(mask, window=min(sliding_window, mask.window or sliding_window))
     if (pattern := getattr(module, PATTERN, None)) is not None:
         preheat_attention = pattern(preheat_attention)
     width = value.shape[-1]
-    if lacks := query.shape[-1] - width:  # latent attention's values are narrower than its keys, which kernels know not of
+    if (
+        lacks := query.shape[-1] - width
+    ):  # latent attention's values are narrower than its keys, which kernels know not of
         value = torch.nn.functional.pad(value, (0, lacks))
     out = preheat_attention(query, key, value, mask, scaling if scaling is not None else query.shape[-1] ** -0.5)
     # As transformers' own functions: some layers take a view of it, and the others would copy it themselves.
@@ -283,7 +289,9 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     try:
         with torch.device("meta"):
             runs = configs.runs_code(config, trust)
-            model = factory.from_config(config, attn_implementation=attention, trust_remote_code=runs, dtype=dtype, **ours)
+            model = factory.from_config(
+                config, attn_implementation=attention, trust_remote_code=runs, dtype=dtype, **ours
+            )
     except (*FAULTS, StrictDataclassError) as error:
         raise RecipeError(
             f"model: {config.model_type} is no decoder-only model that transformers can build ({fault(error, 200)})"

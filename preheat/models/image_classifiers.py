@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["is_classifier", "matrix", "narrow_config", "open_classifier", "open_processor", "readers", "scores", "smaller"]
+__all__ = [
+    "is_classifier",
+    "matrix",
+    "narrow_config",
+    "open_classifier",
+    "open_processor",
+    "readers",
+    "scores",
+    "smaller",
+]
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,9 @@ def layer_by_layer(
     """
     found = anatomy(model)
     names = {id(m): name for name, m in model.named_modules()}
-    calls: list[list[tuple[Any, Any]]] = [[] for _ in found.layers]  # what each layer is given beside hidden states, by row
+    calls: list[list[tuple[Any, Any]]] = [
+        [] for _ in found.layers
+    ]  # what each layer is given beside hidden states, by row
     states: list[Any] = []
 
     def note(number: int) -> Callable[..., None]:
@@ -152,7 +154,9 @@ def layer_by_layer(
     for number, layer in enumerate(found.layers):
 
         def through(number: int = number, layer: nn.Module = layer) -> list[Tensor]:
-            outs = [layer(hidden, *args, **kwargs) for hidden, (args, kwargs) in zip(states, calls[number], strict=True)]
+            outs = [
+                layer(hidden, *args, **kwargs) for hidden, (args, kwargs) in zip(states, calls[number], strict=True)
+            ]
             return [out[0] if isinstance(out, tuple) else out for out in outs]
 
         yield names[id(layer)], layer, through

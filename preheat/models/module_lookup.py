@@ -110,7 +110,11 @@ def _both_stacks(model: Any) -> Anatomy:
 def _norms(model: Any) -> dict[str, nn.Module]:
     """All but those of a vision tower."""
     of_tower = {id(m) for block in (vision.tower(model),) if block is not None for m in block.modules()}
-    return {name: m for name, m in model.named_modules() if id(m) not in of_tower and type(m).__name__.lower().endswith("norm")}
+    return {
+        name: m
+        for name, m in model.named_modules()
+        if id(m) not in of_tower and type(m).__name__.lower().endswith("norm")
+    }
 
 
 def head(model: PreTrainedModel) -> nn.Module:

@@ -153,7 +153,9 @@ def _route(ledger: RouterRecorder, router: Any, hidden: Tensor) -> tuple[Tensor,
     hidden = hidden.reshape(-1, router.hidden_dim)
     with torch.autocast(hidden.device.type, enabled=False):
         scores = torch.nn.functional.linear(hidden.float(), router.weight.float())
-    shares, weights, chosen = _by_sigmoid(router, scores) if hasattr(router, "num_group") else _by_softmax(router, scores)
+    shares, weights, chosen = (
+        _by_sigmoid(router, scores) if hasattr(router, "num_group") else _by_softmax(router, scores)
+    )
     flat = chosen.flatten()
     counts = shares.new_zeros(router.num_experts).scatter_add_(0, flat, torch.ones_like(flat, dtype=shares.dtype))
     sums = shares.sum(dim=0)

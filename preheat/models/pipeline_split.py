@@ -85,7 +85,9 @@ def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    if any(getattr(config.get_text_config(), key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if any(
+        getattr(config.get_text_config(), key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")
+    ):
         raise ValueError(
             f"{config.model_type} has experts, whose cost a dry run cannot see and whose balancing loss stages do not hand on"
         )
@@ -160,7 +162,9 @@ def _require_nothing_between(model: Any, course: ModelProfile, stream: tuple[int
             bare, torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], MaskSpec(), _meta_attention, hidden
         )
     if not torch.equal(out, hidden):
-        raise ValueError(f"{type(model).__name__} changes hidden states outside its modules, which each stage would do again")
+        raise ValueError(
+            f"{type(model).__name__} changes hidden states outside its modules, which each stage would do again"
+        )
 
 
 def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: float = 0) -> list[range]:
@@ -210,7 +214,9 @@ def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: fl
 def _shell(module: Any) -> Any:
     """Another module with the same children, parameters and hooks, which can be exchanged without the first."""
     made = copy.copy(module)
-    made.__dict__ = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()}
+    made.__dict__ = {
+        key: copy.copy(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()
+    }
     return made
 
 
@@ -231,7 +237,9 @@ def _without(model: Any, course: ModelProfile, layers: range, *, first: bool, la
         there: Any = model.get_submodule(name)
         if there is ends["embedding"] and tied and last:
             continue  # not called, but what the head is tied to: under one name in all stages and files
-        stand_in = None if there in ends.values() else _ZeroModule() if isinstance(there, nn.Embedding) else Passthrough()
+        stand_in = (
+            None if there in ends.values() else _ZeroModule() if isinstance(there, nn.Embedding) else Passthrough()
+        )
         setattr(made.get_submodule(holder), key, stand_in)
     return made
 

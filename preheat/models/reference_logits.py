@@ -24,7 +24,10 @@ def plain_logits(model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tens
     """
     import torch
 
-    given = {"input_ids": tokens.to(model.device), **{key: value.to(model.device) for key, value in (seen or {}).items()}}
+    given = {
+        "input_ids": tokens.to(model.device),
+        **{key: value.to(model.device) for key, value in (seen or {}).items()},
+    }
     if model.config.is_encoder_decoder:
         given["decoder_input_ids"] = given["input_ids"]
     training, attention = model.training, model.config._attn_implementation

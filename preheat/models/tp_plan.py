@@ -48,7 +48,9 @@ def problems(family: str, *, heads: int, kv_heads: int, degree: int) -> list[str
         return [f"degree: transformers has no tensor parallel plan for {family}; use fsdp, or a llama or qwen3"]
     strange = sorted({style for style in plan.values() if style not in _STYLES})
     if strange:
-        return [f"degree: the plan of {family} shares out experts ({', '.join(strange)}), which is not done here; use fsdp"]
+        return [
+            f"degree: the plan of {family} shares out experts ({', '.join(strange)}), which is not done here; use fsdp"
+        ]
     if not any(style == "colwise" for name, style in plan.items() if "attn" in name or "attention" in name):
         return []  # attention stands whole on each device
     return [
@@ -100,7 +102,9 @@ def shares(model: Any) -> dict[str, Share]:
     strange = [names[id(m)] for m in _weighted(model) if names[id(m)] not in found and names[id(m)] not in last]
     if strange or len(last) != (parts.head is not None):
         beside = ", ".join([*last, *strange]) or "no norm"
-        raise ValueError(f"{model.config.model_type} has {beside} beside its layers, where one norm alone behind them is known")
+        raise ValueError(
+            f"{model.config.model_type} has {beside} beside its layers, where one norm alone behind them is known"
+        )
     return found | dict.fromkeys(last, Share.LAST)
 
 

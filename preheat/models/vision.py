@@ -81,11 +81,19 @@ def processor_of(vision: Vision, folder: str | None) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.path: {file}: cannot be read ({error}); put back the model's own") from None
     stated = stated.get("image_processor", stated)
-    size = {key: stated[old] for key, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")) if old in stated}
+    size = {
+        key: stated[old]
+        for key, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
+        if old in stated
+    }
     known = (*settings, "do_resize", "do_rescale", "do_normalize", "rescale_factor", "resample")
     settings |= {key: value for key in known if (value := stated.get(key)) is not None}
     settings["size"] = {**settings["size"], **size}
-    for key, wanted in (("patch_size", vision.patch), ("temporal_patch_size", vision.temporal), ("merge_size", vision.merge)):
+    for key, wanted in (
+        ("patch_size", vision.patch),
+        ("temporal_patch_size", vision.temporal),
+        ("merge_size", vision.merge),
+    ):
         if settings[key] != wanted:
             raise RecipeError(
                 f"model.path: {file} has {key} {settings[key]}, but config.json {wanted}; the folder's files do not belong together"

@@ -32,7 +32,9 @@ class Packed(Protocol):
         """The full weight, to be written within; packed on leaving."""
 
 
-def materialize(module: nn.Module, device: Any, *, home: Any = None, placed: Callable[[Tensor], None] | None = None) -> None:
+def materialize(
+    module: nn.Module, device: Any, *, home: Any = None, placed: Callable[[Tensor], None] | None = None
+) -> None:
     """Replaces parameters and buffers on meta by empty ones on `device`, in place. Shared parameters stay shared.
 
     Args:
@@ -247,7 +249,8 @@ class WeightSource:
 
         if drawn and not at_home:
             return max(
-                sum(drawing(p) for m in _near(module) for p in m.parameters(recurse=False)) for module in model.modules()
+                sum(drawing(p) for m in _near(module) for p in m.parameters(recurse=False))
+                for module in model.modules()
             )
         largest: Any = max(model.parameters(), key=lambda p: p.numel())
         if isinstance(largest, DTensor):
@@ -353,7 +356,9 @@ class WeightSource:
         """Names that a value may be read for: all of the whole model's parameters and buffers, under each name that they share."""
         found = set()
         for part in (model, whole(model)):
-            found |= {_plain(name) for name, _ in part.named_parameters(remove_duplicate=False) if not self._is_fresh(name)}
+            found |= {
+                _plain(name) for name, _ in part.named_parameters(remove_duplicate=False) if not self._is_fresh(name)
+            }
             found |= {_plain(name) for name in part.state_dict(keep_vars=True) if not self._is_fresh(name)}
             found |= {f"{_plain(name)}.weight" for name, module in part.named_modules() if id(module) in self._packed}
             for pair in getattr(part, "all_tied_weights_keys", {}).items():

@@ -70,11 +70,14 @@ def as_sequence_classifier(model: Any, *, pad: int) -> Any:
     with torch.device("meta"):
         made = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
     state: dict[str, Tensor] = {
-        f"score{key.removeprefix(name)}" if key.startswith(f"{name}.") else key: v for key, v in model.state_dict().items()
+        f"score{key.removeprefix(name)}" if key.startswith(f"{name}.") else key: v
+        for key, v in model.state_dict().items()
     }
     missing, unexpected = made.load_state_dict(state, assign=True, strict=False)
     if missing or unexpected:
-        raise ValueError(f"{type(made).__name__} has other weights than {type(model).__name__}: {[*missing, *unexpected][0]}")
+        raise ValueError(
+            f"{type(made).__name__} has other weights than {type(model).__name__}: {[*missing, *unexpected][0]}"
+        )
     # what stands in no state: rotary tables
     for key, buffer in model.named_buffers():
         parent, _, last = key.rpartition(".")

@@ -34,7 +34,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         tensor([[0.8485, 1.1314]])
     """
     kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.promote_types(x.dtype, weight.dtype)
+    dtype = (
+        torch.get_autocast_dtype(kind)
+        if torch.is_autocast_enabled(kind)
+        else torch.promote_types(x.dtype, weight.dtype)
+    )
     out: Tensor = _norm(x, weight, eps, dtype)[0]
     return out
 

@@ -13,7 +13,9 @@ __all__ = ["accumulate"]
 Micro = TypeVar("Micro")
 
 
-def accumulate(micro_batches: Iterable[Micro], loss_sum: Callable[[Micro], Tensor], global_weight: float | Tensor) -> Tensor:
+def accumulate(
+    micro_batches: Iterable[Micro], loss_sum: Callable[[Micro], Tensor], global_weight: float | Tensor
+) -> Tensor:
     """Adds up the gradients of `sum of losses / global_weight` over micro-batches, into `.grad`.
 
     Args:

@@ -10,7 +10,16 @@ from torch.utils.flop_counter import register_flop_formula
 
 from preheat.ops.distributed.dtensor_utils import local
 
-__all__ = ["ADAPTER", "EXCHANGE", "STACKS", "Exchange", "ExpertAdapter", "compute_experts", "group_rows", "grouped_linear"]
+__all__ = [
+    "ADAPTER",
+    "EXCHANGE",
+    "STACKS",
+    "Exchange",
+    "ExpertAdapter",
+    "compute_experts",
+    "group_rows",
+    "grouped_linear",
+]
 
 STACKS = ("gate_up_proj", "down_proj")
 """The matrices of a layer's experts, each [experts, out, in]."""
@@ -208,7 +217,9 @@ def group_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     order = expert.argsort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    counts = torch.zeros(experts, dtype=torch.int64, device=expert.device).scatter_add_(0, expert, torch.ones_like(expert))
+    counts = torch.zeros(experts, dtype=torch.int64, device=expert.device).scatter_add_(
+        0, expert, torch.ones_like(expert)
+    )
     return order, place, counts
 
 

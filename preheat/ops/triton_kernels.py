@@ -99,7 +99,9 @@ def adamw_kernel(
         if GUARDED:
             m, v, w = tl.where(bad, m0, m), tl.where(bad, v0, v), tl.where(bad, w0, w)
         half = w
-        if not MASTER:  # where nothing changes this is a bf16 number already, which no bits below its last one push over
+        if (
+            not MASTER
+        ):  # where nothing changes this is a bf16 number already, which no bits below its last one push over
             noise = (random[part] >> 8).to(tl.int32, bitcast=True) & 0xFFFF
             rounded = ((w.to(tl.int32, bitcast=True) + noise) & -65536).to(tl.float32, bitcast=True)
             half = tl.where(tl.abs(w) < float("inf"), rounded, w)
@@ -128,5 +130,7 @@ def eight_bits_kernel(
     scale = tl.load(scales + output, mask=output < outputs, other=0.0).to(tl.float32)
     to = row.to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(
-        out + to, (sums * scale[None, :]).to(out.dtype.element_ty), mask=(row < rows)[:, None] & (output < outputs)[None, :]
+        out + to,
+        (sums * scale[None, :]).to(out.dtype.element_ty),
+        mask=(row < rows)[:, None] & (output < outputs)[None, :],
     )

@@ -43,11 +43,15 @@ def parameters_of(recipe: Recipe) -> tuple[Any, int, int]:
     try:
         with torch.device("meta"):
             factory = getattr(transformers, hf.auto_class(config))
-            model = factory.from_config(config, trust_remote_code=configs.runs_code(config, recipe.model.trust_remote_code))
+            model = factory.from_config(
+                config, trust_remote_code=configs.runs_code(config, recipe.model.trust_remote_code)
+            )
     except (*FAULTS, StrictDataclassError) as error:
         raise RecipeError(f"model: {config.model_type}: {fault(error, 200)}") from None
     ends = {
-        id(m.weight): m.weight.numel() for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None
+        id(m.weight): m.weight.numel()
+        for m in (model.get_input_embeddings(), model.get_output_embeddings())
+        if m is not None
     }
     return config, sum(p.numel() for p in model.parameters()), sum(ends.values())
 
@@ -169,7 +173,9 @@ def serving(
         >>> [(s.format, s.rows) for s in serving(config, 8_030_261_248, 1_050_673_152, memory=24 * 2**30, length=8192)]
         [('bf16', 8), ('int8', 15), ('4 bits', 18)]
     """
-    heads = getattr(config.get_text_config(), "num_key_value_heads", None) or config.get_text_config().num_attention_heads
+    heads = (
+        getattr(config.get_text_config(), "num_key_value_heads", None) or config.get_text_config().num_attention_heads
+    )
     apart = min(devices, heads)
     size, scale = CACHES[kept]
     found = []
@@ -202,7 +208,13 @@ def prefill_flops(config: Any, parameters: int, ends: int, length: int) -> float
     model = hf.facts(config)
     idle = 0.0
     if model.experts and model.experts_per_token:
-        idle = 3.0 * model.expert_layers * (model.experts - model.experts_per_token) * model.width * (model.expert_width or 0)
+        idle = (
+            3.0
+            * model.expert_layers
+            * (model.experts - model.experts_per_token)
+            * model.width
+            * (model.expert_width or 0)
+        )
     scores = 2 * model.layers * model.heads * model.head_dim * length * length  # q k and p v, half of each hidden
     return 2 * (parameters - ends - idle) * length + scores
 

@@ -110,7 +110,9 @@ class Recorder(TorchDispatchMode):
         ] = {}  # id of a storage that holds gathered weights -> it, number, bytes
         self._let_go: set[int] = set()  # ids of those that are empty now
         self.phase = Phase.LOAD
-        self.log: list[tuple[int, int, Phase]] = []  # (storage's number, bytes: positive when made, negative when freed, phase)
+        self.log: list[
+            tuple[int, int, Phase]
+        ] = []  # (storage's number, bytes: positive when made, negative when freed, phase)
         self.place = ""  # what of the model runs
         self.places: list[str] = []  # of each entry of the log
         self.kernels: Counter[Kernel] = Counter()
@@ -273,7 +275,9 @@ class Recorder(TorchDispatchMode):
         if known.name == "preheat::lies_on_host":
             self._moved_to_host(inputs[0])
         if known.name == "preheat::copy_to_device_" and id(_storage(inputs[0])) in self._host:
-            self._host.discard(id(_storage(inputs[0])))  # room for it was made like what lies on the host, but on the device
+            self._host.discard(
+                id(_storage(inputs[0]))
+            )  # room for it was made like what lies on the host, but on the device
             self.follow(inputs[0])
         if where == "host" or known.name in _TO_HOST:
             self._on_host(outputs)
@@ -281,12 +285,16 @@ class Recorder(TorchDispatchMode):
             self.follow(t)
         if known.name in _EMPTY:
             return out
-        written = outputs or [t for n, name in known.written for t in tensors(args[n] if n < len(args) else kwargs.get(name))]
+        written = outputs or [
+            t for n, name in known.written for t in tensors(args[n] if n < len(args) else kwargs.get(name))
+        ]
         if known.splits:
             self.look_at_gathered(written)
         if known.stream is not None:
             self.streams.update({n: known.stream for t in (outputs or written) if (n := self.number(t)) is not None})
-        if known.name == "aten::_foreach_norm" and not self.casts:  # sums of chunks, as many for each tensor as the largest has
+        if (
+            known.name == "aten::_foreach_norm" and not self.casts
+        ):  # sums of chunks, as many for each tensor as the largest has
             self._pass(4 * len(inputs) * max(-(-t.numel() // _CHUNK) for t in inputs))
         read, made = (sum(_moved(t) for t in some) for some in (inputs, written))
         if self.casts and known.pointwise and where == "device" and (cast := _cast(inputs, written)):
@@ -295,7 +303,9 @@ class Recorder(TorchDispatchMode):
         if where in ("out", "back"):  # the host's side crosses the link
             read = made = sum(_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
         flops = flops_of(known.formula, args, out)
-        factors = inputs[1:] if flops and known.name in _ADDING else inputs  # what is added to may be wider than they are
+        factors = (
+            inputs[1:] if flops and known.name in _ADDING else inputs
+        )  # what is added to may be wider than they are
         floats = [t.dtype for t in factors if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
         dtype = _DTYPES.get(floats[0], "int") if floats else "int"
         if self.tf32 and flops and dtype == "fp32" and known.name in _BLAS:
@@ -355,7 +365,14 @@ _CHUNK = 1 << 16
 """Elements that a block of torch's kernels over lists of tensors works at (kChunkSize of MultiTensorApply.cuh)."""
 # Operators of FSDP2 that write what it made on a stream of its own.
 _STREAMS = {"all_gather_copy_in": "gather", "_reduce_scatter_base_": "reduce"}
-_FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
+_FREE = {
+    "aten::_unsafe_view",
+    "aten::detach",
+    "aten::alias",
+    "aten::_local_scalar_dense",
+    "prim::device",
+    "aten::set_data",
+}
 _BLAS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_"}
 _ADDING = {"aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_"}
 _CASTS = {"aten::copy_", "aten::_to_copy"}  # what they write is the cast

@@ -278,7 +278,12 @@ def _known(made: Build, recorder: Recorder) -> dict[int, str]:
     """Category of what stands before the first step: number of the storage -> category."""
     known: dict[int, str] = {}
     tensors: Iterable[tuple[str, Tensor]] = [
-        *(("parameters", t) for parts in made.parts.values() for part in parts for t in (*part.parameters(), *part.buffers())),
+        *(
+            ("parameters", t)
+            for parts in made.parts.values()
+            for part in parts
+            for t in (*part.parameters(), *part.buffers())
+        ),
         *(("optimizer", t) for state in made.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)),
     ]
     for category, t in tensors:

@@ -147,7 +147,9 @@ def _of_technique(name: str, before: Technique | None, after: Technique) -> list
 
 
 def _text(value: Any) -> str:
-    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    return (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
 
 
 def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) -> Ladder:
@@ -196,7 +198,9 @@ def _family(family: list[Recipe], planner: PlanContext, of: Recipe, limit: float
             found.skipped.append({"set": settings(of, recipe), "reason": str(error).splitlines()[0]})
             return None
         if rung.need > limit:
-            found.skipped.append({"set": rung.set, "reason": f"would need {rung.need:.3f} GiB, and there are {limit:.3f}"})
+            found.skipped.append(
+                {"set": rung.set, "reason": f"would need {rung.need:.3f} GiB, and there are {limit:.3f}"}
+            )
         return rung
 
     if not able or (last := tried(able[-1])) is None:

@@ -58,7 +58,12 @@ def observe_few(
     cpu = device.kind == "cpu"
     layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config, *(FEW if quick or cpu else ENOUGH))
     how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world}
-    if few is None or (cpu and devices == 1 and heap and layers <= _ALL) or layers <= sum(few) or (cpu and world is not None):
+    if (
+        few is None
+        or (cpu and devices == 1 and heap and layers <= _ALL)
+        or layers <= sum(few)
+        or (cpu and world is not None)
+    ):
         ends = _ends(recipe, config, device, world)
         seen = see([{"recipe": recipe, "rank": rank, **how} for rank in ends])
         return max(seen, key=lambda one: one.peak[one.peak_phase])

@@ -101,7 +101,9 @@ def clear() -> None:
     _known.clear()
 
 
-def is_cached(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int = 0) -> bool:
+def is_cached(
+    recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int = 0
+) -> bool:
     """Whether `observe_cached` would find it."""
     path = _where(recipe, vocabulary, device, world, how, rank)
     return path.stem in _known or path.exists()
@@ -182,7 +184,9 @@ def _values(seen: Observation) -> dict[str, Any]:
 
 
 def _rows(kernels: Counter[Kernel]) -> list[Any]:
-    return [[*(getattr(kernel, f.name) for f in dataclasses.fields(kernel)), count] for kernel, count in kernels.items()]
+    return [
+        [*(getattr(kernel, f.name) for f in dataclasses.fields(kernel)), count] for kernel, count in kernels.items()
+    ]
 
 
 def _counted(rows: list[Any]) -> Counter[Kernel]:

@@ -20,7 +20,15 @@ from preheat.engine.step import forward, transform
 from preheat.planning.dispatch_recorder import Recorder
 from preheat.recipe import Recipe
 
-__all__ = ["dry_evaluation", "fake_batch", "dry_generation", "dry_load", "dry_dataset_passes", "dry_saving", "track_phases"]
+__all__ = [
+    "dry_evaluation",
+    "fake_batch",
+    "dry_generation",
+    "dry_load",
+    "dry_dataset_passes",
+    "dry_saving",
+    "track_phases",
+]
 
 _PROMPTS = 8  # that are written after at a time, as `models.generation.generate.generate` does
 
@@ -42,7 +50,9 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
     plain = Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
     if vision is None:
         return plain
-    return replace(plain, positions=torch.empty(rows, length, 3, dtype=torch.int64), images=_fake_images(recipe, rows, vision))
+    return replace(
+        plain, positions=torch.empty(rows, length, 3, dtype=torch.int64), images=_fake_images(recipe, rows, vision)
+    )
 
 
 def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
@@ -50,7 +60,9 @@ def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
     each = math.prod(vision.grid(data.image_pixels)) // token
     in_row = min(round(data.images * each), recipe.batch.length - 1)  # tokens
     whole, rest = divmod(in_row, each)
-    sizes = ((each * token,) * whole + ((rest * token,) if rest else ())) * rows or (token,)  # a blank one where there is none
+    sizes = ((each * token,) * whole + ((rest * token,) if rest else ())) * rows or (
+        token,
+    )  # a blank one where there is none
     patches = sum(sizes)
     return Images(
         torch.empty(patches, vision.values),

@@ -114,12 +114,16 @@ def settled(
 ) -> Recipe:
     """The recipe with values for what its techniques leave to a dry run (`Searchable.resolve_auto`); arguments as of `plan`."""
     # Compiled layers keep less, which decides what is recomputed and how many rows go at once.
-    for name in sorted(recipe.techniques, key=lambda name: (type(recipe.techniques[name]).stage != Stage.COMPILE, name)):
+    for name in sorted(
+        recipe.techniques, key=lambda name: (type(recipe.techniques[name]).stage != Stage.COMPILE, name)
+    ):
         context = context_of(recipe, hf.configure(recipe, vocabulary), device, world)
 
         def planned(other: Technique, name: str = name, recipe: Recipe = recipe) -> Mapping[str, Any]:
             changed = replace(recipe, techniques={**recipe.techniques, name: other})
-            return plan(changed, vocabulary=vocabulary, device=device, rates=rates, rows=rows, in_use=in_use, world=world)
+            return plan(
+                changed, vocabulary=vocabulary, device=device, rates=rates, rows=rows, in_use=in_use, world=world
+            )
 
         technique = recipe.techniques[name]
         if isinstance(technique, Searchable):

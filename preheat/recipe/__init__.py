@@ -141,7 +141,9 @@ def _assign(values: Any, item: str) -> Any:
     for step in path[:-1]:
         inner = at.get(step)
         if step in at and inner is not None and not isinstance(inner, Mapping):
-            raise RecipeError(f"--set {shorten(item)}: '{shorten(step)}' is {quoted(inner)}, which has no settings inside")
+            raise RecipeError(
+                f"--set {shorten(item)}: '{shorten(step)}' is {quoted(inner)}, which has no settings inside"
+            )
         at[step] = dict(inner or {})
         at = at[step]
     at[path[-1]] = value
@@ -150,7 +152,10 @@ def _assign(values: Any, item: str) -> Any:
 
 def built_in() -> dict[str, Path]:
     """The files of the built-in recipes by name, chains of steps (`preheat compress RUN --recipe NAME`) included."""
-    return {file.stem: file for file in sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"), key=lambda f: f.stem)}
+    return {
+        file.stem: file
+        for file in sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"), key=lambda f: f.stem)
+    }
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) -> Recipe:
@@ -167,10 +172,14 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) 
         if str(path) not in known and _is_there(file, folder=True):
             raise RecipeError(f"{where}: is a folder; name a recipe file")
         if str(path) not in known:
-            raise RecipeError(f"{where}: no such file, and no built-in recipe of that name; {nearest(str(path), list(known))}")
+            raise RecipeError(
+                f"{where}: no such file, and no built-in recipe of that name; {nearest(str(path), list(known))}"
+            )
         file = known[str(path)]
     elif file.suffix.lower() in _DATA:
-        raise RecipeError(f"{where}: is data, not a recipe; name it in one: preheat init fine-tune, then data.source: {where}")
+        raise RecipeError(
+            f"{where}: is data, not a recipe; name it in one: preheat init fine-tune, then data.source: {where}"
+        )
     return parse(read_text(file, where), where=where, overrides=overrides, warn=warn)
 
 

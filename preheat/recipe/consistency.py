@@ -85,7 +85,10 @@ def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model", text
     scores = batch.size * (model.heads or 256) * batch.length**2
     if (tokens := batch.size * batch.length) > _MOST_TOKENS:
-        yield "batch", f"size times length is {tokens:.1e} tokens a step, more than {_MOST_TOKENS:.0e}; lower one of them"
+        yield (
+            "batch",
+            f"size times length is {tokens:.1e} tokens a step, more than {_MOST_TOKENS:.0e}; lower one of them",
+        )
     elif scores > _MOST_SCORES:
         text = f"attention among rows of {batch.length:,} tokens has {scores:.1e} scores a layer"
         yield "batch.length", f"{text}, more than can be counted; lower it"
@@ -122,7 +125,9 @@ def _source(key: str, part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """One source of a list."""
     known = ("source", "weight", *_OF_A_SOURCE)
     weight = part.get("weight", 1)
-    yield from ((f"{key}.{name}", f"unknown key; {nearest(str(name), list(known))}") for name in part if name not in known)
+    yield from (
+        (f"{key}.{name}", f"unknown key; {nearest(str(name), list(known))}") for name in part if name not in known
+    )
     if not isinstance(part.get("source"), str):
         yield f"{key}.source", f"names a file, a folder or a dataset, got {quoted(part.get('source'))}"
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 100:

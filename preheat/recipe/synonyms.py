@@ -115,7 +115,14 @@ _ELSEWHERE = {
     **dict.fromkeys(("output_dir", "out_dir", "out", "dump_folder"), _FOLDER),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints", "resume"), _RESUME),
     **dict.fromkeys(
-        ("micro_batch_size", "per_device_train_batch_size", "per_device_batch_size", "device_batch_size", "micro_batch"), _MICRO
+        (
+            "micro_batch_size",
+            "per_device_train_batch_size",
+            "per_device_batch_size",
+            "device_batch_size",
+            "micro_batch",
+        ),
+        _MICRO,
     ),
 }
 

@@ -94,7 +94,9 @@ def _sampled(key: str) -> Rule:
 
 
 def _of_rows(key: str, read: Callable[[Recipe], object] = lambda r: True) -> Rule:
-    return Rule(f"data.{key}", lambda r: _has_fields(r) and read(r), "the rows of {source} are read in one way; leave it out")
+    return Rule(
+        f"data.{key}", lambda r: _has_fields(r) and read(r), "the rows of {source} are read in one way; leave it out"
+    )
 
 
 RULES: tuple[Rule, ...] = (

@@ -100,7 +100,9 @@ class RecipeReader:
         assigned: keys that `--set` gave, with the words that errors name instead of the line.
     """
 
-    def __init__(self, where: str, lines: Mapping[tuple[str, ...], int], assigned: Mapping[tuple[str, ...], str] | None = None):
+    def __init__(
+        self, where: str, lines: Mapping[tuple[str, ...], int], assigned: Mapping[tuple[str, ...], str] | None = None
+    ):
         self.where, self.lines, self.assigned = where, lines, assigned or {}
         self.found: dict[tuple[tuple[str, ...], str], None] = {}
         self.more = 0
@@ -156,7 +158,8 @@ class RecipeReader:
                 here = (*at, key)
                 words = " or ".join(dict.fromkeys(_words(e) for e in errors))
                 self.say(
-                    here, f"{'.'.join(here)}: {shorten(words, 300)}, got {quoted(values[key]) if key in values else 'nothing'}"
+                    here,
+                    f"{'.'.join(here)}: {shorten(words, 300)}, got {quoted(values[key]) if key in values else 'nothing'}",
                 )
             return None
         if unknown:

@@ -117,7 +117,9 @@ for _name, _read, _rule in (
     ("str", _text, "text must not hold NUL or half of a surrogate pair"),
 ):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _scalar(_read, _rule))
-_Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
+_Dumper.add_representer(
+    tuple, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+)
 _Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value)))
 
 
@@ -153,7 +155,9 @@ def _prefix(at: tuple[str, ...]) -> str:
 
 
 def _tagged(line: str, at: tuple[str, ...], node: yaml.Node) -> str:
-    return f"{line}: {_prefix(at)}has the tag {quoted(node.tag.replace(_TAG, '!!'))}; write the plain value, without a tag"
+    return (
+        f"{line}: {_prefix(at)}has the tag {quoted(node.tag.replace(_TAG, '!!'))}; write the plain value, without a tag"
+    )
 
 
 def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[tuple[str, ...], int]]:
@@ -193,7 +197,9 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
                 if here in lines:
                     name = shorten(".".join(here))
                     first = lines[here]
-                    raise RecipeError(f"{where}:{key.start_mark.line + 1}: key '{name}' stands twice (also in line {first})")
+                    raise RecipeError(
+                        f"{where}:{key.start_mark.line + 1}: key '{name}' stands twice (also in line {first})"
+                    )
                 lines[here] = key.start_mark.line + 1
                 walk(value, here)
         elif isinstance(node, yaml.SequenceNode):

@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from preheat.report import svg
-from preheat.report.formatting import change, escape, gib, grouped, headline, loss, nbsp_units, number, percent, sizes, unit_of
+from preheat.report.formatting import (
+    change,
+    escape,
+    gib,
+    grouped,
+    headline,
+    loss,
+    nbsp_units,
+    number,
+    percent,
+    sizes,
+    unit_of,
+)
 from preheat.report.run_page import document, scrolling, write_figures
 
 __all__ = ["write_bench"]
@@ -91,7 +103,8 @@ def _waterfalls(found: dict[str, Any]) -> str:
             at += size
         bars.append(svg.Span("all", 0.0, whole, "series-1"))
         words = f"{title} in {unit}: from {plain:.3g} plain to {whole:.3g} with all; " + ", ".join(
-            f"{name} {change(size, max(plain, whole))}" if size else f"{name} no difference seen" for name, size in parts
+            f"{name} {change(size, max(plain, whole))}" if size else f"{name} no difference seen"
+            for name, size in parts
         )
         caption = "Each bar is what changes when that technique alone is left out; overlap is what they share."
         drawing = svg.spans(f"fall-{key.replace('_', '-')}", bars, words, unit=unit)

@@ -95,7 +95,12 @@ def _pareto(made: dict[str, Any], by: str) -> str:
 
         line = [points[n] for n in best]
         axes.step(
-            [x for _, x, _ in line], [y for _, _, y in line], where="post", color=SENTINEL["muted"], linewidth=1.2, zorder=1
+            [x for _, x, _ in line],
+            [y for _, _, y in line],
+            where="post",
+            color=SENTINEL["muted"],
+            linewidth=1.2,
+            zorder=1,
         )
         for n, (name, x, y) in enumerate(points):
             colour = SENTINEL["ink" if n == 0 else f"series-{(n - 1) % 6 + 1}"]
@@ -188,4 +193,6 @@ def _row(name: str, told: dict[str, Any], before: dict[str, Any], variant: dict[
         f"{variant['max_logit_difference']:.3g}" if variant else "",
         f"{variant['top_1_agreement']:.1%}" if variant else "",
     ]
-    return f'<tr><th scope="row">{escape(name)}</th>' + "".join(f'<td class="n">{cell}</td>' for cell in cells) + "</tr>"
+    return (
+        f'<tr><th scope="row">{escape(name)}</th>' + "".join(f'<td class="n">{cell}</td>' for cell in cells) + "</tr>"
+    )

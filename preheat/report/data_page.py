@@ -25,11 +25,19 @@ def _page(shown: dict[str, Any]) -> str:
     found = [(line, " bad") for line in shown["blocked"]] + [(line, "") for line in shown["preflight"]]
     notices = "".join(f'<p class="notice{kind}">{escape(line)}</p>' for line, kind in found)
     packing, counts = shown["packing"], shown["counts"]
-    verdict = "The checks before training refuse this data." if shown["blocked"] else "The checks before training let it pass."
+    verdict = (
+        "The checks before training refuse this data."
+        if shown["blocked"]
+        else "The checks before training let it pass."
+    )
     left = ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items()) or "none left out"
     tiles = (
         ("Rows read", grouped(counts["read"]), left),
-        ("Examples to train on", grouped(packing["documents"]), f"{counts['validation']['documents']:,} to validate on"),
+        (
+            "Examples to train on",
+            grouped(packing["documents"]),
+            f"{counts['validation']['documents']:,} to validate on",
+        ),
         ("Tokens", grouped(packing["tokens"]), f"{packing['trained']:,} are trained on"),
         (
             "Packed sequences",
@@ -65,11 +73,10 @@ def _example(example: dict[str, Any]) -> str:
         what = f", class {found['label']}" if found["label"] is not None else ""
         if example["compared"]:
             what = ", rejected" if n % 2 else ", chosen"
-        title = (
-            f"{found['where']}: {found['tokens']:,} tokens, {found['trained']:,} trained{what} (sequence {example['row']:,})"
-        )
+        title = f"{found['where']}: {found['tokens']:,} tokens, {found['trained']:,} trained{what} (sequence {example['row']:,})"
         text = "".join(
-            f"<mark>{escape(words, LONG)}</mark>" if trained else escape(words, LONG) for words, trained, _ in found["spans"]
+            f"<mark>{escape(words, LONG)}</mark>" if trained else escape(words, LONG)
+            for words, trained, _ in found["spans"]
         )
         made.append(f'<p class="small">{escape(title)}</p><pre class="tokens">{text}</pre>')
     if example["padding"]:
@@ -83,7 +90,9 @@ def _bars(bars: list[dict[str, Any]]) -> str:
     for bar in bars:
         upto = f"{bar['from']:,} to {bar['to']:,}" if bar["to"] else f"{bar['from']:,} or more"
         width = f'<span class="bar" style="width: {100 * bar["count"] / most:.1f}%"></span>' if bar["count"] else ""
-        rows.append(f'<tr><td>{escape(upto)}</td><td class="n">{bar["count"]:,}</td><td class="track">{width}</td></tr>')
+        rows.append(
+            f'<tr><td>{escape(upto)}</td><td class="n">{bar["count"]:,}</td><td class="track">{width}</td></tr>'
+        )
     head = '<tr><th scope="col">tokens</th><th scope="col" class="n">examples</th><th scope="col"></th></tr>'
     return scrolling(f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>")
 
@@ -98,6 +107,7 @@ def _sources(sources: list[dict[str, Any]]) -> str:
             f'<td class="n">{source["weight"]:g}</td></tr>'
         )
     head = "".join(
-        f'<th scope="col"{" class=n" if n else ""}>{t}</th>' for n, t in enumerate(("source", "rows", "tokens", "weight"))
+        f'<th scope="col"{" class=n" if n else ""}>{t}</th>'
+        for n, t in enumerate(("source", "rows", "tokens", "weight"))
     )
     return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")

@@ -61,7 +61,9 @@ def heat(
                 boxes.append([(left, n - 0.5), (left + width, n - 0.5), (left + width, n + 0.5), (left, n + 0.5)])
                 share = min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 0.0
                 colours.append((red, green, blue, round(share, 2)))
-        axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="none", linewidths=0, antialiaseds=False))
+        axes.add_collection(
+            PolyCollection(boxes, facecolors=colours, edgecolors="none", linewidths=0, antialiaseds=False)
+        )
         axes.set_xlim(*x)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         ticks(axes.xaxis, integer=True)

@@ -244,7 +244,9 @@ def value(found: Any, depth: int = 0) -> str:
         if real is None:
             return NOT_FINITE if isinstance(found, float) else "too large to show"
         if isinstance(found, int):
-            return _signed(f"{found:,}" if 10_000 <= abs(found) < 1e15 else str(found) if abs(found) < 1e15 else f"{real:.4g}")
+            return _signed(
+                f"{found:,}" if 10_000 <= abs(found) < 1e15 else str(found) if abs(found) < 1e15 else f"{real:.4g}"
+            )
         return _signed(f"{real:,.4g}" if abs(real) < 1e4 else _decimals(real, 0))
     if isinstance(found, list | tuple | dict):
         if depth > 4:

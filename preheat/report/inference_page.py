@@ -23,7 +23,9 @@ def write_inference(folder: str | Path) -> Path:
         RunError: there is no inference.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "inference.json"
-    return write_figures(source, "preheat bench --inference", ("models", "rows", "machine", "batches", "lengths"), _page)
+    return write_figures(
+        source, "preheat bench --inference", ("models", "rows", "machine", "batches", "lengths"), _page
+    )
 
 
 def _page(found: dict[str, Any]) -> str:
@@ -73,7 +75,8 @@ def _drawings(found: dict[str, Any]) -> list[str]:
             x, y = zip(*points, strict=True)
             lines.append(svg.Curve(name, x, y, f"series-{n % 6 + 1}", "points"))
         said = "; ".join(
-            f"{line.name} " + ", ".join(f"{v:.3g} at {n}" for n, v in zip(line.x, line.y, strict=True)) for line in lines
+            f"{line.name} " + ", ".join(f"{v:.3g} at {n}" for n, v in zip(line.x, line.y, strict=True))
+            for line in lines
         )
         caption = f"By {at}, both axes by factors; {fixed} {most}."
         drawing = svg.by_size(
@@ -146,7 +149,8 @@ def _shapes(rows: Sequence[dict[str, Any]]) -> str:
 
 def _models(models: Sequence[dict[str, Any]]) -> str:
     weights, held = zip(
-        *((None, None) if m["failed"] else (_gib(m["weights_bytes"]), m["beyond_weights_gib"]) for m in models), strict=True
+        *((None, None) if m["failed"] else (_gib(m["weights_bytes"]), m["beyond_weights_gib"]) for m in models),
+        strict=True,
     )
     unit, texts = sizes([*weights, *held])
     titles = ("model", "parameters", f"weights, {unit}", "in", "loss", f"beside them, {unit}", "start-up")

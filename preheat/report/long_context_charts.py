@@ -31,7 +31,9 @@ def lengths(after: Mapping[str, Any], before: Mapping[str, Any]) -> str:
         old = [part for part in _whole(mapping(before.get("tasks")).get(task)) if part.keys() >= _kind_of(parts)]
         if "depth" in parts[0]:
             two = [("before", old), ("after", parts)] if old else [("", parts)]
-            shown = "".join(heat_map(f"length-{len(made)}-{n}", task, words, some) for n, (words, some) in enumerate(two))
+            shown = "".join(
+                heat_map(f"length-{len(made)}-{n}", task, words, some) for n, (words, some) in enumerate(two)
+            )
         elif "start" in parts[0]:
             shown = _positions(f"length-{len(made)}", task, parts, old)
         else:
@@ -46,7 +48,9 @@ _KINDS = (("length", "depth"), ("start", "end"), ("length", "share"))
 def _whole(result: Any) -> Parts:
     """The parts of a result that are measured and whole, all of the kind of the first."""
     listed = mapping(result).get("parts")
-    parts = [part for part in listed if number(mapping(part).get("value")) is not None] if isinstance(listed, list) else []
+    parts = (
+        [part for part in listed if number(mapping(part).get("value")) is not None] if isinstance(listed, list) else []
+    )
     for keys in _KINDS:
         if found := [part for part in parts if all(number(part.get(key)) is not None for key in keys)]:
             return found
@@ -119,7 +123,12 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
         for _, colour, some in lines:
             places = [part["end"] for part in some]
             axes.plot(
-                places, [part["value"] for part in some], color=SENTINEL[colour], linewidth=1.6, marker="o", markersize=4.5
+                places,
+                [part["value"] for part in some],
+                color=SENTINEL[colour],
+                linewidth=1.6,
+                marker="o",
+                markersize=4.5,
             )
             if all(number(part.get(key)) is not None for part in some for key in ("low", "high")):
                 low, high = ([part[key] for part in some] for key in ("low", "high"))
@@ -130,7 +139,9 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
         axes.set_xlabel("up to this place, tokens", loc="right", labelpad=2)
 
     title = f"{headline(task)}: loss by position, nats a token"
-    return _figure(title, words, drawn(name, NARROW, f"{title}. {words}", draw), [(line, colour) for line, colour, _ in lines])
+    return _figure(
+        title, words, drawn(name, NARROW, f"{title}. {words}", draw), [(line, colour) for line, colour, _ in lines]
+    )
 
 
 def _continued(name: str, task: str, parts: Parts) -> str:

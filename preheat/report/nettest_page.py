@@ -64,7 +64,9 @@ def _page(made: dict[str, Any]) -> str:
     title = f"{made['devices']} processes on {hosts} over {made['backend']}"
     names = list(dict.fromkeys(row["collective"] for row in made["rows"]))
     colours = dict(zip(names, ("series-1", "series-2", "series-3", "series-4", "series-5"), strict=False))
-    legend = "".join(f'<li class="line" style="--c: var(--{colours[n]})">{escape(n.replace("_", "-"))}</li>' for n in names)
+    legend = "".join(
+        f'<li class="line" style="--c: var(--{colours[n]})">{escape(n.replace("_", "-"))}</li>' for n in names
+    )
     drawn = "".join(
         _figure(made, names, colours, legend, *which)
         for which in (
@@ -95,13 +97,22 @@ def _page(made: dict[str, Any]) -> str:
 
 
 def _figure(
-    made: dict[str, Any], names: list[str], colours: dict[str, str], legend: str, key: str, scale: float, title: str, about: str
+    made: dict[str, Any],
+    names: list[str],
+    colours: dict[str, str],
+    legend: str,
+    key: str,
+    scale: float,
+    title: str,
+    about: str,
 ) -> str:
     lines = []
     said = []
     for name in names:
         rows = [row for row in made["rows"] if row["collective"] == name]
-        lines.append(Curve(name, [row["bytes"] for row in rows], [row[key] * scale for row in rows], colours[name], "points"))
+        lines.append(
+            Curve(name, [row["bytes"] for row in rows], [row[key] * scale for row in rows], colours[name], "points")
+        )
         one = max(row[key] for row in rows) * scale if key == "bus_bandwidth" else rows[0][key] * scale
         said.append(f"{name.replace('_', '-')} {one:.3g}")
     held = made["expected"]["in_host" if made["hosts"] == 1 else "between_hosts"]

@@ -60,7 +60,9 @@ def roofline(found: Mapping[str, Any]) -> str:
     high = max([knee * 16, *(p["intensity"] * 2 for p in points)])
 
     def draw(axes: Axes) -> None:
-        axes.plot([low, knee, high], [low * bandwidth / 1e12, peak / 1e12, peak / 1e12], color=SENTINEL["ink"], linewidth=1.5)
+        axes.plot(
+            [low, knee, high], [low * bandwidth / 1e12, peak / 1e12, peak / 1e12], color=SENTINEL["ink"], linewidth=1.5
+        )
         for n, p in enumerate(points):
             colour = SENTINEL[f"series-{n % 6 + 1}"]
             axes.plot([p["intensity"]], [p["flops"] / 1e12], marker="o", markersize=7, color=colour)
@@ -72,7 +74,9 @@ def roofline(found: Mapping[str, Any]) -> str:
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel("FLOPs a byte", loc="right", labelpad=2)
 
-    legend = [(f"{p['operator']}, {percent(p['share'])} of their time", f"series-{n % 6 + 1}") for n, p in enumerate(points)]
+    legend = [
+        (f"{p['operator']}, {percent(p['share'])} of their time", f"series-{n % 6 + 1}") for n, p in enumerate(points)
+    ]
     return _figure("Roofline, TFLOP/s", f"{words}.", drawn("plan-roofline", NARROW, words, draw), legend)
 
 
@@ -96,7 +100,9 @@ def pareto(found: Sequence[Mapping[str, Any]], guesses: Sequence[Mapping[str, An
     def draw(axes: Axes) -> None:
         for p in shown:
             colour = SENTINEL["muted" if p["peak_gib"] <= available else "warn"]
-            axes.plot([p["peak_gib"] * scale], [p["tokens_per_second"]], marker="o", markersize=3, color=colour, alpha=0.55)
+            axes.plot(
+                [p["peak_gib"] * scale], [p["tokens_per_second"]], marker="o", markersize=3, color=colour, alpha=0.55
+            )
         for p in found:
             colour = SENTINEL["series-1" if p["fits"] else "warn"]
             axes.plot(

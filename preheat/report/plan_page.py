@@ -53,7 +53,9 @@ def _page(made: Mapping[str, Any]) -> str:
         ("reasons", "Why not the others", _reasons(made)),
         ("recipe", "Recipe", f"<pre>{escape(made['recipe_text'], LONG)}</pre>"),
     )
-    body = "".join(f'<section id="{key}"><h2>{title}</h2>{content}</section>\n' for key, title, content in sections if content)
+    body = "".join(
+        f'<section id="{key}"><h2>{title}</h2>{content}</section>\n' for key, title, content in sections if content
+    )
     return document(
         f"{name} on {where} · preheat plan",
         f"""<header id="verdict"><p class="eyebrow">preheat plan</p><h1>{escape(name)} on {escape(where)}</h1>
@@ -66,7 +68,9 @@ def _page(made: Mapping[str, Any]) -> str:
 def _verdict(made: Mapping[str, Any]) -> str:
     fits = "Fits" if made["fits"] else "Does not fit"
     peak = f"{gib(made['peak_gib'])} of {gib(made['available_gib'])}"
-    numbers = {"exact": "no numbers change", "rounding": "numbers are rounded", "different": "numbers differ"}[made["numerics"]]
+    numbers = {"exact": "no numbers change", "rounding": "numbers are rounded", "different": "numbers differ"}[
+        made["numerics"]
+    ]
     searched = made["searched"]
     how = (
         f" The best of {searched['candidates']:,} candidates, of which {searched['looked_at']} {'was' if searched['looked_at'] == 1 else 'were'} dry-run"
@@ -181,7 +185,9 @@ def _candidates(made: Mapping[str, Any]) -> str:
             least[p["techniques"]] = p
     too_large = [p for name, p in least.items() if p["peak_gib"] > available and name not in known]
     listed = [(p, _looked_at(p, available)) for p in tried]
-    listed += [(p, f"not dry-run: estimated {gib(p['peak_gib'] - available)} too much") for p in too_large[:_MOST_LISTED]]
+    listed += [
+        (p, f"not dry-run: estimated {gib(p['peak_gib'] - available)} too much") for p in too_large[:_MOST_LISTED]
+    ]
     unit, texts = sizes([p["peak_gib"] for p, _ in listed])
     rows = "".join(
         f'<tr><td class="free">{escape(p["what"])}</td><td class="n">{text}</td><td class="n">{grouped(p["tokens_per_second"])}</td><td class="free">{nbsp_units(verdict)}</td></tr>'
@@ -189,7 +195,9 @@ def _candidates(made: Mapping[str, Any]) -> str:
     )
     head = f'<th scope="col">techniques</th><th scope="col" class="n">memory, {unit}</th><th scope="col" class="n">tokens/s</th><th scope="col">verdict</th>'
     rest = len(too_large) - _MOST_LISTED
-    more = f'<p class="small">{rest:,} slower sets of techniques are estimated not to fit either.</p>' if rest > 0 else ""
+    more = (
+        f'<p class="small">{rest:,} slower sets of techniques are estimated not to fit either.</p>' if rest > 0 else ""
+    )
     table = scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>") if len(listed) > 1 else ""
     return plan_charts.pareto(tried, guesses, available) + table + more + _alternatives(made)
 
@@ -205,7 +213,13 @@ def _alternatives(made: Mapping[str, Any]) -> str:
         return '<p class="small">No other set of techniques was found to fit.</p>'
     priced = made["cost"] is not None
     unit, texts = sizes([a["peak_gib"] for a in made["alternatives"]])
-    titles = ["techniques", f"memory, {unit}", "tokens/s", *(["$ a million tokens"] if priced else []), "beside the best"]
+    titles = [
+        "techniques",
+        f"memory, {unit}",
+        "tokens/s",
+        *(["$ a million tokens"] if priced else []),
+        "beside the best",
+    ]
     head = "".join(
         f'<th scope="col"{" class=n" if 0 < n < len(titles) - 1 else ""}>{title}</th>' for n, title in enumerate(titles)
     )

@@ -96,11 +96,17 @@ def collect(path: str | Path) -> dict[str, Any]:
         | {k: measured[k] for k in MEMORY_KEYS if k in measured},
         "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},
         "expert_loads": _expert_loads(metrics),
-        "not_finite": [m["step"] for m in metrics if not math.isfinite(_real(m.get("loss"))) or _bad(m.get("gradient_norm"))],
+        "not_finite": [
+            m["step"] for m in metrics if not math.isfinite(_real(m.get("loss"))) or _bad(m.get("gradient_norm"))
+        ],
         "evaluations": evaluations,
         "evaluation": evaluation,
         "baseline": next(
-            ({k: v for k, v in e.items() if k not in ("time", "kind")} for e in reversed(events) if e["kind"] == "baseline"),
+            (
+                {k: v for k, v in e.items() if k not in ("time", "kind")}
+                for e in reversed(events)
+                if e["kind"] == "baseline"
+            ),
             None,
         ),
         "memory": plan.get("memory"),
@@ -169,7 +175,9 @@ def _model(model: dict[str, Any]) -> str | None:
 def _device(environment: dict[str, Any]) -> str | None:
     machine, processes, threads = (environment.get(key) for key in ("machine", "processes", "threads"))
     name = mapping(machine).get("device") or environment.get("device")
-    more = [f"{value(n)} {what}{'s' if n != 1 else ''}" for n, what in ((processes, "process"), (threads, "thread")) if n]
+    more = [
+        f"{value(n)} {what}{'s' if n != 1 else ''}" for n, what in ((processes, "process"), (threads, "thread")) if n
+    ]
     return ", ".join([str(name), *more]).replace("processs", "processes") if name else None
 
 
@@ -212,9 +220,14 @@ def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: di
     at = f"step {step:,}" + (f" of {planned:,.0f}" if planned else "")
     if "failed" in session:
         reasons = [
-            str(v) for k, v in session["failed"].items() if k not in ("time", "kind", "step") and isinstance(v, str) and v
+            str(v)
+            for k, v in session["failed"].items()
+            if k not in ("time", "kind", "step") and isinstance(v, str) and v
         ]
-        return {"kind": "failed", "words": f"Failed at {at}" + (f": {reasons[0]}" if reasons else ". No reason was recorded.")}
+        return {
+            "kind": "failed",
+            "words": f"Failed at {at}" + (f": {reasons[0]}" if reasons else ". No reason was recorded."),
+        }
     if "stopping" in session:
         why = session["stopping"].get("reason") or session["stopping"].get("signal")
         return {"kind": "stopped", "words": f"Stopped early at {at}" + (f" ({why})" if why else "") + "."}

@@ -17,7 +17,9 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary"
 
 def _figure(title: str, words: str, drawing: str, legend: Sequence[tuple[str, str, str]] = ()) -> str:
     """legend: (name, colour, class) each."""
-    items = "".join(f'<li class="{kind}" style="--c: var(--{colour})">{escape(name)}</li>' for name, colour, kind in legend)
+    items = "".join(
+        f'<li class="{kind}" style="--c: var(--{colour})">{escape(name)}</li>' for name, colour, kind in legend
+    )
     shown = f'<ul class="legend">{items}</ul>{drawing}' if drawing else ""
     heading = f"<h3>{escape(title)}</h3>" if title else ""
     return f"<figure><figcaption>{heading}<p>{escape(words)}</p></figcaption>{shown}</figure>"
@@ -55,7 +57,9 @@ def losses(figures: dict[str, Any]) -> str:
         words.append("There is no validation loss.")
     levels = _levels(figures["baseline"])
     if levels:
-        words.append("For comparison, on the same split: " + ", ".join(f"{name} {loss(level)}" for name, level in levels) + ".")
+        words.append(
+            "For comparison, on the same split: " + ", ".join(f"{name} {loss(level)}" for name, level in levels) + "."
+        )
     if figures["not_finite"]:
         words.append(f"Loss or gradient was not finite at {_some(figures['not_finite'])} (▼).")
     if not lines:
@@ -83,7 +87,9 @@ def _levels(baseline: dict[str, Any] | None) -> list[tuple[str, float]]:
 
 def _some(steps: Sequence[Any]) -> str:
     shown = ", ".join(f"{s:,}" for s in steps[:4])
-    return ("step " if len(steps) == 1 else "steps ") + shown + (f" and {len(steps) - 4:,} more" if len(steps) > 4 else "")
+    return (
+        ("step " if len(steps) == 1 else "steps ") + shown + (f" and {len(steps) - 4:,} more" if len(steps) > 4 else "")
+    )
 
 
 def over_time(figures: dict[str, Any]) -> list[str]:
@@ -152,7 +158,10 @@ def _one(name: str, title: str, steps: Sequence[Any], values: list[float], words
         words = f"From {words_for(finite[0])} to {words_for(finite[-1])}; least {words_for(min(finite))}, greatest {words_for(max(finite))}."
     x = svg.numbers(steps)
     if noisy and len(values) >= 40:
-        lines = [Curve("each step", x, values, style="raw"), Curve("smoothed", x, svg.smooth(values, len(values) // 40))]
+        lines = [
+            Curve("each step", x, values, style="raw"),
+            Curve("smoothed", x, svg.smooth(values, len(values) // 40)),
+        ]
     else:
         lines = [Curve("each step", x, values)]
     if level is not None and level[1] is not None:
@@ -178,10 +187,16 @@ def memory(figures: dict[str, Any]) -> str:
     """Predicted memory by category as a stacked bar, beside the measured peak and what the device has; "" if neither is recorded."""
     predicted, measured = figures["predicted"], figures["measured"]
     parts = categories(figures)
-    peak, real, available = number(predicted["peak_gib"]), number(measured["peak_gib"]), number(predicted["available_gib"])
+    peak, real, available = (
+        number(predicted["peak_gib"]),
+        number(measured["peak_gib"]),
+        number(predicted["available_gib"]),
+    )
     if peak is None and real is None:
         return ""
-    said = ", ".join(f"{name} peak {gib(size)}" for name, size in (("predicted", peak), ("measured", real)) if size is not None)
+    said = ", ".join(
+        f"{name} peak {gib(size)}" for name, size in (("predicted", peak), ("measured", real)) if size is not None
+    )
     words = [f"{said[0].upper()}{said[1:]}."]
     if available is not None:
         words.append(

@@ -67,7 +67,9 @@ def write(run: str | Path) -> Path:
         write_atomic(path.with_name("report.json"), data)
         write_atomic(path, page)
     except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); make the folder writable or free some room") from None
+        raise RunError(
+            f"{path}: cannot be written ({error.strerror}); make the folder writable or free some room"
+        ) from None
     return path
 
 
@@ -172,7 +174,8 @@ def _table(rows: Iterable[str], head: Sequence[tuple[str, str]] = ()) -> str:
         head: (title, class) of each column.
     """
     titles = "".join(
-        f'<th scope="col" class="{kind}">{title}</th>' if kind else f'<th scope="col">{title}</th>' for title, kind in head
+        f'<th scope="col" class="{kind}">{title}</th>' if kind else f'<th scope="col">{title}</th>'
+        for title, kind in head
     )
     rows = list(rows)
     if len(rows) > _MOST_ROWS:
@@ -191,7 +194,9 @@ def _header(figures: dict[str, Any]) -> str:
     state = figures["state"]
     notice = ""
     if state["kind"] != "finished":
-        notice = f'<p class="notice{" bad" if state["kind"] == "failed" else ""}" role="status">{escape(state["words"])}</p>'
+        notice = (
+            f'<p class="notice{" bad" if state["kind"] == "failed" else ""}" role="status">{escape(state["words"])}</p>'
+        )
     if figures["damaged"]:
         words = "Damaged files of this run, of which a part is left out: " + "; ".join(figures["damaged"]) + "."
         notice += f'<p class="notice bad" role="status">{escape(words)}</p>'
@@ -232,7 +237,11 @@ def _tiles(figures: dict[str, Any]) -> str:
         ),
         ("Tokens per second", grouped(measured["tokens_per_second"]), against("tokens_per_second", grouped)),
         ("Peak memory", gib(measured["peak_gib"]), against("peak_gib", gib)),
-        ("Time", duration(summary["seconds"]), f"predicted {duration(total)}" if total is not None else "no prediction"),
+        (
+            "Time",
+            duration(summary["seconds"]),
+            f"predicted {duration(total)}" if total is not None else "no prediction",
+        ),
         ("Steps", grouped(summary["steps"]), f"{count(tokens)} tokens" if tokens is not None else ""),
         ("Model FLOPs utilisation", percent(measured["mfu"]), against("mfu", percent)),
         ("Parameters", count(parameters.get("total")), f"{count(trained)} trained" if trained is not None else ""),
@@ -275,7 +284,11 @@ def _memory(figures: dict[str, Any]) -> str:
 
 def _memory_of_gpu(figures: dict[str, Any]) -> str:
     """Each figure of a GPU's memory beside its own prediction."""
-    names = {"allocated_gib": "allocated: tensors", "reserved_gib": "reserved by torch's allocator", "context_gib": "context"}
+    names = {
+        "allocated_gib": "allocated: tensors",
+        "reserved_gib": "reserved by torch's allocator",
+        "context_gib": "context",
+    }
     keys = [key for key in names if number(figures["measured"].get(key)) is not None]
     pairs = [(number(figures["predicted"].get(key)), number(figures["measured"][key])) for key in keys]
     unit, texts = sizes([size for pair in pairs for size in pair])
@@ -303,7 +316,12 @@ def _fallbacks(events: list[dict[str, Any]]) -> str:
             f'<td class="n">{texts[2 * n]}</td><td class="n">{texts[2 * n + 1]}</td></tr>'
         )
     planned = f"planned peak before, {unit}", f"and after, {unit}"
-    head = (("after step", "n"), ("out of memory while", ""), ("continued with", ""), *((title, "n") for title in planned))
+    head = (
+        ("after step", "n"),
+        ("out of memory while", ""),
+        ("continued with", ""),
+        *((title, "n") for title in planned),
+    )
     return "<h3>Out of memory</h3>" + _table(rows, head)
 
 
@@ -359,7 +377,9 @@ def _evaluation(figures: dict[str, Any]) -> str:
     words += "; of the difference, row by row." if compared else "."
     if not compared:
         words += " Nothing was measured before the first step; preheat does that for a pretrained model, for tasks and for a forgetting text."
-    head = (("", ""), ("before", "n"), ("after", "n"), ("difference", "n")) if compared else (("", ""), ("measured", "n"))
+    head = (
+        (("", ""), ("before", "n"), ("after", "n"), ("difference", "n")) if compared else (("", ""), ("measured", "n"))
+    )
     return f'{_absent(words)}{_table(rows, head)}<div class="two">{drawn}</div>{lengths(after, before)}'
 
 
@@ -376,9 +396,13 @@ def _techniques(changes: dict[str, Any]) -> str:
     for name, found in changes.items():
         rows.append(f'<tr><th scope="rowgroup" colspan="2">{escape(name)}</th></tr>')
         for change in map(mapping, found if isinstance(found, list) else []):
-            kernel = f'<br><span class="small">kernel: {escape(change["kernel"])}</span>' if change.get("kernel") else ""
+            kernel = (
+                f'<br><span class="small">kernel: {escape(change["kernel"])}</span>' if change.get("kernel") else ""
+            )
             count = grouped(change.get("count")) if change.get("count") is not None else ""
-            rows.append(f'<tr><td class="free">{escape(value(change.get("what")))}{kernel}</td><td class="n">{count}</td></tr>')
+            rows.append(
+                f'<tr><td class="free">{escape(value(change.get("what")))}{kernel}</td><td class="n">{count}</td></tr>'
+            )
     return _table(rows, (("what it changed", ""), ("count", "n"))) if rows else ""
 
 
@@ -389,7 +413,8 @@ def _samples(samples: list[dict[str, Any]]) -> str:
     for sample in samples[:_MOST_SAMPLES]:
         prompt = _prompt(sample.get("prompt"))
         before, after = (
-            None if text is None else str(text).removeprefix(prompt) for text in (sample.get("before"), sample.get("text"))
+            None if text is None else str(text).removeprefix(prompt)
+            for text in (sample.get("before"), sample.get("text"))
         )
         expected = sample.get("expected")
         if before is None and expected is None:

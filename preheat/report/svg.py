@@ -97,7 +97,9 @@ def _tidy(label: str) -> str:
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
-def ticks(axis: MatplotlibAxis, nbins: int = 5, *, integer: bool = False, format: Callable[[float], str] | None = None) -> None:
+def ticks(
+    axis: MatplotlibAxis, nbins: int = 5, *, integer: bool = False, format: Callable[[float], str] | None = None
+) -> None:
     """Round numbers as the ticks of an axis, each with a label of its own; of a logarithmic axis at 1, 2 and 5 of each decade.
 
     Args:
@@ -108,7 +110,9 @@ def ticks(axis: MatplotlibAxis, nbins: int = 5, *, integer: bool = False, format
     class Labels(Formatter):
         def format_ticks(self, values: Sequence[float]) -> list[str]:  # type: ignore[override]
             labels = [format(v) for v in values] if format is not None else []
-            return labels if labels and len(set(labels)) == len(set(values)) else tick_labels([float(v) for v in values])
+            return (
+                labels if labels and len(set(labels)) == len(set(values)) else tick_labels([float(v) for v in values])
+            )
 
         def __call__(self, x: float, pos: int | None = None) -> str:
             return self.format_ticks([x])[0]
@@ -124,7 +128,9 @@ def ticks(axis: MatplotlibAxis, nbins: int = 5, *, integer: bool = False, format
 
     if axis.get_scale() == "log":
         base = axis.get_transform().base  # type: ignore[attr-defined]
-        axis.set_major_locator(Decades(base=base, subs=(1, 2, 5) if base == 10 else (1,), numticks=8 if base == 10 else 6))
+        axis.set_major_locator(
+            Decades(base=base, subs=(1, 2, 5) if base == 10 else (1,), numticks=8 if base == 10 else 6)
+        )
         axis.set_minor_formatter(NullFormatter())
     else:
         axis.set_major_locator(MaxNLocator(nbins=nbins, steps=_STEPS, integer=integer, min_n_ticks=1 if integer else 2))
@@ -200,7 +206,9 @@ def curves(
             elif line.style == "raw":
                 axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.5, marker="o" if lone else None, markersize=5)
             elif line.style == "points":
-                axes.plot(x, y, color=colour, linewidth=1.6, marker="o" if len(x) < 40 else None, markersize=4.5, zorder=3)
+                axes.plot(
+                    x, y, color=colour, linewidth=1.6, marker="o" if len(x) < 40 else None, markersize=4.5, zorder=3
+                )
             else:
                 axes.plot(x, y, color=colour, linewidth=2, marker="o" if lone else None, markersize=5)
         if from_zero and min((v for line in lines for v in line.y if math.isfinite(v)), default=-1) >= 0:
@@ -255,7 +263,11 @@ def by_size(
 
 
 def stacked(
-    name: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], words: str, *, limit: tuple[str, float] | None = None
+    name: str,
+    rows: Sequence[tuple[str, Sequence[tuple[str, float]]]],
+    words: str,
+    *,
+    limit: tuple[str, float] | None = None,
 ) -> str:
     """Horizontal bars of coloured pieces, one row each, as an SVG element.
 
@@ -273,7 +285,9 @@ def stacked(
         for y, (_, pieces) in enumerate(rows):
             left = 0.0
             for colour, length in pieces:
-                axes.barh(y, length, left=left, height=0.62, color=SENTINEL[colour], edgecolor=SENTINEL["page"], linewidth=1)
+                axes.barh(
+                    y, length, left=left, height=0.62, color=SENTINEL[colour], edgecolor=SENTINEL["page"], linewidth=1
+                )
                 left += length
         axes.set_ylim(len(rows) - 0.4, -0.85)
         axes.set_yticks(range(len(rows)), [shorten(label, 32) for label, _ in rows])

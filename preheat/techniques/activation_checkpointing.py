@@ -16,7 +16,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Device, Searchable, Stage, Tag, Technique, Trials, conflicts_of, has_room
+from preheat.core import (
+    Build,
+    Change,
+    Context,
+    Device,
+    Searchable,
+    Stage,
+    Tag,
+    Technique,
+    Trials,
+    conflicts_of,
+    has_room,
+)
 from preheat.recipe import Bound, Share
 
 if TYPE_CHECKING:
@@ -28,7 +40,11 @@ __all__ = ["ActivationCheckpointing", "Checkpointed", "checkpoint_layers"]
 
 
 def checkpoint_layers(
-    layers: Iterable[nn.Module], *, every: int = 1, keep: Literal["inputs", "products"] | float = "inputs", products: int = 1
+    layers: Iterable[nn.Module],
+    *,
+    every: int = 1,
+    keep: Literal["inputs", "products"] | float = "inputs",
+    products: int = 1,
 ) -> int:
     """Makes every `every`-th module compute its forward pass again in the backward pass. In place.
 
@@ -156,7 +172,9 @@ class ActivationCheckpointing(Searchable):
 
     def check(self, context: Context) -> list[str]:
         if self.every > context.model.layers:
-            return [f"every: {self.every} of {context.model.layers} layers wraps none; use at most {context.model.layers}"]
+            return [
+                f"every: {self.every} of {context.model.layers} layers wraps none; use at most {context.model.layers}"
+            ]
         if (self.mode == "budget") != (self.budget is not None):
             return [
                 f"budget: {self.budget} with mode: {self.mode}; a budget is what mode: budget needs, and no other mode takes"
@@ -194,7 +212,10 @@ class ActivationCheckpointing(Searchable):
             return [ActivationCheckpointing(mode="selective"), *replace(self, mode="selective").fallbacks(context)]
         if self.mode != "full":
             half = self.mode == "selective" and self.products == 1
-            return [*([ActivationCheckpointing(mode="selective", products=2)] if half else []), ActivationCheckpointing()]
+            return [
+                *([ActivationCheckpointing(mode="selective", products=2)] if half else []),
+                ActivationCheckpointing(),
+            ]
         return [ActivationCheckpointing(every=n) for n in (4, 2, 1) if n < self.every]
 
     def period(self) -> int:

@@ -74,7 +74,9 @@ class ActivationOffload(Searchable):
                 "needs a CUDA device: on a CPU activations are in the host's memory already; use activation_checkpointing"
             )
         if self.stay >= context.model.layers:
-            why.append(f"stay: {self.stay} of {context.model.layers} layers sends none; use at most {context.model.layers - 1}")
+            why.append(
+                f"stay: {self.stay} of {context.model.layers} layers sends none; use at most {context.model.layers - 1}"
+            )
         return why
 
     def apply(self, build: Build, part: Any) -> Change:

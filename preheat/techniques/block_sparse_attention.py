@@ -52,7 +52,9 @@ def add_block_sparse_attention(model: PreTrainedModel, *, local: int, global_tok
     for name, number in (("local", local), ("global_tokens", global_tokens)):
         if number < 1:
             raise ValueError(f"{name}: {number} must be at least 1")
-    return limit_layers(model, functools.partial(within_window, window=local, global_tokens=global_tokens), attend=attend_any)
+    return limit_layers(
+        model, functools.partial(within_window, window=local, global_tokens=global_tokens), attend=attend_any
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,9 @@ def _kernel(name: str, rows: int, cuda: bool) -> Callable[..., Tensor]:
     )
 
 
-def chunked_cross_entropy(hidden: Tensor, head: nn.Module, labels: Tensor, *, rows: int = 512, kernel: str = "ours") -> Tensor:
+def chunked_cross_entropy(
+    hidden: Tensor, head: nn.Module, labels: Tensor, *, rows: int = 512, kernel: str = "ours"
+) -> Tensor:
     """The sum of the cross entropies of `head(hidden)` against `labels` (-100: not trained), `rows` rows at a time.
 
     Args:
@@ -102,13 +104,19 @@ class ChunkedLoss(Searchable):
             import torch
 
             if "LinearCrossEntropyOptions" not in vars(torch.nn):
-                why.append(f"kernel: torch {torch.__version__} has no chunked linear_cross_entropy; use ours, or torch 2.13")
+                why.append(
+                    f"kernel: torch {torch.__version__} has no chunked linear_cross_entropy; use ours, or torch 2.13"
+                )
         if self.kernel in ("torch", "liger"):
             adds = [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]
             if adds:
-                why.append(f"kernel: {self.kernel} knows plain cross entropy only, without what {adds[0]} adds; use ours")
+                why.append(
+                    f"kernel: {self.kernel} knows plain cross entropy only, without what {adds[0]} adds; use ours"
+                )
             if context.model.logit_softcap:
-                why.append(f"kernel: {self.kernel} would leave out the cap on the logits of {context.model.family}; use ours")
+                why.append(
+                    f"kernel: {self.kernel} would leave out the cap on the logits of {context.model.family}; use ours"
+                )
         return why
 
     def apply(self, build: Build, part: Any) -> Change:

@@ -121,7 +121,10 @@ class CompiledLayers:
             return kwargs
         packed = mask.documents is not None and any(len(row) > 1 for row in mask.documents)
         function = kernel.func if isinstance(kernel, functools.partial) else kernel
-        if not packed and function in (reference_attention, sdpa_attention):  # torch's own operators are traced as they are
+        if not packed and function in (
+            reference_attention,
+            sdpa_attention,
+        ):  # torch's own operators are traced as they are
             return kwargs | {"preheat_mask": replace(mask, documents=None)}
         if self._attention is None:
             self._attention = OpaqueAttention(kernel)
@@ -246,9 +249,13 @@ class Compile(Searchable):
 
         layers = anatomy(part).layers
         if not self.acts():
-            why = {"auto": "no GPU" if build.device.kind == "cpu" else "no plan chose it"}.get(self.when, f"when: {self.when}")
+            why = {"auto": "no GPU" if build.device.kind == "cpu" else "no plan chose it"}.get(
+                self.when, f"when: {self.when}"
+            )
             return Change(f"{len(layers)} layers run uncompiled ({why})", len(layers))
-        compiled = compile_layers(layers, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph, limit=self.limit)
+        compiled = compile_layers(
+            layers, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph, limit=self.limit
+        )
         if part.config.model_type in KERNEL_FAMILIES:
             found = forwards(part, norm=rms_norm, gate=gated_silu if gates(part) else None)
             within = {id(m) for layer in layers for m in layer.modules()}

@@ -79,7 +79,9 @@ class ContextParallel(Searchable):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="context 2 does not multiply to 1 device")
-    unsupported_for_images: ClassVar[str] = "cuts rows, and would cut the images in them; use fsdp with smaller micro-batches"
+    unsupported_for_images: ClassVar[str] = (
+        "cuts rows, and would cut the images in them; use fsdp with smaller micro-batches"
+    )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_EXCHANGE})
 
     degree: Annotated[int, Bound(2)] = 2
@@ -105,7 +107,9 @@ class ContextParallel(Searchable):
     def check(self, context: Context) -> list[str]:
         recipe, why = context.recipe, []
         if Tag.REDUCED_GRADIENTS not in context.tags:
-            why.append("each device has gradients of its own places, and nothing adds them up; add data_parallel or fsdp")
+            why.append(
+                "each device has gradients of its own places, and nothing adds them up; add data_parallel or fsdp"
+            )
         if recipe.batch.length < 2 * self.degree:
             why.append(
                 f"degree: {self.degree} devices cannot share out rows of {recipe.batch.length} places; use at most {recipe.batch.length // 2}"
@@ -139,7 +143,12 @@ class ContextParallel(Searchable):
         if heads % self.degree:
             return "ring", f"{heads} heads cannot be shared out among {self.degree} devices"
         places = -(-build.recipe.batch.length // self.degree)
-        of_layer: dict[str, Any] = {"places": places, "shared": shared, "head_dim": build.model.head_dim, "degree": self.degree}
+        of_layer: dict[str, Any] = {
+            "places": places,
+            "shared": shared,
+            "head_dim": build.model.head_dim,
+            "degree": self.degree,
+        }
         one, other = ulysses_bytes(heads=heads, size=1, **of_layer), ring_bytes(size=1, **of_layer)
         if places < _LONG:
             return "ulysses", f"{places:,} places on a device are too few to hide a ring's sending"

@@ -84,7 +84,9 @@ def order_by_difficulty(
     return itertools.islice(growing_order(ranked, pool, seed), committed, None)
 
 
-def losses_of(folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, cache: Path | None = None) -> np.ndarray:
+def losses_of(
+    folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, cache: Path | None = None
+) -> np.ndarray:
     """Mean loss of a small model on each row, nats a trained token; kept in the cache under the model's weights and the data.
 
     Args:
@@ -114,7 +116,9 @@ def losses_of(folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, 
     if not (folder / "config.json").is_file():
         raise RecipeError(f"{_MODEL}: {folder} has no config.json; name the folder of a Hugging Face model")
     source = WeightSource(folder, knob=_MODEL)
-    content = [hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.ends)]
+    content = [
+        hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.ends)
+    ]
     config = (folder / "config.json").read_text(encoding="utf-8")
     key = digest("difficulty", 1, source.fingerprint(), config, *content, rows.length, rows.packing)
 
@@ -247,9 +251,23 @@ class DifficultyCurriculum(Technique):
             scores = self._scores(rows, build.device.kind)
             ranking.see(scores)
             return order_by_difficulty(
-                scores, total=total, seed=seed, start=self.start, until=self.until, curve=self.curve, committed=committed
+                scores,
+                total=total,
+                seed=seed,
+                start=self.start,
+                until=self.until,
+                curve=self.curve,
+                committed=committed,
             )
 
         build.own(Slot.SAMPLE_ORDER, order, self.name())
-        what = f"scores of {self.scores}" if self.scores else f"the loss of {self.model}" if self.model else self.by or "rarity"
-        return Change(f"rows by {what}: the easiest {self.start:.0%} at first, all after {self.until:.0%} of the run", 1)
+        what = (
+            f"scores of {self.scores}"
+            if self.scores
+            else f"the loss of {self.model}"
+            if self.model
+            else self.by or "rarity"
+        )
+        return Change(
+            f"rows by {what}: the easiest {self.start:.0%} at first, all after {self.until:.0%} of the run", 1
+        )

@@ -165,7 +165,9 @@ class Distillation(Technique):
         if self.matched > fewest:
             why.append(f"matched: {self.matched} places, but the shallower model has {fewest}; use at most {fewest}")
         if self.matched > 1 and not self.hidden:
-            why.append("matched: says which hidden states are compared, and hidden is 0; set hidden: 0.1, or leave matched out")
+            why.append(
+                "matched: says which hidden states are compared, and hidden is 0; set hidden: 0.1, or leave matched out"
+            )
         if self.layers == "spread":
             why += teacher.spreading_problems(recipe, Path(self.teacher), model.layers, found.layers)
         cached, writes, common = self.cache is not None, self.on_policy > 0, self.pieces == "common"
@@ -179,9 +181,13 @@ class Distillation(Technique):
                 "pieces: common compares two tokenizers, and the student's is trained on the data; set data.tokenizer to a folder that has it"
             ]
         if other is None:
-            return ["pieces: common is for a teacher with another tokenizer, and this one has the student's; leave it out"]
+            return [
+                "pieces: common is for a teacher with another tokenizer, and this one has the student's; leave it out"
+            ]
         beside = [
-            name for name, there in (("hidden", self.hidden), ("cache", self.cache), ("on_policy", self.on_policy)) if there
+            name
+            for name, there in (("hidden", self.hidden), ("cache", self.cache), ("on_policy", self.on_policy))
+            if there
         ]
         return [
             f"{name}: is not made for places of other pieces (pieces: common); leave it out, or take a teacher with the student's tokenizer"
@@ -199,7 +205,9 @@ class Distillation(Technique):
         folder = Path(self.teacher)
         config = teachers.config_of(folder, build.recipe.batch.length)
         bf16 = self.precision == "bf16" or (self.precision == "auto" and Tag.BF16_COMPUTE in build.tags)
-        teacher = teachers.Teacher(build, teachers.build_teacher(config, bf16=bf16), hf.facts(config), blocked_attention)
+        teacher = teachers.Teacher(
+            build, teachers.build_teacher(config, bf16=bf16), hf.facts(config), blocked_attention
+        )
         build.sources["teacher"] = WeightSource(folder, knob=f"techniques.{self.name()}.teacher")
         count = sum(p.numel() for p in teacher.model.parameters())
         words = (
@@ -213,9 +221,7 @@ class Distillation(Technique):
             maps = teachers.add_maps(part, teacher.facts.width, self.matched, build.weights)
             words += f"; hidden states at {len(maps)} place{'s' * (len(maps) > 1)} x {self.hidden:g}"
         if self.layers == "spread":
-            words += (
-                f"; begins from the teacher's layers {teachers.init_from_layers(part, build.weights, teacher.facts.layers)}"
-            )
+            words += f"; begins from the teacher's layers {teachers.init_from_layers(part, build.weights, teacher.facts.layers)}"
         build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # of an evaluation; a step states its own
         if self.cache is None:
             build.parts["teacher"] = [teacher.model]
@@ -228,7 +234,9 @@ class Distillation(Technique):
             build.hooks.dataset_passes.append(kept)
             build.hooks.transforms.append((Order.PACK, kept.beside))
             says = self._read
-            words += f", whose {kept.top} likeliest tokens a place are read from {self.cache}, {kept.bytes:,} bytes a place"
+            words += (
+                f", whose {kept.top} likeliest tokens a place are read from {self.cache}, {kept.bytes:,} bytes a place"
+            )
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             if not part.training:
@@ -253,7 +261,8 @@ class Distillation(Technique):
 
         recipe = build.recipe
         tokenizer = load_tokenizer(
-            recipe.data.tokenizer or configs.tokenizer_folder(recipe) or self.teacher, add_tokens=recipe.model.add_tokens
+            recipe.data.tokenizer or configs.tokenizer_folder(recipe) or self.teacher,
+            add_tokens=recipe.model.add_tokens,
         )
         stop = generate.stop_tokens(tokenizer, build.weights.folder)
         return on_policy.OnPolicy(build, part, tokenizer, self.on_policy, stop)
@@ -310,7 +319,9 @@ class Distillation(Technique):
                 return LossSum(total, batch.weight, row_loss.sums)
             maps = part.get_submodule(teachers.MAPS)
             apart = mapped_distance(own, theirs, [m.weight for m in maps], batch.labels)
-            return LossSum(total + self.hidden * apart, batch.weight, row_loss.sums | {"hidden_distance": apart.detach()})
+            return LossSum(
+                total + self.hidden * apart, batch.weight, row_loss.sums | {"hidden_distance": apart.detach()}
+            )
 
         return says
 
@@ -395,7 +406,9 @@ class _Kept:
                 stack.enter_context(context())
             last, _ = teacher.read(replace(batch, tokens=batch.tokens.to(device), positions=batch.positions.to(device)))
             head = _head(teacher, last.dtype)
-            found = [likeliest(head(states), self.top, self.temperature) for states in last.flatten(0, 1).split(self.ROWS)]
+            found = [
+                likeliest(head(states), self.top, self.temperature) for states in last.flatten(0, 1).split(self.ROWS)
+            ]
         values = torch.cat([f.values for f in found]).to(torch.float16)
         indices = torch.cat([f.indices for f in found]).to(getattr(torch, self.kind))
         return [t.unflatten(0, batch.tokens.shape) for t in (values, indices)]

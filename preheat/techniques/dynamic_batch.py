@@ -55,7 +55,9 @@ def _joined(parts: Sequence[Batch]) -> Batch:
 
     if len(parts) == 1:
         return parts[0]
-    tokens, labels, positions = (torch.cat([getattr(p, name) for p in parts]) for name in ("tokens", "labels", "positions"))
+    tokens, labels, positions = (
+        torch.cat([getattr(p, name) for p in parts]) for name in ("tokens", "labels", "positions")
+    )
     documents = None
     if any(p.mask.documents is not None for p in parts):
         documents = tuple(row for p in parts for row in p.mask.documents or ((p.tokens.shape[1],),) * p.tokens.shape[0])
@@ -73,7 +75,9 @@ def _rows_of(batch: Batch, first: int, end: int) -> Batch:
     labels, documents = batch.labels[first:end], batch.mask.documents
     mask: MaskSpec = replace(batch.mask, documents=documents[first:end] if documents is not None else None)
     liked = batch.liked[first:end]
-    weight = weight_of(labels, mask.documents, batch.group, liked)  # on the host, where batches are until the step moves them
+    weight = weight_of(
+        labels, mask.documents, batch.group, liked
+    )  # on the host, where batches are until the step moves them
     rows = batch.rows[first:end]
     return Batch(batch.tokens[first:end], labels, batch.positions[first:end], mask, weight, rows, batch.group, liked)
 

@@ -81,7 +81,9 @@ def convert_model_to_efficient_attention(model: Model) -> Model:
     if is_transformers_model(model):
         switch_attention(model, attend_any)  # type: ignore[arg-type]
     elif not convert_multihead(model):
-        raise ValueError(f"{type(model).__name__} is no transformers model and holds no torch.nn.MultiheadAttention to convert")
+        raise ValueError(
+            f"{type(model).__name__} is no transformers model and holds no torch.nn.MultiheadAttention to convert"
+        )
     return model
 
 
@@ -177,9 +179,13 @@ class EfficientAttentionTechnique(Searchable):
         )  # beside cuDNN's, auto takes flash attention for windows
         why = []
         if _windowed(context) and chosen not in _WINDOWS and not (cuda and chosen in flash and _flash_sees(context)):
-            why.append(f"kernel: {chosen} has no window, and attention here is limited to one; use blocks, flex or auto")
+            why.append(
+                f"kernel: {chosen} has no window, and attention here is limited to one; use blocks, flex or auto"
+            )
         if context.model.score_softcap and chosen not in _SOFTCAP:
-            why.append(f"kernel: {chosen} cannot cap its scores, as {context.model.family} does; use blocks, flex or auto")
+            why.append(
+                f"kernel: {chosen} cannot cap its scores, as {context.model.family} does; use blocks, flex or auto"
+            )
         if Tag.GLOBAL_TOKENS in context.tags and chosen not in _GLOBAL and chosen in _WINDOWS:
             why.append(f"kernel: {chosen} has no global tokens; use blocks, flex or auto")
         if chosen == "flex" and not cuda:
@@ -219,7 +225,9 @@ class EfficientAttentionTechnique(Searchable):
         kernel = _kernel("preferred" if both else chosen, varlen=True if build.device.kind == "cuda" else None)
         build.own(Slot.ATTENTION_KERNEL, kernel, self.name())
         shared = (
-            f", {build.model.heads} query heads on {build.model.kv_heads}" if build.model.kv_heads != build.model.heads else ""
+            f", {build.model.heads} query heads on {build.model.kv_heads}"
+            if build.model.kv_heads != build.model.heads
+            else ""
         )
         more = ", packed rows by flash" if both else ""
         return Change(f"attention of {build.model.layers} layers{shared}{more}", build.model.layers, kernel=chosen)

@@ -115,7 +115,9 @@ class ExpertBalancing(Technique):
 
         layers = len(routers(part))
         if self.method == "loss":
-            return Change(f"load-balancing loss x {coefficient(part.config):g} over {layers} layers with experts", layers)
+            return Change(
+                f"load-balancing loss x {coefficient(part.config):g} over {layers} layers with experts", layers
+            )
         biases = add_bias(part)
 
         def move(build: Build) -> None:

@@ -111,7 +111,11 @@ class ExpertParallel(Searchable):
 
     def options(self, context: Context) -> Iterable[Technique]:
         devices = context.sizes[_axis(context.sizes)]
-        return [replace(self, degree=d) for d in range(2, devices + 1) if devices % d == 0 and context.model.experts % d == 0]
+        return [
+            replace(self, degree=d)
+            for d in range(2, devices + 1)
+            if devices % d == 0 and context.model.experts % d == 0
+        ]
 
 
 def _axis(sizes: Any) -> Axis:

@@ -101,7 +101,8 @@ class Fp8(Searchable):
             raise RecipeError(f"techniques.fp8: no linear map has sizes that are multiples of {_UNIT}; leave it out")
         beside = f"; {len(left)} left in high precision, {left[0]} for one (not multiples of {_UNIT})" if left else ""
         return Change(
-            f"products of {len(done)} linear maps in fp8, {self.recipe} scales{beside}; embedding and head high", len(done)
+            f"products of {len(done)} linear maps in fp8, {self.recipe} scales{beside}; embedding and head high",
+            len(done),
         )
 
     def options(self, context: Context) -> Iterable[Technique]:

@@ -127,7 +127,9 @@ class FSDP(Searchable):
             (False, "each"),
             (False, "last"),
         )
-        return [replace(self, reshard=again, reduce=reduce, gather=gather) for gather in travels for again, reduce in kept]
+        return [
+            replace(self, reshard=again, reduce=reduce, gather=gather) for gather in travels for again, reduce in kept
+        ]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:
         milder = [replace(self, reduce="each")] if self.reduce == "last" else []

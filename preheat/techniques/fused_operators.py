@@ -53,7 +53,9 @@ class FusedOperators(Searchable):
     numerics: ClassVar[Any] = "rounding"
     trials: ClassVar[Trials] = Trials(settings=({"gate": False},))
     memory_saving: ClassVar[bool] = True
-    searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})  # a CPU's plan of them was not compared with enough runs
+    searched_on: ClassVar[frozenset[str]] = frozenset(
+        {"cuda"}
+    )  # a CPU's plan of them was not compared with enough runs
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_OPERATORS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS, Tag.COMPILED_LAYERS})
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
@@ -82,7 +84,9 @@ class FusedOperators(Searchable):
 
             shared_by_rows()
         counts = fuse_operators(part, norm=self.norm, gate=self.gate)
-        return Change(", ".join(f"{n} {what}" for what, n in counts.items()) + " keep their inputs alone", sum(counts.values()))
+        return Change(
+            ", ".join(f"{n} {what}" for what, n in counts.items()) + " keep their inputs alone", sum(counts.values())
+        )
 
     def options(self, context: Context) -> Iterable[Technique]:
         return [self]

@@ -150,7 +150,9 @@ class GradientAccumulation(Searchable):
         if self.steps > rows:
             among = f" over {devices} devices, which is {rows} a device" if devices > 1 else ""
             size = context.recipe.batch.size
-            return [f"steps: {self.steps} micro-batches cannot be cut from batch.size {size}{among}; use at most {rows}"]
+            return [
+                f"steps: {self.steps} micro-batches cannot be cut from batch.size {size}{among}; use at most {rows}"
+            ]
         return []
 
     def apply(self, build: Build, part: Any) -> Change:

@@ -79,4 +79,6 @@ class GroupedQueries(Technique):
 
         build.weights.map(architecture.KEYS_AND_VALUES, pool)
         how = "new weights" if build.weights.folder is None else "the mean of each group of those read"
-        return Change(f"{facts.heads} query heads on {self.kv_heads} key-value heads in {facts.layers} layers, {how}", count)
+        return Change(
+            f"{facts.heads} query heads on {self.kv_heads} key-value heads in {facts.layers} layers, {how}", count
+        )

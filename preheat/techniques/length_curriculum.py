@@ -151,7 +151,9 @@ class LengthCurriculum(Technique):
         last = (stop.steps - 1) / stop.steps if stop.steps else 1.0
         if not 0 < self.until < 1 or self.until > last:
             end = f"the last of {stop.steps} steps begins at {last:g} of the run" if stop.steps else "the run ends at 1"
-            why.append(f"until: at {self.until:g} the full length is never reached, or from the start ({end}); use 0.3 or so")
+            why.append(
+                f"until: at {self.until:g} the full length is never reached, or from the start ({end}); use 0.3 or so"
+            )
         if not (stop.steps or stop.tokens or stop.epochs):
             why.append(
                 "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens or epochs"
@@ -186,7 +188,9 @@ class LengthCurriculum(Technique):
 
         def shape(progress: float) -> Shape:
             rows = recipe.batch.size
-            micro = -(-rows // build.state.accumulation)  # read late: another technique of this stage may set it after us
+            micro = -(
+                -rows // build.state.accumulation
+            )  # read late: another technique of this stage may set it after us
             length = self.length(recipe, progress)
             return shape_at(length, rows=rows, micro=micro, full=recipe.batch.length, keep=self.keep)
 

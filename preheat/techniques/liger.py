@@ -115,7 +115,9 @@ class Liger(Searchable):
             )
         if not (self.norm or self.rotary or self.gate or self.loss):
             why.append("norm, rotary, gate, loss: all are false; leave liger out")
-        if self.loss and (other := [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]):
+        if self.loss and (
+            other := [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]
+        ):
             why.append(f"loss: is plain cross entropy, without what {other[0]} adds; set loss: false")
         if self.loss and context.model.logit_softcap:
             why.append(f"loss: would leave out the cap on the logits of {context.model.family}; set loss: false")

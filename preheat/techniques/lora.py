@@ -69,7 +69,9 @@ def add_lora(
         7
     """
     start = _start(variant, pissa_iterations)
-    return _add(model, _config(model, rank, alpha, dropout, targets, variant, start, exclude, embedding_rank), expert_rank)
+    return _add(
+        model, _config(model, rank, alpha, dropout, targets, variant, start, exclude, embedding_rank), expert_rank
+    )
 
 
 def _add(model: nn.Module, config: Any, expert_rank: int) -> list[str]:
@@ -218,21 +220,31 @@ class Lora(Technique):
     def check(self, context: Context) -> list[str]:
         found = []
         if self.variant == "pissa" and Tag.QUANTIZED_BASE in context.tags:
-            found.append("variant: pissa changes the base's weights, which stand packed in few bits; use lora, rslora or dora")
+            found.append(
+                "variant: pissa changes the base's weights, which stand packed in few bits; use lora, rslora or dora"
+            )
         if self.variant == "pissa" and self.start:
-            found.append("start: pissa begins from the base's singular directions and not from an adapter; use variant: lora")
+            found.append(
+                "start: pissa begins from the base's singular directions and not from an adapter; use variant: lora"
+            )
         if self.expert_rank:
             if not context.model.experts:
                 found.append(
                     f"expert_rank: {self.expert_rank} is for experts, and {context.model.family} has none; leave it out"
                 )
             if self.variant not in ("lora", "rslora"):
-                found.append(f"expert_rank: goes with lora and rslora, and variant is {self.variant}; set expert_rank: 0")
+                found.append(
+                    f"expert_rank: goes with lora and rslora, and variant is {self.variant}; set expert_rank: 0"
+                )
             if self.dropout or self.start:
-                found.append(f"expert_rank: does not go with {'dropout' if self.dropout else 'start'}; leave one of them out")
+                found.append(
+                    f"expert_rank: does not go with {'dropout' if self.dropout else 'start'}; leave one of them out"
+                )
         if self.embedding_rank:
             if self.variant not in ("lora", "rslora"):
-                found.append(f"embedding_rank: goes with lora and rslora, and variant is {self.variant}; set embedding_rank: 0")
+                found.append(
+                    f"embedding_rank: goes with lora and rslora, and variant is {self.variant}; set embedding_rank: 0"
+                )
             split = sorted({Tag.PIPELINE_STAGES, Tag.TENSOR_PARALLEL} & context.tags)
             if split:
                 found.append(
@@ -250,13 +262,23 @@ class Lora(Technique):
         try:
             start = _start(self.variant, self.pissa_iterations)
             config = _config(
-                part, self.rank, self.alpha, self.dropout, self.targets, self.variant, start, exclude, self.embedding_rank
+                part,
+                self.rank,
+                self.alpha,
+                self.dropout,
+                self.targets,
+                self.variant,
+                start,
+                exclude,
+                self.embedding_rank,
             )
             names = _add(part, config, self.expert_rank)
         except SettingError as error:
             raise RecipeError(f"techniques.lora.{error}") from None
         except ValueError as error:
-            raise RecipeError(f"techniques.lora.targets: {self.targets!r}: {str(error).splitlines()[0][:200]}") from None
+            raise RecipeError(
+                f"techniques.lora.targets: {self.targets!r}: {str(error).splitlines()[0][:200]}"
+            ) from None
         begun = begin(
             build.weights,
             part,

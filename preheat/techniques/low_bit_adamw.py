@@ -71,7 +71,9 @@ class LowBitAdamW(Searchable):
         def make(groups: Any, **settings: Any) -> Any:
             more: dict[str, Any] = {"seed": build.recipe.seed, "number": lambda: build.state.step, "chunk": chunk}
             try:
-                return low_bit_adamw(groups, bits=self.bits, block=self.block_size, least=self.least, **more, **settings)
+                return low_bit_adamw(
+                    groups, bits=self.bits, block=self.block_size, least=self.least, **more, **settings
+                )
             except ValueError as error:
                 raise RecipeError(f"techniques.low_bit_adamw.{error}") from None
 

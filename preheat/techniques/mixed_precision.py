@@ -113,7 +113,9 @@ def keep_in_fp32(
     tops = [named[n] for n in named if n in match and not any(n.startswith(f"{other}.") for other in match)]
     inside = {id(m) for top in tops for m in top.modules()}
     shared = {id(p) for top in tops for p in top.parameters()}
-    tied = [m for m in named.values() if id(m) not in inside and any(id(p) in shared for p in m.parameters(recurse=False))]
+    tied = [
+        m for m in named.values() if id(m) not in inside and any(id(p) in shared for p in m.parameters(recurse=False))
+    ]
     ends = {id(module) for module in last}
     for module in (*tops, *tied):
         compute_in_fp32(module, None if id(module) in ends else back_to)
@@ -185,7 +187,9 @@ def train_with_mixed_precision(
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
             if scaler.get_scale() < 1:
-                raise RunError("fp16: the gradients overflow at any loss scale; use precision bf16 or a lower learning rate")
+                raise RunError(
+                    "fp16: the gradients overflow at any loss scale; use precision bf16 or a lower learning rate"
+                )
     return [float(loss) for loss in losses]
 
 
@@ -254,13 +258,19 @@ class MixedPrecision(Searchable):
             except re.error as error:
                 why.append(f"keep_fp32: {pattern!r} is no regular expression ({error})")
         if self.tf32 and not has_tf32(context.device):
-            why.append(f"tf32: {context.device.name} has no TF32, which NVIDIA's GPUs have from Ampere on; leave it out")
+            why.append(
+                f"tf32: {context.device.name} has no TF32, which NVIDIA's GPUs have from Ampere on; leave it out"
+            )
         if self.keep_fp32 and self.mode == "fp32":
             why.append("keep_fp32: with mode: fp32 everything is; leave it out")
         if self.frozen != "fp32" and self.mode not in ("bf16", "fp16"):
-            why.append(f"frozen: {self.frozen} is for mode: bf16 or fp16, and mode: {self.mode} decides it; leave it out")
+            why.append(
+                f"frozen: {self.frozen} is for mode: bf16 or fp16, and mode: {self.mode} decides it; leave it out"
+            )
         elif self.frozen == "half" and Tag.FROZEN_BASE not in context.tags:
-            why.append("frozen: half has nothing to keep so, since no technique freezes a base; leave it out, or use auto")
+            why.append(
+                "frozen: half has nothing to keep so, since no technique freezes a base; leave it out, or use auto"
+            )
         if self.keep_fp32 and self.owned() and Tag.REDUCED_GRADIENTS in context.tags:
             why.append(
                 f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together and need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
@@ -280,7 +290,9 @@ class MixedPrecision(Searchable):
         in_tf32 = ", fp32 products in TF32" if self.tf32 else ""
         if self.mode == "fp32":
             return Change(
-                "weights and optimizer in fp32, products in TF32" if self.tf32 else "weights, products and optimizer in fp32",
+                "weights and optimizer in fp32, products in TF32"
+                if self.tf32
+                else "weights, products and optimizer in fp32",
                 whole,
             )
         half = torch.float16 if self.mode.startswith("fp16") else torch.bfloat16

@@ -65,7 +65,9 @@ class Muon(Technique):
 
         def make(groups: Any, **settings: Any) -> Any:
             others = [weight for trained in build.trained for weight in ends(trained)]
-            return muon_optimizer(groups, by_adamw=others, momentum=self.momentum, steps=self.steps, dtype=dtype, **settings)
+            return muon_optimizer(
+                groups, by_adamw=others, momentum=self.momentum, steps=self.steps, dtype=dtype, **settings
+            )
 
         build.own(Slot.OPTIMIZER, make, self.name())
         others = {id(weight) for weight in ends(part)}

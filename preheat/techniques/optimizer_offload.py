@@ -65,13 +65,17 @@ class OptimizerOffload(Searchable):
         if context.device.kind == "cuda" or (self.on_cpu == "stay" and self.weights == "fp32"):
             return []
         if self.on_cpu == "stay":
-            return ["weights: bf16 is for a CUDA device; on a CPU use mixed_precision: {mode: bf16_weights}, or weights: fp32"]
+            return [
+                "weights: bf16 is for a CUDA device; on a CPU use mixed_precision: {mode: bf16_weights}, or weights: fp32"
+            ]
         return ["needs a CUDA device: on a CPU the optimizer is on the host already; leave it out, or set on_cpu: stay"]
 
     def apply(self, build: Build, part: Any) -> Change:
         count = sum(p.requires_grad for p in part.parameters())
         if build.device.kind == "cpu" and self.on_cpu == "stay":
-            return Change(f"nothing to move: AdamW of {count} parameters is on the host already, there being no GPU", count)
+            return Change(
+                f"nothing to move: AdamW of {count} parameters is on the host already, there being no GPU", count
+            )
 
         def make(groups: Any, **settings: Any) -> Any:
             optimizer: Any = host_adamw(groups, **settings)

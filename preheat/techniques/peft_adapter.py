@@ -49,10 +49,20 @@ _REFUSED = {
     "waveft": "keeps its indices where neither a checkpoint nor a dry run sees them",
     "xlora": "mixes adapters that must be trained before",
 }
-_OURS = ("target_modules", "modules_to_save", "task_type", "peft_type", "inference_mode", "auto_mapping", "peft_version")
+_OURS = (
+    "target_modules",
+    "modules_to_save",
+    "task_type",
+    "peft_type",
+    "inference_mode",
+    "auto_mapping",
+    "peft_version",
+)
 
 
-def configure(method: str, settings: Mapping[str, Any], targets: str | tuple[str, ...], exclude: str | None = None) -> Any:
+def configure(
+    method: str, settings: Mapping[str, Any], targets: str | tuple[str, ...], exclude: str | None = None
+) -> Any:
     """peft's configuration of a method; `exclude` is a regular expression for names of modules that are left as they are.
 
     Raises:

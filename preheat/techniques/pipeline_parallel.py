@@ -55,7 +55,9 @@ _ONE_PASS = {  # what has backward passes of its own, that change in place or le
 }
 
 
-def split_into_stages(model: PreTrainedModel, count: int, *, length: int, recompute: bool = False) -> list[PreTrainedModel]:
+def split_into_stages(
+    model: PreTrainedModel, count: int, *, length: int, recompute: bool = False
+) -> list[PreTrainedModel]:
     """Cuts a transformers model into stages of equal cost, each an ordinary model without what the others have. The model stays as it is.
 
     The stages share their modules with it. All but the first take `inputs_embeds`, the hidden states of the stage before.
@@ -74,7 +76,9 @@ def split_into_stages(model: PreTrainedModel, count: int, *, length: int, recomp
     from preheat.models import pipeline_split
 
     course = pipeline_split.observe(model.config, length)
-    cuts = pipeline_split.balance(course.each, count, before=course.before, after=course.after * (0.75 if recompute else 1))
+    cuts = pipeline_split.balance(
+        course.each, count, before=course.before, after=course.after * (0.75 if recompute else 1)
+    )
     return [pipeline_split.cut(model, course, cuts, number) for number in range(count)]
 
 
@@ -171,7 +175,9 @@ class PipelineParallel(Searchable):
             found.append(
                 f"degree: {self.degree} devices with {self._each} stages each are {count} stages, and the model has {context.model.layers} layers; use fewer"
             )
-        if context.model.experts:  # as `preheat.models.pipeline_split` refuses; here a search sees it before it builds anything
+        if (
+            context.model.experts
+        ):  # as `preheat.models.pipeline_split` refuses; here a search sees it before it builds anything
             found.append(
                 f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages do not hand on; use fsdp, with expert_parallel"
             )
@@ -249,7 +255,9 @@ class PipelineParallel(Searchable):
 
         count, me = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
         try:
-            course = pipeline_split.observe(part.config, build.recipe.batch.length, trust=build.recipe.model.trust_remote_code)
+            course = pipeline_split.observe(
+                part.config, build.recipe.batch.length, trust=build.recipe.model.trust_remote_code
+            )
             # A backward pass costs two forward passes, and one more of the layers where they are computed again.
             after = course.after * (0.75 if Tag.RECOMPUTATION in build.tags else 1)
             cuts = pipeline_split.balance(course.each, count, before=course.before, after=after)
@@ -274,7 +282,8 @@ class PipelineParallel(Searchable):
         words = ", ".join(str(len(cut)) for cut in cuts)
         build.parallel.bubble_fraction = self._bubble
         return Change(
-            f"{len(course.each)} layers in {count} stages of {words}; the dearest costs {share:.0%} more than the mean", count
+            f"{len(course.each)} layers in {count} stages of {words}; the dearest costs {share:.0%} more than the mean",
+            count,
         )
 
     def _bubble(self, micro_batches: int) -> float:

@@ -125,7 +125,9 @@ class Preference(Technique):
         if self.loss == "unpaired" and self._nll:
             why.append("nll: is of pairs' preferred answers; leave it out with loss: unpaired")
         if self.loss == "unpaired" and self.reference == "none":
-            why.append("reference: without one no single answer is likely enough to be liked; leave it out with loss: unpaired")
+            why.append(
+                "reference: without one no single answer is likely enough to be liked; leave it out with loss: unpaired"
+            )
         if self._refers and Tag.MODIFIED_BASE in context.tags:
             why.append(
                 "reference: the adapter begins inside the base's weights, so the base without it is not the model as it was; use "
@@ -168,7 +170,9 @@ class Preference(Technique):
         from preheat.ops.losses.cross_entropy import Recorded, WeightedCrossEntropy
         from preheat.ops.losses.preference import AnswerIndex
 
-        def logp(states: Tensor, batch: Batch, places: AnswerIndex, over_logits: Callable[..., Tensor], of: Any) -> Tensor:
+        def logp(
+            states: Tensor, batch: Batch, places: AnswerIndex, over_logits: Callable[..., Tensor], of: Any
+        ) -> Tensor:
             recorded = Recorded()
             over_logits(states, batch.labels, row_loss=recorded, of=of)
             found = -places.sums(recorded.found())
@@ -188,7 +192,9 @@ class Preference(Technique):
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             learns = torch.is_grad_enabled()
-            if not (batch.liked if self.loss == "unpaired" else batch.group == 2):  # a stream is not seen before it is read
+            if not (
+                batch.liked if self.loss == "unpaired" else batch.group == 2
+            ):  # a stream is not seen before it is read
                 raise DataError(
                     f"techniques.preference: loss {self.loss} finds no {self.examples().kind} in the rows {batch.rows[:8]}"
                 )
@@ -220,7 +226,11 @@ class Preference(Technique):
         if self.loss == "unpaired":
             liked = to_device([n for row in batch.liked for n in row], now.device)
             right = (reward > 0) == (liked > 0)
-            metrics = {"reward_accuracy": right.float().sum(), "liked": liked.sum(), "reward_liked": (reward * liked).sum()}
+            metrics = {
+                "reward_accuracy": right.float().sum(),
+                "liked": liked.sum(),
+                "reward_liked": (reward * liked).sum(),
+            }
             metrics["reward_disliked"] = (reward * (1 - liked)).sum()
             return liked_losses(now, before, liked, beta=self._beta), metrics
         chosen, rejected = now[0::2], now[1::2]

@@ -129,5 +129,7 @@ class QuantizationAware(Technique):
                 f"techniques.quantization_aware.keep: {self.keep!r} leaves no linear map for four bits; keep less"
             )
         inputs = ", their inputs to eight for each token" if self.inputs == "int8" else ""
-        words = f"{four} linear maps see their weights rounded to four bits{inputs}" + (f", {eight} to eight" if eight else "")
+        words = f"{four} linear maps see their weights rounded to four bits{inputs}" + (
+            f", {eight} to eight" if eight else ""
+        )
         return Change(words, four + eight)

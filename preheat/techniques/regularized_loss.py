@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["RegularizedLoss", "regularized_cross_entropy"]
 
 
-def regularized_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, z: float = 0.0) -> Tensor:
+def regularized_cross_entropy(
+    logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, z: float = 0.0
+) -> Tensor:
     """Losses [n] of logits [n, vocabulary] against labels [n] (-100: not trained).
 
     Example:
@@ -57,7 +59,7 @@ class RegularizedLoss(Technique):
         from preheat.ops.losses.cross_entropy import RegularizedCrossEntropy
 
         build.own(Slot.ROW_LOSS, RegularizedCrossEntropy(self.label_smoothing, self.z), self.name())
-        words = [f"label smoothing {self.label_smoothing:g}"] * bool(self.label_smoothing) + [f"z-loss {self.z:g}"] * bool(
-            self.z
-        )
+        words = [f"label smoothing {self.label_smoothing:g}"] * bool(self.label_smoothing) + [
+            f"z-loss {self.z:g}"
+        ] * bool(self.z)
         return Change(f"cross entropy with {' and '.join(words)}", 1)

@@ -51,7 +51,9 @@ def layer_norm_to_rms_norm(model: nn.Module) -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class RmsNorm(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
-    numerics: ClassVar[Any] = "different"  # the first loss of read weights is the same; a new model and all updates are not
+    numerics: ClassVar[Any] = (
+        "different"  # the first loss of read weights is the same; a new model and all updates are not
+    )
     trials: ClassVar[Trials] = Trials(family="gpt2")
     unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"
 
@@ -72,4 +74,6 @@ class RmsNorm(Technique):
 
         build.weights.map("", fold)
         kept = ", the embedding centred as it is looked up" if build.model.tied else ""
-        return Change(f"{len(names)} LayerNorms are RMSNorms, centring and biases folded, the last bias kept{kept}", len(names))
+        return Change(
+            f"{len(names)} LayerNorms are RMSNorms, centring and biases folded, the last bias kept{kept}", len(names)
+        )

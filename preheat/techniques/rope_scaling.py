@@ -37,7 +37,9 @@ def kind_for(factor: float) -> str:
     return "yarn" if factor <= YARN_UP_TO else "base"
 
 
-def scale_rope(config: Any, kind: str, factor: float, *, original_length: int | None = None, **yarn: float) -> tuple[int, int]:
+def scale_rope(
+    config: Any, kind: str, factor: float, *, original_length: int | None = None, **yarn: float
+) -> tuple[int, int]:
     """Sets the rotary scaling of a transformers configuration (llama, qwen and their like) before the model is made, in place.
 
     Args:
@@ -99,7 +101,9 @@ class RopeScaling(Technique):
 
     def configure(self, config: Any, recipe: Recipe) -> None:
         given = {
-            key: value for key in ("beta_fast", "beta_slow", "attention_factor") if (value := getattr(self, key)) is not None
+            key: value
+            for key in ("beta_fast", "beta_slow", "attention_factor")
+            if (value := getattr(self, key)) is not None
         }
         original = self.original_length or config.get_text_config().max_position_embeddings
         kind, factor = self._chosen(recipe, original)

@@ -81,7 +81,9 @@ def zero_two_of_four(maps: Sequence[nn.Module]) -> None:
 class SparseWeights(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "different"
-    trials: ClassVar[Trials] = Trials(settings=({"prune": "2:4"},), refused_on_cpu="keeps the zeros of weights that are read")
+    trials: ClassVar[Trials] = Trials(
+        settings=({"prune": "2:4"},), refused_on_cpu="keeps the zeros of weights that are read"
+    )
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.STEP_IN_BACKWARD})
 
     prune: Literal["none", "2:4"] = "none"

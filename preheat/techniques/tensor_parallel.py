@@ -114,12 +114,18 @@ class TensorParallel(Searchable):
         model, recipe = context.model, context.recipe
         degree = context.sizes[Axis.TENSOR]
         if degree < 2:
-            return ["shares out matrices among devices, and there is one; start several with --nproc (or plan with --count)"]
+            return [
+                "shares out matrices among devices, and there is one; start several with --nproc (or plan with --count)"
+            ]
         found = tp_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
         if self.regather and not self.sequence_parallel:
-            found.append("regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out")
+            found.append(
+                "regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out"
+            )
         if self.regather and Tag.FROZEN_BASE in context.tags:
-            found.append("regather: maps that are not trained keep no input, and adapters keep theirs whole; leave it out")
+            found.append(
+                "regather: maps that are not trained keep no input, and adapters keep theirs whole; leave it out"
+            )
         if self.regather and Tag.RECOMPUTATION in context.tags:
             found.append(
                 "regather: layers that are computed again gather anew anyway, and would keep the pieces besides; leave it out"
@@ -151,7 +157,8 @@ class TensorParallel(Searchable):
             if Slot.OPTIMIZER in t.owned() and Tag.ELEMENTWISE_UPDATE not in t.provided()
         ]
         found += [
-            f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW" for name in makers
+            f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW"
+            for name in makers
         ]
         return found
 

@@ -58,7 +58,9 @@ class TiedEmbeddings(Technique):
 
     def configure(self, config: Any, recipe: Recipe) -> None:
         if config.tie_word_embeddings:
-            raise ValueError(f"embedding and head of the {config.model_type} are one matrix already; leave the technique out")
+            raise ValueError(
+                f"embedding and head of the {config.model_type} are one matrix already; leave the technique out"
+            )
         if recipe.model.tie_embeddings is False:
             raise ValueError("contradicts model.tie_embeddings: false; remove one of them")
         config.tie_word_embeddings = True

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["Zero1", "share_out_optimizer"]
 
 
-def share_out_optimizer(make: Callable[..., Any], groups: Iterable[dict[str, Any]], mesh: Any, **settings: Any) -> SharedOut:
+def share_out_optimizer(
+    make: Callable[..., Any], groups: Iterable[dict[str, Any]], mesh: Any, **settings: Any
+) -> SharedOut:
     """An optimizer over this device's shares of parameters that all devices have whole (`preheat.ops.optim.zero1`).
 
     Gradients must be whole and the same on every device when `step` is called, as DistributedDataParallel and `data_parallel` leave them.
@@ -66,4 +68,6 @@ class Zero1(Searchable):
 
         build.hooks.around_optimizer.append(shared)
         count = sum(p.requires_grad for p in part.parameters())
-        return Change(f"optimizer states of {count} parameters, a {build.mesh.size(*across)}th of each on a device", count)
+        return Change(
+            f"optimizer states of {count} parameters, a {build.mesh.size(*across)}th of each on a device", count
+        )

@@ -264,7 +264,9 @@ class _Loop:
         self._read_ahead(stream)
         self.standing.at(step, Phase.UPDATE)
         stats = update(self.build, lr)
-        endures = self.build.loss.skippable_overflow() if self.build.loss.skippable_overflow else torch.zeros_like(stats[0])
+        endures = (
+            self.build.loss.skippable_overflow() if self.build.loss.skippable_overflow else torch.zeros_like(stats[0])
+        )
         # The one read of the step. Where the gradients were not finite the update left the weights as they were.
         self.standing.at(step, Phase.STEP_STATS)
         late = self._is_late(time.perf_counter() - begun)
@@ -427,7 +429,9 @@ class _Loop:
     def _baselines(self) -> None:
         if self.recipe.evaluate.baselines:
             self.watch.stage("counting a unigram and a bigram model")
-            found = baselines(self.session.data, evaluation_rows(len(self.session.data.validation), self.recipe.evaluate.rows))
+            found = baselines(
+                self.session.data, evaluation_rows(len(self.session.data.validation), self.recipe.evaluate.rows)
+            )
             self.writer.event("baseline", vocabulary=len(self.session.data.tokenizer), **found)
 
     def _samples(self) -> None:

@@ -67,7 +67,11 @@ class Logged(Watch):
             self._last = time.monotonic()
             of = f" of {total:,}" if total else ""
             _log.info(
-                "step %s%s: loss %.4f, %s tokens/s", f"{step:,}", of, metrics["loss"], f"{metrics['tokens_per_second']:,.0f}"
+                "step %s%s: loss %.4f, %s tokens/s",
+                f"{step:,}",
+                of,
+                metrics["loss"],
+                f"{metrics['tokens_per_second']:,.0f}",
             )
 
     def evaluated(self, step: int, loss: float, scores: Mapping[str, float] | None = None) -> None:

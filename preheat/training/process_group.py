@@ -135,7 +135,9 @@ class Ranks:
         seen = torch.cuda.device_count()
         if self.local < seen:
             return self.local
-        if seen == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):  # whoever started it gave each process a GPU of its own
+        if seen == 1 and os.environ.get(
+            "CUDA_VISIBLE_DEVICES"
+        ):  # whoever started it gave each process a GPU of its own
             return 0
         raise RunError(
             f"rank {self.rank}: is number {self.local} on its host, which has {seen} GPU{'' if seen == 1 else 's'} for it; "
@@ -171,7 +173,11 @@ def meet(recipe: Recipe) -> Ranks:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if recipe.parallel.devices not in (None, world):
         wanted = recipe.parallel.devices
-        how = f"start it with --nproc {wanted}, or under torchrun" if world == 1 else f"start {wanted}, or leave the key out"
+        how = (
+            f"start it with --nproc {wanted}, or under torchrun"
+            if world == 1
+            else f"start {wanted}, or leave the key out"
+        )
         raise RecipeError(
             f"parallel.devices: {wanted} processes are wanted, and {world} {'was' if world == 1 else 'were'} started; {how}"
         )
@@ -246,6 +252,10 @@ def _roll_call(store: Any, rank: int, world: int, patience: float) -> str:
                 return answered
         time.sleep(0.02)
     missing = [
-        str(n) for n in range(world) if not (store.check([f"hello/{n}"]) and (n == 0 or store.check([f"{roll['word']}/{n}"])))
+        str(n)
+        for n in range(world)
+        if not (store.check([f"hello/{n}"]) and (n == 0 or store.check([f"{roll['word']}/{n}"])))
     ]
-    raise RunError(f"rank {rank}: waited {patience:g} s for the other processes; not there: rank {', '.join(missing[:8]) or 0}")
+    raise RunError(
+        f"rank {rank}: waited {patience:g} s for the other processes; not there: rank {', '.join(missing[:8]) or 0}"
+    )

@@ -24,7 +24,10 @@ def versions() -> dict[str, str]:
 
     house = Path(__file__).parents[1]
     source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()[:16]
-    return {"preheat's source": source, **{f"version of {name}": metadata.version(name) for name in ("torch", "transformers")}}
+    return {
+        "preheat's source": source,
+        **{f"version of {name}": metadata.version(name) for name in ("torch", "transformers")},
+    }
 
 
 def environment(device: Device, threads: int) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def compare(recipe: Recipe, before: str) -> bool:
     milder, milder_before = (_of_techniques(r, memory_saving=True) for r in (recipe, was_recipe))
     # Another number of devices, and another way to share the work among them, changes no number.
     old, new = (recipes.as_values(_of_techniques(alone(r), memory_saving=False)) for r in (was_recipe, recipe))
-    changed = [key for key in _leaves(old).keys() | _leaves(new).keys() if _leaves(old).get(key) != _leaves(new).get(key)]
+    changed = [
+        key for key in _leaves(old).keys() | _leaves(new).keys() if _leaves(old).get(key) != _leaves(new).get(key)
+    ]
     changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
     if changed:
         was, now = _leaves(old), _leaves(new)
@@ -71,19 +73,29 @@ def compare(recipe: Recipe, before: str) -> bool:
 
 def _of_techniques(recipe: Recipe, *, memory_saving: bool) -> Recipe:
     chosen = {
-        name: t for name, t in recipe.techniques.items() if (isinstance(t, Searchable) and t.memory_saving) == memory_saving
+        name: t
+        for name, t in recipe.techniques.items()
+        if (isinstance(t, Searchable) and t.memory_saving) == memory_saving
     }
     return replace(recipe, techniques=chosen)
 
 
 def _leaves(values: Any, at: str = "") -> dict[str, Any]:
     if isinstance(values, dict) and values:
-        return {k: v for key, value in values.items() for k, v in _leaves(value, f"{at}.{key}" if at else str(key)).items()}
+        return {
+            k: v for key, value in values.items() for k, v in _leaves(value, f"{at}.{key}" if at else str(key)).items()
+        }
     return {at: values}
 
 
 def resumed(
-    made: Build, out: Path, fresh: checkpoint.Progress, looked: Looked | None, writer: Writer, watch: Watch, threads: int
+    made: Build,
+    out: Path,
+    fresh: checkpoint.Progress,
+    looked: Looked | None,
+    writer: Writer,
+    watch: Watch,
+    threads: int,
 ) -> checkpoint.Progress:
     """Puts the newest whole checkpoint into a build, and returns where it stands.
 

@@ -48,7 +48,9 @@ class Samples:
         self.recipe, self.tokenizer, self.template = recipe, tokenizer, template
         room = positions - recipe.sample.tokens if positions else 0
         if recipe.sample.rows and positions and room < 1:
-            raise RecipeError(f"sample.tokens: {recipe.sample.tokens} leave no room for a question in {positions} positions")
+            raise RecipeError(
+                f"sample.tokens: {recipe.sample.tokens} leave no room for a question in {positions} positions"
+            )
         asked = questions(validation, recipe.sample.rows, tokenizer, room) if recipe.sample.rows else []
         self.prompts: list[Prompt] = [*recipe.sample.prompts, *(question for question, _ in asked)]
         self.expected = [*(None for _ in recipe.sample.prompts), *(answer for _, answer in asked)]

@@ -312,7 +312,9 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             claimed=claimed,
         )
         if device.kind == "cpu" and (why := install_heap()):
-            watch.notice(f"{why}; torch's own allocator is used, and the run takes more memory than planned, often a third")
+            watch.notice(
+                f"{why}; torch's own allocator is used, and the run takes more memory than planned, often a third"
+            )
         if device.notice:
             watch.notice(device.notice)
         for event in ready.events if ready else ():
@@ -401,7 +403,9 @@ def _prepare(
         if not recipe.stop.epochs and (summary := summary_of_finished(run, looked, recipe, steps_of(recipe, None))):
             return Finished(summary)
     if other:
-        watch.notice("other settings of techniques that spare memory: losses will agree up to rounding, not bit for bit")
+        watch.notice(
+            "other settings of techniques that spare memory: losses will agree up to rounding, not bit for bit"
+        )
     presets.require_weights(recipe)
     watch.stage("reading data")
     data, probes, samples = read_data(recipe, watch)
@@ -412,7 +416,12 @@ def _prepare(
     measured = rates(device, threads, progress=_Measuring(watch))
     check()
     watch.stage("planning")
-    how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": in_use(device)}
+    how: dict[str, Any] = {
+        "vocabulary": len(data.tokenizer),
+        "device": device,
+        "rates": measured,
+        "in_use": in_use(device),
+    }
     # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
     chosen = built = settled(with_images(recipe, data), rows=_length(data), world=ranks.world, **how)
     planner = PlanContext(rows=_length(data), world=ranks.world, **how)

@@ -12,7 +12,12 @@ def by_hand() -> tuple[Any, torch.Tensor]:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=96
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=96,
     )
     return LlamaForCausalLM(config), torch.randint(96, (4, 16))
 

@@ -38,7 +38,14 @@ REFUSED_PAIRS: dict[tuple[str, str], str] = {
 FAILED_ONCE = {("dynamic_batch", "upcycling")}
 
 # Of techniques that exclude each other, those that are tried together with everything else.
-FIRST = {"activation_checkpointing", "chunked_loss", "efficient_attention", "gradient_accumulation", "lora", "mixed_precision"}
+FIRST = {
+    "activation_checkpointing",
+    "chunked_loss",
+    "efficient_attention",
+    "gradient_accumulation",
+    "lora",
+    "mixed_precision",
+}
 
 
 def asked(name: str) -> list[str]:

@@ -35,7 +35,14 @@ def test_alone_rms_norm() -> None:
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=32, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            vocab_size=96,
+            n_positions=32,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
         )
     )
     tokens = torch.randint(96, (4, 16))

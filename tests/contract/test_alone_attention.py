@@ -51,7 +51,9 @@ def test_alone_block_sparse_attention() -> None:
     assert torch.allclose(_logits(model, tokens), wanted, atol=1e-5)
     padded = torch.ones_like(tokens)
     padded[:, 12:] = 0  # a mask of the caller's is respected beside the pattern
-    assert torch.allclose(model(tokens, attention_mask=padded, use_cache=False).logits[:, :12], wanted[:, :12], atol=1e-5)
+    assert torch.allclose(
+        model(tokens, attention_mask=padded, use_cache=False).logits[:, :12], wanted[:, :12], atol=1e-5
+    )
     falls(model, tokens, torch.optim.AdamW(model.parameters(), lr=0.01), plain_backward)
 
 

@@ -29,7 +29,13 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
 def llama(kind: str = "Llama", **more: Any) -> Any:
     import transformers
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "intermediate_size": 32, "vocab_size": 32, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 4,
+        "intermediate_size": 32,
+        "vocab_size": 32,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2, **more)
     return getattr(transformers, f"{kind}ForCausalLM")(config)
@@ -108,7 +114,9 @@ def test_alone_expert_parallel(mesh: Any) -> None:
     from preheat.ops.grouped_mm import compute_experts
     from preheat.techniques.expert_parallel import share_experts
 
-    plain = llama("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=4, decoder_sparse_step=1)
+    plain = llama(
+        "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=4, decoder_sparse_step=1
+    )
     spread = copy.deepcopy(plain)
     assert share_experts(spread, mesh, mesh) == 4
     whole, part = (model.model.layers[1].mlp.experts for model in (plain, spread))
@@ -118,7 +126,10 @@ def test_alone_expert_parallel(mesh: Any) -> None:
         assert torch.equal(p.to_local(), whole._parameters[name])
         part._parameters[name] = torch.nn.Parameter(p.to_local().detach())
     found = []
-    for experts, compute in ((whole, lambda *given: whole(*given)), (part, lambda *given: compute_experts(part, *given))):
+    for experts, compute in (
+        (whole, lambda *given: whole(*given)),
+        (part, lambda *given: compute_experts(part, *given)),
+    ):
         compute(hidden, chosen, weights).square().sum().backward()
         found.append({name: p.grad for name, p in experts.named_parameters()})
     assert difference(found[1], found[0]) < 1e-5

@@ -20,7 +20,9 @@ def mixtral(**more: Any) -> Any:
         "num_key_value_heads": 2,
         "intermediate_size": 32,
     }
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, vocab_size=96, num_local_experts=8, **more))
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**sizes, vocab_size=96, num_local_experts=8, **more)
+    )
 
 
 def test_alone_expert_balancing() -> None:

@@ -34,7 +34,9 @@ def test_alone_preference() -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
     losses = []
     for _ in range(12):
-        loss = preference_loss(_logp(policy, chosen, 4), _logp(policy, rejected, 4), *beside, loss="dpo", beta=0.1).mean()
+        loss = preference_loss(
+            _logp(policy, chosen, 4), _logp(policy, rejected, 4), *beside, loss="dpo", beta=0.1
+        ).mean()
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()

@@ -42,7 +42,9 @@ def test_fp8_agrees_with_bf16_within_its_rounding(recipe: Any) -> None:
         float(model(tokens, labels=tokens).loss.detach()), rel=0.01
     )
     other = dict(twin.named_parameters())
-    far = {n: float((p.grad - other[n].grad).float().norm() / p.grad.float().norm()) for n, p in model.named_parameters()}
+    far = {
+        n: float((p.grad - other[n].grad).float().norm() / p.grad.float().norm()) for n, p in model.named_parameters()
+    }
     assert max(far.values()) < 0.15, far  # 3 bits of mantissa: each factor is off by up to 6 %
     assert max(far.values()) > 0.01, "something was rounded to fp8"
 
@@ -81,7 +83,9 @@ def test_train_with_mixed_precision(precision: str) -> None:
     model, data, criterion = regression()
     dtypes = set()
     model[0].register_forward_hook(lambda _, args, out: dtypes.add(out.dtype))
-    losses = train_with_mixed_precision(model, data, torch.optim.AdamW(model.parameters(), lr=0.02), criterion, precision, 8)
+    losses = train_with_mixed_precision(
+        model, data, torch.optim.AdamW(model.parameters(), lr=0.02), criterion, precision, 8
+    )
     assert len(losses) == 8 * len(data)
     assert losses[-1] < 0.5 * losses[0]
     assert dtypes == {{"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
@@ -99,7 +103,9 @@ def test_train_with_mixed_precision_refuses_what_it_does_not_know_and_what_alway
         train_with_mixed_precision(
             model, data, torch.optim.SGD(model.parameters(), lr=0.1), lambda o, t: criterion(o, t) * 1e30, "fp16", 9
         )
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "no overflowed step was taken"
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), (
+        "no overflowed step was taken"
+    )
 
 
 def regression() -> tuple[torch.nn.Sequential, list[tuple[torch.Tensor, torch.Tensor]], Any]:
@@ -157,7 +163,9 @@ def test_targets_that_are_no_classes_count_by_their_number(criterion: Any) -> No
     twin = copy.deepcopy(model)
     inputs, targets = torch.randn(9, 6), torch.rand(9, 5).softmax(dim=1)
     data = list(zip(inputs.split([6, 3]), targets.split([6, 3]), strict=True))
-    (loss,) = train_with_gradient_accumulation(model, data, torch.optim.SGD(model.parameters(), lr=0.1), 2, criterion, 1)
+    (loss,) = train_with_gradient_accumulation(
+        model, data, torch.optim.SGD(model.parameters(), lr=0.1), 2, criterion, 1
+    )
     whole = criterion(twin(inputs), targets)
     whole.backward()
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
@@ -188,5 +196,7 @@ def test_alone_quantization_aware() -> None:
     plain = model.get_submodule(name)
     x = torch.randn(2, plain.in_features, generator=torch.Generator().manual_seed(0))
     assert torch.equal(plain(x), x @ rounded(plain.weight, Grid(4, 8)).t())
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "the weights that are trained stay full"
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), (
+        "the weights that are trained stay full"
+    )
     falls(model, tokens, torch.optim.AdamW(model.parameters(), lr=0.01), plain_backward)

@@ -233,8 +233,12 @@ def test_pairs_compose(a: str, b: str, plain: Any) -> None:
     if "different" not in kinds:
         bound = BOUND["rounding"] if "rounding" in kinds else BOUND["exact"]
         assert difference(grads, plain[1]) < bound
-    assert loss == pytest.approx(begins({a: {}, b: {}}, plain[0]), rel=0.05 if examples_of(both.recipe).kind == "text" else 0.2)
-    assert set(both.changes) - {"experts", "dropout"} == set(complete({a: {}, b: {}}))  # the engine itself tells of those
+    assert loss == pytest.approx(
+        begins({a: {}, b: {}}, plain[0]), rel=0.05 if examples_of(both.recipe).kind == "text" else 0.2
+    )
+    assert set(both.changes) - {"experts", "dropout"} == set(
+        complete({a: {}, b: {}})
+    )  # the engine itself tells of those
 
 
 @pytest.mark.parametrize(("pair", "words"), REFUSED_PAIRS.items(), ids=str)

@@ -26,7 +26,9 @@ def waits(b: Build, batch: Any) -> list[tuple[str, str]]:
     return waits_of(b, split(batch, [micro] * (rows // micro) + ([rows % micro] if rows % micro else [])))
 
 
-@pytest.mark.parametrize(("name", "settings"), [(name, settings) for name, settings in SETTINGS if name != "compile"], ids=str)
+@pytest.mark.parametrize(
+    ("name", "settings"), [(name, settings) for name, settings in SETTINGS if name != "compile"], ids=str
+)
 def test_a_step_never_waits_for_the_device(name: str, settings: dict[str, Any]) -> None:
     b = made({name: settings})
     assert waits(b, fitting(b)) == []

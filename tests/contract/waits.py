@@ -49,7 +49,18 @@ READING = {
 }
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 # Methods by which Python reads a tensor; on a CPU some call no operator.
-METHODS = {"tolist", "item", "cpu", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
+METHODS = {
+    "tolist",
+    "item",
+    "cpu",
+    "numpy",
+    "__array__",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__contains__",
+}
 MAKING = {"tensor", "as_tensor", "asarray", "scalar_tensor"}
 COPIES = {"preheat::to_host", "preheat::copy_to_host_", "preheat::copy_to_device_", "preheat::host_zeros"}
 """Begun on the current stream, from pinned memory: see ops/memory/host_transfer.py."""

@@ -83,7 +83,9 @@ def train(recipe: recipes.Recipe, *, devices: int) -> dict[str, Any]:
 
 
 def state_bytes(made: Any) -> int:
-    kept = [local(t) for _, p in made.parameters() for t in made.optimizer.state.get(p, {}).values() if torch.is_tensor(t)]
+    kept = [
+        local(t) for _, p in made.parameters() for t in made.optimizer.state.get(p, {}).values() if torch.is_tensor(t)
+    ]
     return sum(t.nbytes for t in kept)
 
 
@@ -106,7 +108,9 @@ def work(rank: int, folder: Path) -> None:
             dist.destroy_process_group()
         if not dist.is_initialized():
             store = f"file://{folder}/store{number}"
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+            dist.init_process_group(
+                "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            )
         found = attempt(case, alone=False, devices=world)
         torch._dynamo.reset()
         torch.save(found, folder / f"{number}-{rank}.pt")
@@ -120,7 +124,9 @@ def run(cases: list[Case], world: int, folder: Path, timeout: float = 240) -> li
     alone = {key_of(case): case for case in cases}
     with processes(work, world, folder, timeout):
         one = {key: attempt(case, alone=True, devices=world) for key, case in alone.items()}
-    return [[one[key_of(case)], *(torch.load(folder / f"{n}-{r}.pt") for r in range(world))] for n, case in enumerate(cases)]
+    return [
+        [one[key_of(case)], *(torch.load(folder / f"{n}-{r}.pt") for r in range(world))] for n, case in enumerate(cases)
+    ]
 
 
 def verdict(case: Case, found: list[dict[str, Any]]) -> str:

@@ -113,7 +113,9 @@ def work(rank: int, folder: Path) -> None:
                 time.sleep(0.02)
             continue
         store = f"file://{folder}/store{number}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=case.world, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=case.world, timeout=timedelta(seconds=60)
+        )
         found = attempt(case, many=True)
         dist.destroy_process_group()
         torch.save(found, folder / f"{number}-{rank}.pt")
@@ -123,7 +125,10 @@ def run(cases: Sequence[Case], folder: Path, timeout: float = 240) -> list[list[
     """For each case what one process alone found, and then what each of several did."""
     torch.save(list(cases), folder / "cases.pt")
     one: dict[Any, Any] = {}
-    keys = [(case.rest if case.alone is None else case.alone, case.family, case.model, case.look, case.steps) for case in cases]
+    keys = [
+        (case.rest if case.alone is None else case.alone, case.family, case.model, case.look, case.steps)
+        for case in cases
+    ]
     with processes(work, max(case.world for case in cases), folder, timeout):
         for key, case in zip(keys, cases, strict=True):
             if key not in one:

@@ -142,6 +142,8 @@ def until(done: Callable[[], bool], what: str, *hosts: Host, seconds: float = 12
     """Waits, and returns how long; fails with all that the hosts said."""
     begun = time.monotonic()
     while not done():
-        assert time.monotonic() - begun < seconds, f"no {what} within {seconds:.0f} s\n" + "\n".join(h.said() for h in hosts)
+        assert time.monotonic() - begun < seconds, f"no {what} within {seconds:.0f} s\n" + "\n".join(
+            h.said() for h in hosts
+        )
         time.sleep(0.02)
     return time.monotonic() - begun

@@ -43,7 +43,12 @@ def processes(work: Work, world: int, folder: Path, timeout: float = 240) -> Ite
     """
     code = "import sys; from tests.distributed.processes import _main; _main(*sys.argv[1:])"
     path = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {**os.environ, **local_group(), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    environment = {
+        **os.environ,
+        **local_group(),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
     command = [sys.executable, "-c", code, work.__module__, work.__name__, str(world), str(folder)]
     with (folder / "stderr").open("w") as said:
         parent = subprocess.Popen(command, env=environment, stderr=said, start_new_session=True)

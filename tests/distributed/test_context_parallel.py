@@ -52,7 +52,12 @@ FOUR = {
         "context_parallel: {degree: 4, kind: ring}, data_parallel: {}",
     ),
     "rows of no such length": ("gpt2", 27, "", "context_parallel: {degree: 4}, data_parallel: {}"),
-    "window": ("llama", 32, "sliding_window: {window: 9, every: 2}", "context_parallel: {kind: ring}, data_parallel: {}"),
+    "window": (
+        "llama",
+        32,
+        "sliding_window: {window: 9, every: 2}",
+        "context_parallel: {kind: ring}, data_parallel: {}",
+    ),
     "groups": ("llama", 32, "shifted_groups: {group: 10}", "context_parallel: {kind: ulysses}, fsdp: {}"),
     "sharded ulysses": ("llama", 32, FOLDED, "context_parallel: {kind: ulysses}"),
 }
@@ -89,7 +94,9 @@ def train(case: str, *, several: bool) -> tuple[dict[str, list[Any]], dict[str, 
     if not several:
         techniques = techniques.replace("fsdp: {}, ", "")
     # A large eps: the true gradient of GPT-2's key biases is 0, and AdamW would make whole steps of its rounding.
-    r = recipes.override(tiny(family=family, rows=ROWS, length=length), f"techniques={{{techniques}}}", "optimizer.eps=1e-4")
+    r = recipes.override(
+        tiny(family=family, rows=ROWS, length=length), f"techniques={{{techniques}}}", "optimizer.eps=1e-4"
+    )
     b = build(r, vocabulary=96, device=DEVICE)
     shares, place = b.mesh.size(*DATA), b.mesh.index(*DATA)
     losses, norms = [], []
@@ -98,7 +105,8 @@ def train(case: str, *, several: bool) -> tuple[dict[str, list[Any]], dict[str, 
         mine = split(batch, [ROWS // shares] * shares)[place]
         micro = -(-len(mine.rows) // b.state.accumulation)
         loss = gradients(
-            b, split(mine, [micro] * (len(mine.rows) // micro) + [len(mine.rows) % micro] * bool(len(mine.rows) % micro))
+            b,
+            split(mine, [micro] * (len(mine.rows) // micro) + [len(mine.rows) % micro] * bool(len(mine.rows) % micro)),
         )
         losses.append(float(b.mesh.add(loss.total.clone(), *SPREAD)) / batch.weight)
         norms.append(float(update(b, 0.01)[0]))
@@ -125,7 +133,9 @@ class Sent(TorchDispatchMode):
             import torch.distributed as dist
 
             x, _, sizes = args[:3]
-            self.bytes += sum(n for to, n in enumerate(sizes) if to != dist.get_rank()) * x[0].numel() * x.element_size()
+            self.bytes += (
+                sum(n for to, n in enumerate(sizes) if to != dist.get_rank()) * x[0].numel() * x.element_size()
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -182,7 +192,9 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of what four processes found, and one."""
     folder = tmp_path_factory.mktemp("context")
     with processes(work, 4, folder):
-        first = {settings[:3]: case for case, settings in CASES.items()}  # what one process does is the same for several cases
+        first = {
+            settings[:3]: case for case, settings in CASES.items()
+        }  # what one process does is the same for several cases
         torch.save({key: train(case, several=False) for key, case in first.items()}, folder / "alone.pt")
     return folder
 
@@ -209,7 +221,9 @@ def test_several_processes_give_the_losses_norms_and_weights_of_one(several: Pat
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("name", KERNELS)
-def test_attention_over_processes_is_that_of_whole_rows_and_sends_what_theory_says(several: Path, name: str, kind: str) -> None:
+def test_attention_over_processes_is_that_of_whole_rows_and_sends_what_theory_says(
+    several: Path, name: str, kind: str
+) -> None:
     heads, shared = HEADS[kind]
     sizes: dict[str, Any] = {"places": 4 * 64 // 4, "shared": shared, "head_dim": 16, "degree": 4, "size": 4}
     for n in range(4):
@@ -250,7 +264,9 @@ def test_the_pieces_of_a_ring_are_the_mask_and_all_devices_have_as_much_to_do(do
             seen[rows, q, k] += inside.long()
             pairs += int(inside.sum())
         work.append(pairs)
-    assert torch.equal(seen.bool(), allowed(MaskSpec(documents=documents), len(documents), 48, torch.device("cpu"))[:, 0])
+    assert torch.equal(
+        seen.bool(), allowed(MaskSpec(documents=documents), len(documents), 48, torch.device("cpu"))[:, 0]
+    )
     assert seen.max() == 1
     if documents == ((48,),):
         assert len({sum(work[n * degree : (n + 1) * degree]) for n in range(degree)}) == 1
@@ -260,7 +276,11 @@ def test_the_pieces_of_a_ring_are_the_mask_and_all_devices_have_as_much_to_do(do
     ("techniques", "more", "words"),
     [
         ("context_parallel: {}", [], "nothing adds them up; add data_parallel or fsdp"),
-        ("context_parallel: {kind: ulysses, degree: 3}, data_parallel: {}", ["parallel.devices=3"], "4 heads among 3 devices"),
+        (
+            "context_parallel: {kind: ulysses, degree: 3}, data_parallel: {}",
+            ["parallel.devices=3"],
+            "4 heads among 3 devices",
+        ),
         ("context_parallel: {}, data_parallel: {}, preference: {}", [], "the loss of preference is over whole rows"),
         ("context_parallel: {}, data_parallel: {}", ["batch.length=3"], "rows of 3 places; use at most 1"),
         (
@@ -279,13 +299,20 @@ def test_what_it_refuses_and_why(techniques: str, more: list[str], words: str) -
 
 @pytest.mark.parametrize(
     ("length", "heads", "kernel", "kind"),
-    [(64, 4, "flash", "ulysses"), (8192, 4, "flash", "ring"), (8192, 4, "efficient", "ulysses"), (64, 5, "flash", "ring")],
+    [
+        (64, 4, "flash", "ulysses"),
+        (8192, 4, "flash", "ring"),
+        (8192, 4, "efficient", "ulysses"),
+        (64, 5, "flash", "ring"),
+    ],
 )
 def test_auto_takes_what_heads_and_lengths_suit(length: int, heads: int, kernel: str, kind: str) -> None:
     r = recipes.override(tiny(length=length), "techniques={context_parallel: {}}", "parallel.devices=2")
     sizes = dict.fromkeys(Axis, 1) | {Axis.CONTEXT: 2}
     model = ModelFacts("llama", 3, 32, heads, 1, 8, 96, length, True)
-    b = Build(recipe=r, device=DEVICE, model=model, tags=frozenset(), torch_device=torch.device("cpu"), mesh=Mesh(sizes))
+    b = Build(
+        recipe=r, device=DEVICE, model=model, tags=frozenset(), torch_device=torch.device("cpu"), mesh=Mesh(sizes)
+    )
     b.own(Slot.ATTENTION_KERNEL, functools.partial(sdpa_attention, kernel=kernel), "plain")
     technique: Any = r.techniques["context_parallel"]
     chosen, why = technique._chosen(b)

@@ -20,7 +20,9 @@ WORLD = 8
 
 
 def seen(techniques: str, world: int = WORLD) -> Observation:
-    wide = "model={family: llama, layers: 6, width: 128, heads: 4, kv_heads: 2, vocabulary: 256}"  # weights are most of it
+    wide = (
+        "model={family: llama, layers: 6, width: 128, heads: 4, kv_heads: 2, vocabulary: 256}"  # weights are most of it
+    )
     return observe(
         recipes.override(tiny(rows=WORLD), wide, f"techniques={techniques}"), vocabulary=96, device=DEVICE, world=world
     )
@@ -41,10 +43,14 @@ def one() -> Observation:
         ("{tensor_parallel: {degree: 2}, fsdp: {}}", WORLD, WORLD),
     ],
 )
-def test_each_device_holds_its_share_of_weights_and_states(one: Any, techniques: str, weights: float, states: float) -> None:
+def test_each_device_holds_its_share_of_weights_and_states(
+    one: Any, techniques: str, weights: float, states: float
+) -> None:
     many = seen(techniques)
     for category, share in (("parameters", weights), ("optimizer", states)):
-        assert many.categories["forward"][category] == pytest.approx(one.categories["forward"][category] / share, rel=0.05)
+        assert many.categories["forward"][category] == pytest.approx(
+            one.categories["forward"][category] / share, rel=0.05
+        )
     assert many.tokens == one.tokens  # of the whole step
 
 
@@ -75,7 +81,8 @@ def test_offloaded_weights_gradients_and_states_are_not_the_devices() -> None:
 
 def test_half_precision_copies_do_not_outlive_their_layer(one: Any) -> None:
     plain, cast = (
-        seen(f"{{fsdp: {{}}, activation_checkpointing: {{}}{more}}}") for more in ("", ", mixed_precision: {mode: bf16}")
+        seen(f"{{fsdp: {{}}, activation_checkpointing: {{}}{more}}}")
+        for more in ("", ", mixed_precision: {mode: bf16}")
     )
     assert cast.peak["forward"] < plain.peak["forward"] + 0.25 * one.categories["forward"]["parameters"]
 
@@ -83,7 +90,9 @@ def test_half_precision_copies_do_not_outlive_their_layer(one: Any) -> None:
 @pytest.mark.slow
 def test_many_layers_are_planned_by_few() -> None:
     techniques = "{fsdp: {gather: bf16}, activation_checkpointing: {}, mixed_precision: {mode: bf16}}"
-    recipe = recipes.override(tiny(rows=WORLD, more=""), "model.layers=13", f"techniques={techniques}", "batch.length=64")
+    recipe = recipes.override(
+        tiny(rows=WORLD, more=""), "model.layers=13", f"techniques={techniques}", "batch.length=64"
+    )
     recipe = recipes.override(recipe, f"parallel.devices={WORLD}")
     how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE}
     few, whole = observe_few(recipe, **how), observe(recipe, **how)
@@ -236,7 +245,9 @@ def test_few_micro_batches_of_a_pipeline_take_what_all_take(schedule: str, monke
         "{pipeline_parallel: {degree: 2, micro_batches: 8}, fsdp: {reduce: last}}",
     ],
 )
-def test_gradients_are_summed_as_often_as_in_a_step_of_all_micro_batches(spread: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_summed_as_often_as_in_a_step_of_all_micro_batches(
+    spread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What few micro-batches stand for is repeated; the sum over devices, which comes once a step, is not (as many layers as a micro-batch's multiple)."""
     wide = "model={family: llama, layers: 4, width: 64, heads: 4, kv_heads: 2, vocabulary: 96}"
     recipe = recipes.override(tiny(spread, rows=8 * WORLD), wide, "parallel.devices=4")

@@ -44,7 +44,11 @@ REFUSED: list[tuple[str, str, str]] = [
 def flow(settings: dict[str, Any]) -> str:
     """Settings in YAML's flow style."""
     words = {True: "true", False: "false"}
-    return "{" + ", ".join(f"{k}: {words.get(v, v) if isinstance(v, bool) else repr(v)}" for k, v in settings.items()) + "}"
+    return (
+        "{"
+        + ", ".join(f"{k}: {words.get(v, v) if isinstance(v, bool) else repr(v)}" for k, v in settings.items())
+        + "}"
+    )
 
 
 def of(scale: str, name: str, settings: dict[str, Any]) -> Case:
@@ -120,11 +124,24 @@ FOUR = [
 ]
 # DeepSpeed keeps groups of its first start, so one start of processes serves all of these.
 DEEPSPEED = [
-    *(Case("llama", f"parallel.engine=deepspeed parallel.zero={z}", "gradient_accumulation: {steps: 2}") for z in (1, 2, 3)),
-    *(Case("gpt2", f"parallel.engine=deepspeed parallel.zero={z}", "chunked_loss: {rows: 7}", **GPT2) for z in (1, 2, 3)),
+    *(
+        Case("llama", f"parallel.engine=deepspeed parallel.zero={z}", "gradient_accumulation: {steps: 2}")
+        for z in (1, 2, 3)
+    ),
+    *(
+        Case("gpt2", f"parallel.engine=deepspeed parallel.zero={z}", "chunked_loss: {rows: 7}", **GPT2)
+        for z in (1, 2, 3)
+    ),
     *(Case("qwen3", f"parallel.engine=deepspeed parallel.zero={z}", "nf4: {}, lora: {rank: 4}") for z in (1, 2, 3)),
-    *(Case("gpt2", f"parallel.engine=deepspeed parallel.zero={z}", "lora: {rank: 4, embedding_rank: 3}") for z in (2, 3)),
-    Case("gpt2", "parallel.engine=deepspeed parallel.zero=3", "lora: {rank: 4, embedding_rank: 3}, chunked_loss: {rows: 7}"),
+    *(
+        Case("gpt2", f"parallel.engine=deepspeed parallel.zero={z}", "lora: {rank: 4, embedding_rank: 3}")
+        for z in (2, 3)
+    ),
+    Case(
+        "gpt2",
+        "parallel.engine=deepspeed parallel.zero=3",
+        "lora: {rank: 4, embedding_rank: 3}, chunked_loss: {rows: 7}",
+    ),
 ]
 
 
@@ -140,7 +157,9 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     cases = [*QUICK, *distilled]
     found = check(cases, 2, tmp_path)
     for case, (one, *many) in zip(cases, found, strict=True):
-        if case.instead is None and ("muon" in case.rest or not case.rest):  # what each process keeps of the optimizer's states
+        if case.instead is None and (
+            "muon" in case.rest or not case.rest
+        ):  # what each process keeps of the optimizer's states
             for made in many:
                 assert made["states"] == pytest.approx(one["states"] / 2, rel=0.05), case.name
 
@@ -190,7 +209,9 @@ def test_what_does_not_go_together_is_refused() -> None:
     ):
         assert why in words(f"{{data_parallel: {{}}, zero1: {{}}, {name}: {{}}}}")
     for scale in ("fsdp", "data_parallel"):
-        assert "need one precision" in words(f"{{{scale}: {{}}, mixed_precision: {{mode: bf16_master, keep_fp32: norm}}}}")
+        assert "need one precision" in words(
+            f"{{{scale}: {{}}, mixed_precision: {{mode: bf16_master, keep_fp32: norm}}}}"
+        )
     assert "replicated-weights" in words("{fsdp: {}, zero1: {}}")
     engine = ", engine: deepspeed"
     assert "muon: owns the slot 'optimizer', which deepspeed owns already" in words("{muon: {}}", engine)
@@ -201,6 +222,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert "dynamic_batch: start: 5 rows are more than batch.size 8 over 2 devices; use at most 4" in words(
         "{fsdp: {}, dynamic_batch: {start: 5}}"
     )
-    assert "steps: 5 micro-batches cannot be cut from batch.size 8 over 2 devices, which is 4 a device; use at most 4" in words(
-        "{fsdp: {}, gradient_accumulation: {steps: 5}}"
+    assert (
+        "steps: 5 micro-batches cannot be cut from batch.size 8 over 2 devices, which is 4 a device; use at most 4"
+        in words("{fsdp: {}, gradient_accumulation: {steps: 5}}")
     )

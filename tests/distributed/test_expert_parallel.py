@@ -92,7 +92,9 @@ def test_several_processes_train_as_one(several: Path, case: int) -> None:
         assert found["norms"] == pytest.approx(one["norms"], rel=1e-4)
         assert difference(found["parameters"], one["parameters"]) < 1e-5
         assert found["biases"].keys() == one["biases"].keys()
-        assert all(torch.equal(found["biases"][n], bias) for n, bias in one["biases"].items())  # by the tokens of all ranks
+        assert all(
+            torch.equal(found["biases"][n], bias) for n, bias in one["biases"].items()
+        )  # by the tokens of all ranks
         assert found["tokens"] == one["tokens"] == STEPS * ROWS * 32 * 2 * 3  # none is dropped
         copies = world // 2 if "data_parallel" in techniques or "replicate: 2" in techniques else 1  # of each expert
         assert found["held"] == one["held"] * copies // world
@@ -146,7 +148,10 @@ def test_it_is_dry_run_with_all_experts_loaded_alike() -> None:
 def test_what_is_read_from_such_a_run_is_built_on_one_device() -> None:
     from preheat.engine.builder import alone
 
-    for techniques in ("{fsdp: {}, expert_parallel: {}, chunked_loss: {}}", "{data_parallel: {}, zero1: {}, chunked_loss: {}}"):
+    for techniques in (
+        "{fsdp: {}, expert_parallel: {}, chunked_loss: {}}",
+        "{data_parallel: {}, zero1: {}, chunked_loss: {}}",
+    ):
         recipe = recipes.override(tiny(techniques, family="qwen3_moe", rows=ROWS), "parallel.devices=2")
         assert list(build(alone(recipe), vocabulary=96, device=DEVICE).changes) == ["experts", "chunked_loss"]
 

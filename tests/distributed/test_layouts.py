@@ -25,7 +25,10 @@ from preheat.hardware.child_processes import local_group
 from ..conftest import DEVICE, split, tiny, uneven
 
 ROWS, LENGTH, BEFORE, AFTER = 8, 32, 3, 3
-FSDP_TP, PP_FSDP = "{fsdp: {}, tensor_parallel: {degree: 2}}", "{pipeline_parallel: {micro_batches: 2}, fsdp: {reduce: last}}"
+FSDP_TP, PP_FSDP = (
+    "{fsdp: {}, tensor_parallel: {degree: 2}}",
+    "{pipeline_parallel: {micro_batches: 2}, fsdp: {reduce: last}}",
+)
 # processes and techniques; family: what writes, and what goes on from each
 LAYOUTS: dict[str, tuple[list[tuple[int, str]], list[tuple[int, str]]]] = {
     "llama": (
@@ -89,7 +92,9 @@ def steps(b: Build, first: int, count: int) -> list[float]:
         micro = -(-rows // b.state.accumulation)
         loss = gradients(b, split(mine, [micro] * (rows // micro)), 0.01)
         stats = update(b, 0.01)
-        total, _, weight, *_ = read_step_stats(b, loss, torch.stack([*stats, torch.zeros_like(stats[0])]), (False, False))
+        total, _, weight, *_ = read_step_stats(
+            b, loss, torch.stack([*stats, torch.zeros_like(stats[0])]), (False, False)
+        )
         found.append(total / weight)
     return found
 
@@ -151,7 +156,9 @@ def _main(folder: Path) -> None:
 
 @pytest.mark.skipif(os.environ.get("PREHEAT_SCALE") != "all", reason="takes minutes: make test-scale")
 def test_any_layout_goes_on_from_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = "import sys, pathlib; from tests.distributed import test_layouts; test_layouts._main(pathlib.Path(sys.argv[1]))"
+    code = (
+        "import sys, pathlib; from tests.distributed import test_layouts; test_layouts._main(pathlib.Path(sys.argv[1]))"
+    )
     environment = {**os.environ, **local_group(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=3000, check=False)
     assert done.returncode == 0

@@ -52,7 +52,13 @@ def test_processes_of_two_hosts_are_measured_told_apart_and_kept_for_plans(tmp_p
     assert (made["devices"], made["hosts"], made["backend"]) == (3, 2, "gloo")
 
     rows = made["rows"]
-    assert [row["collective"] for row in rows[::3]] == ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+    assert [row["collective"] for row in rows[::3]] == [
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "send_recv",
+    ]
     for row in rows:
         assert 0 < row["low"] <= row["seconds"] <= row["high"]
         assert row["bytes"] % (4 * 3) == 0  # shared out evenly
@@ -70,7 +76,9 @@ def test_processes_of_two_hosts_are_measured_told_apart_and_kept_for_plans(tmp_p
     assert "<svg" in page.read_text()
     assert "between hosts" in page.read_text()
     stored = json.loads(Path(made["stored"]).read_text())["links"]
-    assert [(row["collective"], row["seconds"]) for row in stored] == [(row["collective"], row["seconds"]) for row in rows]
+    assert [(row["collective"], row["seconds"]) for row in stored] == [
+        (row["collective"], row["seconds"]) for row in rows
+    ]
 
 
 def test_what_it_refuses_is_one_line(tmp_path: Path) -> None:
@@ -83,7 +91,11 @@ def test_what_it_refuses_is_one_line(tmp_path: Path) -> None:
         cases = [
             (start("--nproc", "1"), 2, "use --nproc 2 or more"),
             (start("--nproc", "2", "--port", port), 1, f"--port {port}: cannot be used (Address already in use)"),
-            (start("--nproc", "2", "--sizes", "1KiB-1TiB"), 2, "--sizes: 1,024.0 GiB takes 2 buffers on each of 2 processes"),
+            (
+                start("--nproc", "2", "--sizes", "1KiB-1TiB"),
+                2,
+                "--sizes: 1,024.0 GiB takes 2 buffers on each of 2 processes",
+            ),
             (
                 start("--timeout", "2", **nobody, MASTER_PORT=port, RANK="0"),
                 1,
@@ -125,12 +137,16 @@ def test_seconds_of_a_collective_follow_from_what_was_measured(tmp_path: Path, m
     links = load_links("cpu", "2")
     assert len(links) == 6
     assert load_links("cpu", "3") == ()
-    assert seconds_of(links, "all_reduce", "gloo", 1 << 20, 2) == pytest.approx(1e-4 + (1 << 20) / 1e9)  # between two sizes
+    assert seconds_of(links, "all_reduce", "gloo", 1 << 20, 2) == pytest.approx(
+        1e-4 + (1 << 20) / 1e9
+    )  # between two sizes
     assert seconds_of(links, "all_reduce", "gloo", 4, 2) == pytest.approx(1e-4, rel=0.02)  # latency
     assert seconds_of(links, "all_reduce", "gloo", 1 << 30, 2) == pytest.approx((1 << 30) / 1e9, rel=0.03)  # bandwidth
     # 8 devices on one host: at the bus bandwidth of 2 there, not at that of two hosts.
     assert seconds_of(links, "all_reduce", "gloo", 1 << 30, 8) == pytest.approx((1 << 30) * 1.75 / 1e9, rel=0.03)
-    assert seconds_of(links, "all_reduce", "gloo", 1 << 30, 16, 4) == pytest.approx((1 << 30) * 10 * 1.875 / 1e9, rel=0.03)
+    assert seconds_of(links, "all_reduce", "gloo", 1 << 30, 16, 4) == pytest.approx(
+        (1 << 30) * 10 * 1.875 / 1e9, rel=0.03
+    )
     assert seconds_of(links, "all_reduce", "nccl", 1 << 20, 2) is None
 
     # They are the calibration's too, which may be taken anew without them.

@@ -46,9 +46,14 @@ CASES = {
         sets=("model.config={resid_pdrop: 0, embd_pdrop: 0}",),
         rows=10,
     ),
-    "1f1b, 4 devices, tied": Case(4, "{pipeline_parallel: {degree: 4, micro_batches: 4}}", "qwen3", sets=(*DEEP, *TIED)),
+    "1f1b, 4 devices, tied": Case(
+        4, "{pipeline_parallel: {degree: 4, micro_batches: 4}}", "qwen3", sets=(*DEEP, *TIED)
+    ),
     "interleaved": Case(
-        2, "{pipeline_parallel: {schedule: interleaved}, gradient_accumulation: {steps: 4}}", "qwen3", sets=(*DEEP, *TIED)
+        2,
+        "{pipeline_parallel: {schedule: interleaved}, gradient_accumulation: {steps: 4}}",
+        "qwen3",
+        sets=(*DEEP, *TIED),
     ),
     "zero_bubble": Case(4, "{pipeline_parallel: {degree: 4, schedule: zero_bubble, micro_batches: 4}}", sets=DEEP),
     "zero_bubble, learned positions": Case(2, "{pipeline_parallel: {schedule: zero_bubble, micro_batches: 4}}", "gpt2"),
@@ -56,7 +61,9 @@ CASES = {
     "data parallel": Case(4, "{pipeline_parallel: {micro_batches: 2}, data_parallel: {}}", "gpt2"),
     "fsdp": Case(4, "{pipeline_parallel: {micro_batches: 2}, fsdp: {reduce: last}}", "llama", sets=TIED),
     "fsdp, zero_bubble": Case(
-        4, "{pipeline_parallel: {schedule: zero_bubble, micro_batches: 2}, fsdp: {reduce: last, reshard: false}}", "qwen3"
+        4,
+        "{pipeline_parallel: {schedule: zero_bubble, micro_batches: 2}, fsdp: {reduce: last, reshard: false}}",
+        "qwen3",
     ),
 }
 
@@ -144,7 +151,10 @@ def compare(name: str, folder: Path) -> tuple[dict[str, float], set[str]]:
             ]
         )
         union |= m["weights"]
-    for whole in (union, one["weights"]):  # a bias of all keys changes no attention, so its gradient is what rounding left
+    for whole in (
+        union,
+        one["weights"],
+    ):  # a bias of all keys changes no attention, so its gradient is what rounding left
         for key in [key for key in whole if key.endswith("c_attn.bias")]:
             whole[key] = whole[key][: len(whole[key]) // 3]
     found["weights"] = difference(union, one["weights"])

@@ -35,12 +35,19 @@ def evaluated(made: Build) -> list[float]:
     """What an evaluation says: the mean loss, scores of single tokens, and the likeliest ones."""
     batch, places = uneven(seed=7), torch.tensor([3, 40, 100])
     scores, best = token_scores(made, batch, places, torch.tensor([5, 6, 7]))
-    return [measure(made, [batch]).loss, *scores.tolist(), *best.float().tolist(), *likeliest(made, batch, places).tolist()]
+    return [
+        measure(made, [batch]).loss,
+        *scores.tolist(),
+        *best.float().tolist(),
+        *likeliest(made, batch, places).tolist(),
+    ]
 
 
 def family(kind: str, **more: Any) -> str:
     """A tiny model of a family as the recipe's model in YAML: a folder with a configuration."""
-    return f"{{path: {{folder}}/{kind}, weights: random}}" if more.pop("random", True) else f"{{path: {{folder}}/{kind}}}"
+    return (
+        f"{{path: {{folder}}/{kind}, weights: random}}" if more.pop("random", True) else f"{{path: {{folder}}/{kind}}}"
+    )
 
 
 def write_models(folder: Path) -> None:
@@ -81,7 +88,9 @@ CASES = {
     "pairs": Case(CUT, "preference: {loss: simpo}", steps=2),
     "lora": Case(CUT, "lora: {rank: 4}", family="qwen3", steps=2),
     "fsdp": Case(f"{CUT}, fsdp: {{}}", "gradient_accumulation: {steps: 2}", family="qwen3", world=4, look=kept_bytes),
-    "fsdp and lora": Case(f"{PLAIN}, fsdp: {{}}", "lora: {rank: 4, variant: rslora}", model=family("phi3"), world=4, steps=2),
+    "fsdp and lora": Case(
+        f"{PLAIN}, fsdp: {{}}", "lora: {rank: 4, variant: rslora}", model=family("phi3"), world=4, steps=2
+    ),
     "data_parallel": Case(f"{CUT}, data_parallel: {{}}", family="qwen3", world=4),
     "four": Case(
         "tensor_parallel: {loss_parallel: false}",
@@ -92,7 +101,9 @@ CASES = {
 if ALL:
     CASES |= {
         "head gathered": Case(WHOLE, "chunked_loss: {rows: 40}, activation_checkpointing: {}", steps=2),
-        "smoothing and z": Case(f"{PLAIN[:-1]}, rows: 50}}", "regularized_loss: {label_smoothing: 0.1, z: 0.001}", steps=2),
+        "smoothing and z": Case(
+            f"{PLAIN[:-1]}, rows: 50}}", "regularized_loss: {label_smoothing: 0.1, z: 0.001}", steps=2
+        ),
         "qwen2": Case(CUT, model=family("qwen2"), steps=2),
         "gemma3": Case(PLAIN, model=family("gemma3_text"), steps=2),
         "classes": Case(
@@ -192,7 +203,9 @@ def step_under_fake_tensors(techniques: str, kind: str, rows: int = 4) -> tuple[
 def test_bytes_sent_are_those_of_the_formula(fake: Any, sequence: bool) -> None:
     """Two sums a layer forward and two back, one for the embedding and one for the gradient by the last hidden states."""
     fake(2)
-    _, sent = step_under_fake_tensors(f"{{tensor_parallel: {{degree: 2, rows: 64, sequence_parallel: {sequence}}}}}", "qwen3")
+    _, sent = step_under_fake_tensors(
+        f"{{tensor_parallel: {{degree: 2, rows: 64, sequence_parallel: {sequence}}}}}", "qwen3"
+    )
     stream, layers, chunks = 4 * 32 * 32 * 4, 3, 2  # rows x length x width x bytes
     small = {size: count for (_, size), count in sent.items() if size < stream}
     assert small[64 * 4] == chunks  # the largest logit of each row
@@ -241,7 +254,9 @@ def test_what_is_gathered_again_is_kept_in_pieces() -> None:
 
 def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: Any) -> None:
     fake(64)
-    made, sent = step_under_fake_tensors("{tensor_parallel: {degree: 2, sequence_parallel: true}, fsdp: {}}", "llama", rows=32)
+    made, sent = step_under_fake_tensors(
+        "{tensor_parallel: {degree: 2, sequence_parallel: true}, fsdp: {}}", "llama", rows=32
+    )
     assert made.mesh.world == 64
     whole = sum(p.numel() for _, p in made.parameters())
     assert sum(local(p).numel() for _, p in made.parameters()) < whole / 32

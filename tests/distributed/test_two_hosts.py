@@ -34,8 +34,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     folder = tmp_path_factory.mktemp("hosts")
     (folder / "text").mkdir()
     for n in range(40):
-        (folder / "text" / f"{n:02}.txt").write_text("\n".join(f"{word} {n} {i}." for i, word in enumerate(RECIPE.split() * 8)))
-    settings = {"steps: 12": f"steps: {STEPS}", "every: 5": f"every: {EVERY}", "{mixed_precision: {mode: bf16_weights}, ": "{"}
+        (folder / "text" / f"{n:02}.txt").write_text(
+            "\n".join(f"{word} {n} {i}." for i, word in enumerate(RECIPE.split() * 8))
+        )
+    settings = {
+        "steps: 12": f"steps: {STEPS}",
+        "every: 5": f"every: {EVERY}",
+        "{mixed_precision: {mode: bf16_weights}, ": "{",
+    }
     recipe = RECIPE
     for old, new in settings.items():
         assert old in recipe

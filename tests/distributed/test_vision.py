@@ -69,9 +69,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setenv("PREHEAT_CACHE", str(folder / "cache"))
         for family in ("qwen3_vl", "qwen3_vl_moe"):
             tiny_folder(folder / family, experts=family.endswith("moe"))
-        text = {"messages": [{"role": "user", "content": "Which colours?"}, {"role": "assistant", "content": "Red and blue."}]}
+        text = {
+            "messages": [
+                {"role": "user", "content": "Which colours?"},
+                {"role": "assistant", "content": "Red and blue."},
+            ]
+        }
         written(folder, [*questions(folder), text, text | {"n": 2}, text, text])
-        alone = {case: train(recipe_of(folder, case[0], case[2])) for case in CASES}  # the data is cached for the processes
+        alone = {
+            case: train(recipe_of(folder, case[0], case[2])) for case in CASES
+        }  # the data is cached for the processes
         with processes(work, 2, folder):
             pass
         yield folder, alone

@@ -24,7 +24,9 @@ class Cap(Watch):
     def _at(self, moment: str) -> None:
         if moment == self.moment:
             self.moment = ""
-            size = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
+            size = next(
+                line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize")
+            )
             limit = (int(size.split()[1]) << 10) + (self.mib << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 

@@ -46,7 +46,13 @@ class Command:
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "preheat", *arguments]
         return subprocess.Popen(
-            command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
         )
 
     def __call__(self, *arguments: str, code: int = 0) -> tuple[str, str]:

@@ -63,7 +63,9 @@ def test_qlora_from_training_to_transformers_and_peft(preheat: Command, data_fol
     for model in ("runs/tune", "merged", "alone"):
         assert preheat.here.json("generate", model, "--prompt", PROMPT, "--tokens", "24")["text"] == text, model
 
-    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), here / "alone")
+    model = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), here / "alone"
+    )
     for name in json.loads((here / "alone/preheat_base.json").read_text())["nf4"]["modules"]:
         weight: Any = model.get_submodule(f"base_model.model.{name}").base_layer.weight.data  # type: ignore[union-attr]
         weight.copy_(nf4.dequantize(nf4.quantize(weight), tuple(weight.shape), torch.float32, nf4.tables()))
@@ -71,11 +73,15 @@ def test_qlora_from_training_to_transformers_and_peft(preheat: Command, data_fol
 
     _, error = preheat.here("export", "runs/tune", "--to", "peft", "--out", "alone", code=1)
     assert "stands there already" in error
-    _, error = preheat.here("export", "runs/tune", "--out", "half", "--dtype", "bfloat16", "--tolerance", "1e-6", code=1)
+    _, error = preheat.here(
+        "export", "runs/tune", "--out", "half", "--dtype", "bfloat16", "--tolerance", "1e-6", code=1
+    )
     assert "nothing was written; use --dtype float32, or raise --tolerance" in error
     base.rename(here / "moved")
     _, error = preheat.here("generate", "alone", code=2)
     assert "its base model is not there" in error
     assert error.count("\n") == 1
-    assert preheat.here.json("generate", "alone", "--base", "moved", "--prompt", PROMPT, "--tokens", "24")["text"] == text
+    assert (
+        preheat.here.json("generate", "alone", "--base", "moved", "--prompt", PROMPT, "--tokens", "24")["text"] == text
+    )
     assert sorted(p.name for p in here.iterdir() if p.is_dir()) == ["alone", "merged", "moved", "runs", "text"]

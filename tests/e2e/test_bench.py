@@ -43,7 +43,9 @@ def test_verdicts_say_what_is_gained_and_what_is_noise() -> None:
 def test_there_is_no_verdict_on_speed_without_repeats_or_where_intervals_overlap() -> None:
     once = [row("all", [100.0], 4.0), row("without idle", [233.0], 4.0), row("without small", [100.0], 6.0)]
     words = said(once, "idle", "small")
-    assert words["idle"] == "idle: no verdict on speed from one turn (--repeats 3 gives one); no difference in memory seen"
+    assert (
+        words["idle"] == "idle: no verdict on speed from one turn (--repeats 3 gives one); no difference in memory seen"
+    )
     assert words["small"] == "small: no verdict on speed from one turn (--repeats 3 gives one); frees 2.00 GiB"
     # 20 % slower in each round, but the machine's pace changed by more from round to round
     noisy = [
@@ -76,7 +78,9 @@ def test_a_difference_that_cannot_be_measured_is_drawn_as_none() -> None:
 @pytest.mark.slow
 def test_an_ablation_has_every_contender_and_its_agreement(preheat: Command) -> None:
     techniques = "techniques={chunked_loss: {rows: 64}, mixed_precision: {mode: bf16}}"
-    made = preheat.here.json("bench", "r.yaml", "--ablate", "--steps", "4", "--repeats", "1", "--set", techniques, "--out", "b")
+    made = preheat.here.json(
+        "bench", "r.yaml", "--ablate", "--steps", "4", "--repeats", "1", "--set", techniques, "--out", "b"
+    )
     rows = {r["name"]: r for r in made["rows"]}
     assert list(rows) == [
         "plain",
@@ -110,7 +114,9 @@ def test_techniques_by_name_and_one_that_cannot_serve(preheat: Command) -> None:
     read = preheat("bench", "r.yaml", "--techniques", "efficient_attention", "--steps", "3", "--repeats", "1",
                    "--set", "techniques={efficient_attention: {kernel: cudnn}}")[0]  # fmt: skip
     assert "efficient_attention was not run: techniques.efficient_attention: kernel: cudnn needs a CUDA device" in read
-    assert {"tokens/s", "peak", "loss"} <= set(next(line for line in read.splitlines() if line.startswith("contender")).split())
+    assert {"tokens/s", "peak", "loss"} <= set(
+        next(line for line in read.splitlines() if line.startswith("contender")).split()
+    )
 
 
 def test_what_cannot_be_compared_is_said(preheat: Command) -> None:

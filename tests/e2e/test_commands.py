@@ -129,7 +129,11 @@ def test_recipes_techniques_and_init(preheat: Command) -> None:
         (["train", "r.yaml", "--set", "data.source=broken.jsonl"], 4, "broken.jsonl:3"),
         (["train", "r.yaml", "--set", "data.source=fields.jsonl"], 4, "fields.jsonl:2"),
         (["train", "r.yaml", "--set", "model.positions=16"], 2, "16 positions"),
-        (["train", "r.yaml", "--set", "techniques={preference: {}}"], 4, "techniques.preference reads pairs of answers"),
+        (
+            ["train", "r.yaml", "--set", "techniques={preference: {}}"],
+            4,
+            "techniques.preference reads pairs of answers",
+        ),
         (["train", "r.yaml", "--set", "techniques={preference: {loss: kto}}"], 2, "unpaired"),
         (["train", "r.yaml", "--set", "model.vocabulary=200"], 2, "300 pieces"),
         (["train", "r.yaml", "--set", "hardware.memory=1MiB"], 3, "does not fit: needs"),
@@ -146,12 +150,24 @@ def test_recipes_techniques_and_init(preheat: Command) -> None:
             2,
             "fields.jsonl: is data, not a recipe; name it in one: preheat init fine-tune, then data.source: fields.jsonl",
         ),
-        (["train", "r.yaml", "--lr", "1e-3"], 2, "No such option: '--lr'; a recipe's key is set by --set optimizer.lr=VALUE"),
+        (
+            ["train", "r.yaml", "--lr", "1e-3"],
+            2,
+            "No such option: '--lr'; a recipe's key is set by --set optimizer.lr=VALUE",
+        ),
         (["bench", "r.yaml", "--max-steps", "3"], 2, "--set stop.steps=VALUE"),
         (["train", "r.yaml", "--lora"], 2, "--set techniques.lora={}"),
-        (["train", "r.yaml", "optimizer.lr=1e-3"], 2, "(optimizer.lr=1e-3); a recipe's key is set by --set optimizer.lr=VALUE"),
+        (
+            ["train", "r.yaml", "optimizer.lr=1e-3"],
+            2,
+            "(optimizer.lr=1e-3); a recipe's key is set by --set optimizer.lr=VALUE",
+        ),
         (["train", "r.yaml", "--output-dir", "x"], 2, "preheat train RECIPE --out FOLDER"),
-        (["train", "r.yaml", "--otu", "x"], 2, "No such option: '--otu'; did you mean --out?; see: preheat train --help"),
+        (
+            ["train", "r.yaml", "--otu", "x"],
+            2,
+            "No such option: '--otu'; did you mean --out?; see: preheat train --help",
+        ),
         (["plan", "demo", "--method", "ful"], 2, "'--method': 'ful' is not one of 'full', 'lora', 'qlora'"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
@@ -186,12 +202,16 @@ def test_a_run_is_not_overwritten_and_not_resumed_otherwise(preheat: Command) ->
         error = preheat.here("train", "r.yaml", "--resume", "--set", changed, code=1)[1]
         assert changed.partition("=")[0] in error, error
     # What only spares memory may be set otherwise; it is said, and holds from there on.
-    out, _ = preheat.here("train", "r.yaml", "--resume", "--set", "stop.steps=8", "--set", "techniques.chunked_loss.rows=32")
+    out, _ = preheat.here(
+        "train", "r.yaml", "--resume", "--set", "stop.steps=8", "--set", "techniques.chunked_loss.rows=32"
+    )
     assert "agree up to rounding" in out
     run = preheat.folder / "runs" / "small"
     assert "rows: 32" in json.loads((run / "checkpoints" / "step-8" / "state.json").read_text())["recipe"]
     (preheat.folder / "text" / "00.txt").write_text("another text\n" * 50)
-    assert "the data (the source, tokenizer or packing) changed" in preheat.here("train", "r.yaml", "--resume", code=1)[1]
+    assert (
+        "the data (the source, tokenizer or packing) changed" in preheat.here("train", "r.yaml", "--resume", code=1)[1]
+    )
 
 
 def test_dropout_is_drawn_alike_in_each_run(preheat: Command) -> None:
@@ -223,7 +243,10 @@ def test_damaged_checkpoints(preheat: Command) -> None:
     assert losses(preheat.folder / "runs" / "small") == whole
     for file in (preheat.folder / "runs/small/checkpoints").glob("*/*.safetensors"):
         file.write_bytes(b"")
-    assert "no checkpoint is whole" in preheat.here("train", "r.yaml", "--resume", "--set", "schedule.kind=constant", code=1)[1]
+    assert (
+        "no checkpoint is whole"
+        in preheat.here("train", "r.yaml", "--resume", "--set", "schedule.kind=constant", code=1)[1]
+    )
 
 
 def test_non_finite_loss_stops_with_step_and_rows(preheat: Command) -> None:
@@ -248,7 +271,8 @@ def test_two_runs_in_one_folder_at_once(preheat: Command) -> None:
     try:
         _wait_for(preheat.folder / "runs/small/metrics.jsonl", first)
         assert (
-            "another process is writing" in preheat.here("train", "r.yaml", "--resume", "--set", "stop.steps=100000", code=1)[1]
+            "another process is writing"
+            in preheat.here("train", "r.yaml", "--resume", "--set", "stop.steps=100000", code=1)[1]
         )
     finally:
         first.kill()
@@ -258,7 +282,16 @@ def test_two_runs_in_one_folder_at_once(preheat: Command) -> None:
 def _signalled(preheat: Command, number: signal.Signals, *more: str, **how: Any) -> tuple[int, str, Path]:
     out = preheat.folder / "runs" / f"{number.name} s"
     process = preheat.start(
-        "train", "r.yaml", "--set", "stop.steps=100000", "--set", "schedule.kind=constant", "--out", str(out), *more, **how
+        "train",
+        "r.yaml",
+        "--set",
+        "stop.steps=100000",
+        "--set",
+        "schedule.kind=constant",
+        "--out",
+        str(out),
+        *more,
+        **how,
     )
     _wait_for(out / "metrics.jsonl", process)
     process.send_signal(number)
@@ -315,7 +348,9 @@ def test_an_evaluation_is_broken_off_and_taken_when_the_run_is_resumed(
     assert Reader(preheat.folder / "cut").samples() == Reader(preheat.folder / "whole").samples()
 
 
-def test_an_evaluation_that_ends_the_process_is_taken_again_once(preheat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_ends_the_process_is_taken_again_once(
+    preheat: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from preheat.evaluation.run_evaluator import RunEvaluator
 
     def evaluations(name: str) -> list[tuple[int, float]]:
@@ -326,7 +361,9 @@ def test_an_evaluation_that_ends_the_process_is_taken_again_once(preheat: Comman
     def dies(self: RunEvaluator, build: Any, writer: Any, step: int) -> Any:
         if step == 4 and deaths[0]:
             deaths[0] -= 1
-            raise SystemExit(9)  # without a word in the run's folder, as by `kill -9`, or OpenBLAS where it finds no memory
+            raise SystemExit(
+                9
+            )  # without a word in the run's folder, as by `kill -9`, or OpenBLAS where it finds no memory
         return take(self, build, writer, step)
 
     monkeypatch.setattr(RunEvaluator, "take", dies)
@@ -341,7 +378,9 @@ def test_an_evaluation_that_ends_the_process_is_taken_again_once(preheat: Comman
     deaths[0] = 3
     preheat.here("train", "r.yaml", *more, "--out", "twice", code=9)
     preheat.here("train", "r.yaml", *more, "--out", "twice", "--resume", code=9)
-    assert "step 4: its evaluation is left out" in preheat.here("train", "r.yaml", *more, "--out", "twice", "--resume")[0]
+    assert (
+        "step 4: its evaluation is left out" in preheat.here("train", "r.yaml", *more, "--out", "twice", "--resume")[0]
+    )
     assert evaluations("twice") == evaluations("whole")[1:]
     assert losses(preheat.folder / "twice") == losses(preheat.folder / "whole")
     assert [e["step"] for e in Reader(preheat.folder / "twice").events("unevaluated")] == [4]
@@ -370,7 +409,9 @@ def _wait_for(path: Path, process: Any, size: int = 200) -> None:
     raise AssertionError(f"{path} was not written")
 
 
-@pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="a disk that fills up needs root and mount")
+@pytest.mark.skipif(
+    shutil.which("mount") is None or os.geteuid() != 0, reason="a disk that fills up needs root and mount"
+)
 def test_a_disk_that_fills_up_in_the_middle(preheat: Command) -> None:
     disk = preheat.folder / "disk"
     disk.mkdir()

@@ -32,7 +32,11 @@ def test_a_classifier_is_trained_and_made_narrower_by_a_command(preheat: Command
             p.name for p in (preheat.folder / step["path"]).iterdir()
         }
     for arguments, words, code in (
-        (("--method", "int8", "--data", "images"), "--method 'int8': would change nothing: MODEL is an image classifier", 2),
+        (
+            ("--method", "int8", "--data", "images"),
+            "--method 'int8': would change nothing: MODEL is an image classifier",
+            2,
+        ),
         (("--recipe", "c.yaml", "--data", "images", "--measured", "3"), "--measured 3: would change nothing: MODEL", 2),
         (("--data", "images"), "new is an image classifier: a chain of steps over it", 2),
         (("--recipe", "c.yaml"), "preheat compress MODEL --recipe edge-vision --data IMAGES", 2),

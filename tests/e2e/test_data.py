@@ -53,8 +53,14 @@ def test_data_is_shown_as_the_model_will_see_it(preheat: Command) -> None:
     made = preheat.here.json("data", "chat.yaml", "--rows", "2")
     assert len(made["examples"]) == 2
     trained = "".join(text for row in made["examples"] for d in row["documents"] for text, on, _ in d["spans"] if on)
-    assert trained.count("<|end|>") == sum(len(row["documents"]) for row in made["examples"]) == trained.count("It is <b>")
-    assert sum(bar["count"] for bar in made["lengths"]["bars"]) == made["lengths"]["examples"] == made["packing"]["documents"]
+    assert (
+        trained.count("<|end|>") == sum(len(row["documents"]) for row in made["examples"]) == trained.count("It is <b>")
+    )
+    assert (
+        sum(bar["count"] for bar in made["lengths"]["bars"])
+        == made["lengths"]["examples"]
+        == made["packing"]["documents"]
+    )
     assert "Example" in preheat.here("data", "--help")[0]
 
 
@@ -70,7 +76,11 @@ def test_broken_rows_are_refused_before_anything_is_written_and_a_warning_trains
     made = preheat.here.json("train", "chat.yaml", "--set", "data.preflight={fields: warn}")
     record = json.loads((preheat.folder / made["run"] / "data.json").read_text())
     assert record["counts"]["dropped"] == {"fields": 1}
-    assert record["counts"]["read"] == 60 == sum(record["counts"][side]["documents"] for side in ("train", "validation")) + 1
+    assert (
+        record["counts"]["read"]
+        == 60
+        == sum(record["counts"][side]["documents"] for side in ("train", "validation")) + 1
+    )
     assert "rows.jsonl:7" in record["preflight"][0]
     tokenizer = json.loads((preheat.folder / made["run"] / "tokenizer" / "tokenizer_config.json").read_text())
     template = preheat.folder / made["run"] / "tokenizer" / "chat_template.jinja"
@@ -85,14 +95,18 @@ def test_broken_rows_are_refused_before_anything_is_written_and_a_warning_trains
 def test_rows_that_no_technique_trains_on_are_refused(preheat: Command) -> None:
     write(preheat)
     (preheat.folder / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"Say {n}", "chosen": f"yes {n}", "rejected": f"no {n}"}) + "\n" for n in range(60))
+        "".join(
+            json.dumps({"prompt": f"Say {n}", "chosen": f"yes {n}", "rejected": f"no {n}"}) + "\n" for n in range(60)
+        )
     )
     _, error = preheat.here("train", "chat.yaml", code=4)
     assert "holds pairs of answers, of which one is preferred, but next-token training reads text" in error
     assert not (preheat.folder / "runs").exists()
 
 
-def test_data_shows_tokens_that_the_recipe_adds_and_a_missing_model_is_told_as_one(preheat: Command, data_folder: Path) -> None:
+def test_data_shows_tokens_that_the_recipe_adds_and_a_missing_model_is_told_as_one(
+    preheat: Command, data_folder: Path
+) -> None:
     row = {"messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a cat."}]}
     (preheat.folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * 40)
     recipe = (
@@ -100,7 +114,9 @@ def test_data_shows_tokens_that_the_recipe_adds_and_a_missing_model_is_told_as_o
         "data: {source: rows.jsonl, template: chatml, validation: 0}\nbatch: {size: 4, length: 64}\nstop: {steps: 1}\n"
     )
     (preheat.folder / "added.yaml").write_text(recipe % (data_folder / "stories260K-hf"))
-    out, _ = preheat.here("data", "added.yaml", "--rows", "1")  # without these tokens chatml ends no turn, and is refused
+    out, _ = preheat.here(
+        "data", "added.yaml", "--rows", "1"
+    )  # without these tokens chatml ends no turn, and is refused
     assert "«It is a cat.<|im_end|>»" in out
     _, error = preheat.here("train", "added.yaml", "--set", "model.path=nowhere/there", code=2)
     assert error.strip().splitlines()[-1].startswith("error: model.path: nowhere/there: no such folder")
@@ -118,7 +134,9 @@ def test_streamed_rows_are_trained_planned_and_resumed_exactly(preheat: Command)
     (preheat.folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     recipe = (preheat.folder / "r.yaml").read_text()
     data = "data: {source: rows.jsonl, tokenizer: own, streaming: true, validation: 0.2}"
-    (preheat.folder / "s.yaml").write_text(recipe.replace("data: {source: text, vocabulary: 300, validation: 0.2}", data))
+    (preheat.folder / "s.yaml").write_text(
+        recipe.replace("data: {source: text, vocabulary: 300, validation: 0.2}", data)
+    )
     assert preheat.here.json("plan", "s.yaml")["fits"]
     made = preheat.here.json("train", "s.yaml", "--out", "whole")
     whole = losses(preheat.folder / "whole")
@@ -171,7 +189,16 @@ def test_every_token_of_a_short_text_is_evaluated(preheat: Command, data_folder:
 
 
 COMMANDS = {
-    "train": ("5,000 digits", "many fields", "controls in a name", "NUL in JSON", "gzip", "UTF-16", "Latin-1", "two objects"),
+    "train": (
+        "5,000 digits",
+        "many fields",
+        "controls in a name",
+        "NUL in JSON",
+        "gzip",
+        "UTF-16",
+        "Latin-1",
+        "two objects",
+    ),
     "data": (
         "nested very deeply",
         "named twice",
@@ -186,7 +213,9 @@ COMMANDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "name"), [(command, name) for command, names in COMMANDS.items() for name in names])
+@pytest.mark.parametrize(
+    ("command", "name"), [(command, name) for command, names in COMMANDS.items() for name in names]
+)
 def test_rows_that_no_reader_survives_as_commands(preheat: Command, command: str, name: str) -> None:
     write(preheat)
     (preheat.folder / "rows.jsonl").write_bytes(VARIANTS[name][1])

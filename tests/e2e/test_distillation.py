@@ -40,7 +40,11 @@ def teacher(preheat: Command, data_folder: Path) -> Path:
 
 
 def logged(run: Path) -> list[dict[str, Any]]:
-    return [found for line in (run / "metrics.jsonl").read_text().splitlines() if "divergence" in (found := json.loads(line))]
+    return [
+        found
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+        if "divergence" in (found := json.loads(line))
+    ]
 
 
 def test_a_student_learns_from_its_teacher_and_is_exported_without_it(preheat: Command, teacher: Path) -> None:
@@ -64,7 +68,13 @@ def test_a_student_learns_from_its_teacher_and_is_exported_without_it(preheat: C
 
 @pytest.mark.parametrize(
     "cache",
-    ["", *(pytest.param(more, marks=pytest.mark.slow) for more in ("cache: kept, top: 16, mixture: 0.7", "on_policy: 0.5"))],
+    [
+        "",
+        *(
+            pytest.param(more, marks=pytest.mark.slow)
+            for more in ("cache: kept, top: 16, mixture: 0.7", "on_policy: 0.5")
+        ),
+    ],
 )
 def test_resumed_every_loss_is_the_same(preheat: Command, teacher: Path, cache: str) -> None:
     more = ["--set", f"techniques.distillation={{teacher: {teacher}, {cache or 'hidden: 0.1'}}}"]

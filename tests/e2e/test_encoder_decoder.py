@@ -23,7 +23,10 @@ techniques: {chunked_loss: {}, activation_checkpointing: {}}
 def test_prompts_and_answers_train_an_encoder_decoder(preheat: Command) -> None:
     colours = {"grass": "green", "snow": "white", "coal": "black", "the sea": "blue", "blood": "red"}
     rows = [
-        {"prompt": f"What is the colour of {thing}{'?' * (1 + n % 3)}", "completion": f"It is {colour}, as {n} people say."}
+        {
+            "prompt": f"What is the colour of {thing}{'?' * (1 + n % 3)}",
+            "completion": f"It is {colour}, as {n} people say.",
+        }
         for n in range(20)
         for thing, colour in colours.items()
     ]
@@ -39,7 +42,10 @@ def test_prompts_and_answers_train_an_encoder_decoder(preheat: Command) -> None:
     assert again.config.decoder_start_token_id == 0
     for command, words in (
         (("compress", "run", "--method", "int8"), "preheat compress: t5 is an encoder-decoder"),
-        (("export", "run", "--to", "onnx"), "is an encoder-decoder, and this format is for decoder-only models; use --to hf"),
+        (
+            ("export", "run", "--to", "onnx"),
+            "is an encoder-decoder, and this format is for decoder-only models; use --to hf",
+        ),
     ):
         assert words in preheat.here(*command, code=1 if "onnx" in command else 2)[1]
 

@@ -23,7 +23,10 @@ gold: gold
 @pytest.fixture
 def asked(preheat: Command) -> Command:
     """The folder with a task (t.yaml) that the text answers, and a second text."""
-    rows = [{"start": f"the quick brown {n}", "ends": ["fox", "zzqx kkvv", "jackdaws %%%"], "gold": "fox"} for n in range(12)]
+    rows = [
+        {"start": f"the quick brown {n}", "ends": ["fox", "zzqx kkvv", "jackdaws %%%"], "gold": "fox"}
+        for n in range(12)
+    ]
     (preheat.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (preheat.folder / "t.yaml").write_text(TASK)
     (preheat.folder / "other.txt").write_text("Something else altogether stands here, line after line.\n" * 60)
@@ -85,7 +88,17 @@ def test_a_run_measures_tasks_and_forgetting_before_and_after(
     assert again["difference"]["texts"]["other.txt"]["paired"] is True
     ran, typed = (of["difference"]["tasks"]["t"]["metrics"]["accuracy"] for of in (found, again))
     assert typed == pytest.approx(ran)
-    assert set(again) >= {"model", "loss", "perplexity", "bits_per_byte", "tokens", "texts", "tasks", "before", "difference"}
+    assert set(again) >= {
+        "model",
+        "loss",
+        "perplexity",
+        "bits_per_byte",
+        "tokens",
+        "texts",
+        "tasks",
+        "before",
+        "difference",
+    }
 
     # Two side by side, as a table.
     texts = ["--data", "train", "--data", "other.txt", "--rows", "40"]

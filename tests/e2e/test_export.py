@@ -22,13 +22,22 @@ LORA = "techniques={lora: {rank: 4}}"
 
 
 def test_a_run_becomes_gguf_with_a_card(preheat: Command) -> None:
-    run = preheat.here.json("train", "r.yaml", "--set", LORA, "--set", "stop.steps=6", "--set", "evaluate.rows=3")["run"]
+    run = preheat.here.json("train", "r.yaml", "--set", LORA, "--set", "stop.steps=6", "--set", "evaluate.rows=3")[
+        "run"
+    ]
     made = preheat.here.json("export", run, "--to", "gguf", "--dtype", "q8_0")
     held = preheat.here.json("eval", run)["texts"]["validation"]
     assert held["rows"] > 3
     assert made["perplexity_of"] == f"the run's own data, 3 of its {held['rows']} validation rows: {3 * 32} tokens"
     assert made["path"] == f"{run}/export-gguf-q8_0"
-    assert made.keys() >= {"bytes", "before", "after", "max_logit_difference", "mean_logit_difference", "top1_agreement"}
+    assert made.keys() >= {
+        "bytes",
+        "before",
+        "after",
+        "max_logit_difference",
+        "mean_logit_difference",
+        "top1_agreement",
+    }
     assert made["merged"] == 14
     assert made["types"]["Q8_0"] > made["types"].get("F16", 0)
     assert made["after"]["perplexity"] == pytest.approx(made["before"]["perplexity"], rel=0.02)
@@ -90,7 +99,9 @@ def base_of(folder: Path) -> None:
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    config = transformers.LlamaConfig(vocab_size=257, bos_token_id=0, eos_token_id=0, max_position_embeddings=64, **sizes)
+    config = transformers.LlamaConfig(
+        vocab_size=257, bos_token_id=0, eos_token_id=0, max_position_embeddings=64, **sizes
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<end>")
     tokenizer.save_pretrained(folder)
@@ -132,7 +143,11 @@ def test_whoever_opens_an_export_of_a_chat_stops_where_generate_stops(preheat: C
     again = preheat.here.json("generate", "hf", "--chat", "--prompt", "Hello 3", "--tokens", "20")
     assert (again["text"], again["ended"]) == (ours["text"], ours["ended"])
 
-    file = preheat.folder / "gguf" / preheat.here.json("export", run, "--to", "gguf", "--dtype", "f32", "--out", "gguf")["file"]
+    file = (
+        preheat.folder
+        / "gguf"
+        / preheat.here.json("export", run, "--to", "gguf", "--dtype", "f32", "--out", "gguf")["file"]
+    )
     told, _ = read_gguf_metadata(str(file))
     named = [told[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")]
     assert named == [turn, turn, 0]

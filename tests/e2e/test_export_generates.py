@@ -138,7 +138,9 @@ def test_peft_answers_as_the_run_does_merged_and_not(run: Run) -> None:
     names = run.check(run.export("peft"))
     assert names["answer"].tolist()[-1] == 3
     merged = names["model"].merge_and_unload()
-    answer = merged.generate(**names["ids"], max_new_tokens=64, do_sample=False)[0, names["ids"]["input_ids"].shape[1] :]
+    answer = merged.generate(**names["ids"], max_new_tokens=64, do_sample=False)[
+        0, names["ids"]["input_ids"].shape[1] :
+    ]
     assert answer.tolist() == names["answer"].tolist(), "a merged model has the settings, too"
 
 

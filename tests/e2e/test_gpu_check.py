@@ -86,11 +86,16 @@ def test_its_parts_run_on_a_cpu(tmp_path: Path, part: str, only: list[str], leas
 @pytest.mark.parametrize("part", ["correct", "memory", "ladder"])
 def test_every_case_runs_on_a_cpu(tmp_path: Path, part: str) -> None:
     rows = check(tmp_path, part, "--budget", "3000")
-    assert {row["result"] for row in rows} <= {"ok", "skipped"}, [row for row in rows if row["result"] not in ("ok", "skipped")]
+    assert {row["result"] for row in rows} <= {"ok", "skipped"}, [
+        row for row in rows if row["result"] not in ("ok", "skipped")
+    ]
 
 
 def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path) -> None:
-    for arguments, words in ((["corect"], "no such part"), (["correct", "--only", "nothing"], "--only nothing: no case")):
+    for arguments, words in (
+        (["corect"], "no such part"),
+        (["correct", "--only", "nothing"], "--only nothing: no case"),
+    ):
         command = [sys.executable, str(SCRIPT), *arguments, "--device", "cpu"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2

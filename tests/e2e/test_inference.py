@@ -40,7 +40,9 @@ def test_models_as_they_write_side_by_side(preheat: Command, model: str) -> None
         assert row["tokens_per_pass"] == 1
         assert row["cache_bytes"] == row["cache_predicted_bytes"]
     plain = rows[names[0], 2]
-    assert plain["cache_bytes"] == 2 * 21 * 5 * 2 * 4 * 8 * 4  # rows, tokens read, layers, keys and values, heads, width, fp32
+    assert (
+        plain["cache_bytes"] == 2 * 21 * 5 * 2 * 4 * 8 * 4
+    )  # rows, tokens read, layers, keys and values, heads, width, fp32
     assert rows[names[1], 2]["cache_bytes"] == plain["cache_bytes"] * 12 / 32
     assert plain["ratio"] == {"value": 1, "low": 1, "high": 1}
     assert 0.5 <= rows[names[1], 2]["same_text"] <= plain["same_text"] == 1

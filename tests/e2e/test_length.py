@@ -9,7 +9,11 @@ import pytest
 
 from .conftest import Command
 
-ASKED = ["recall,lengths=[16,32],depths=2,each=2", "positions=long.txt,each=3", "continuation=long.txt,lengths=[32],each=2"]
+ASKED = [
+    "recall,lengths=[16,32],depths=2,each=2",
+    "positions=long.txt,each=3",
+    "continuation=long.txt,lengths=[32],each=2",
+]
 
 
 @pytest.fixture
@@ -80,7 +84,9 @@ def test_a_plan_of_a_longer_context_says_the_longest_rows_and_what_limits_them(p
         ("evaluate.tasks=['positions=long.txt,lengths=[30000]']", 2, "30,000 is beyond"),
     ],
 )
-def test_what_is_wrong_with_lengths_is_one_line(preheat: Command, folder: Path, settings: str, code: int, words: str) -> None:
+def test_what_is_wrong_with_lengths_is_one_line(
+    preheat: Command, folder: Path, settings: str, code: int, words: str
+) -> None:
     _, error = preheat.here("train", "r.yaml", "--set", settings, code=code)
     assert error.count("\n") == 1
     assert words in error

@@ -18,7 +18,9 @@ ROWS = [
     }
     for n in range(40)
 ]
-FAILS = "{% for m in messages %}\n{{ m.role }}: {{ m.content }}\n{{ m.content.nothing.more }}{{ eos_token }}\n{% endfor %}"
+FAILS = (
+    "{% for m in messages %}\n{{ m.role }}: {{ m.content }}\n{{ m.content.nothing.more }}{{ eos_token }}\n{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")

@@ -72,12 +72,18 @@ def report(preheat: Command, data_folder: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_report_on_falcon_ends_in_one_line(preheat: Command, report: Callable[[str], None]) -> None:
     report("falcon-traceback")
     error = preheat.here("train", "recipe.yaml", "--out", "run", code=2)[1]
-    assert error.strip().splitlines()[-1].startswith("error: model: falcon: FalconForCausalLM of transformers attends inside")
+    assert (
+        error.strip()
+        .splitlines()[-1]
+        .startswith("error: model: falcon: FalconForCausalLM of transformers attends inside")
+    )
     assert "Traceback" not in error
     assert not (preheat.folder / "run").exists()
 
 
-def test_the_report_on_neox_trains_the_model_that_transformers_reads(preheat: Command, report: Callable[[str], None]) -> None:
+def test_the_report_on_neox_trains_the_model_that_transformers_reads(
+    preheat: Command, report: Callable[[str], None]
+) -> None:
     from preheat.core import MaskSpec
     from preheat.inference.load import load_model
     from preheat.models import hf
@@ -110,7 +116,9 @@ def test_a_run_opens_from_anywhere_and_finds_its_base(preheat: Command, base: Pa
     assert there.here.json("eval", "../run", "--base", "../models/other")["loss"] == right
     weights = load_file(preheat.folder / "models/other/model.safetensors")
     wrong = shutil.copytree(preheat.folder / "models/other", preheat.folder / "wrong")
-    save_file({name: 2 * value for name, value in weights.items()}, wrong / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: 2 * value for name, value in weights.items()}, wrong / "model.safetensors", metadata={"format": "pt"}
+    )
     assert "--base: ../wrong has other weights" in there.here("generate", "../run", "--base", "../wrong", code=2)[1]
     # Found by its weights beside the run, not by its name alone.
     shutil.move(preheat.folder / "models" / "other", preheat.folder / "elsewhere" / "base")

@@ -29,7 +29,13 @@ def test_models_are_listed_shown_and_planned(preheat: Command) -> None:
 
 
 def test_a_gemma2_is_trained_exported_and_read_back(preheat: Command) -> None:
-    config = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16}
+    config = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
     config |= {"num_key_value_heads": 1, "vocab_size": 320, "sliding_window": 8, "final_logit_softcapping": 2.0}
     model = json.dumps({"preset": "gemma-2-2b", "weights": "random", "config": config})
     made = preheat.here.json("train", "r.yaml", "--set", f"model={model}", "--set", "stop.steps=6")

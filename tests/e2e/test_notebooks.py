@@ -11,7 +11,9 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_notebooks() -> None:
-    assert {"01_large_models_limited_hardware", "02_multi_gpu_training", "05_fine_tuning"} <= {path.stem for path in NOTEBOOKS}
+    assert {"01_large_models_limited_hardware", "02_multi_gpu_training", "05_fine_tuning"} <= {
+        path.stem for path in NOTEBOOKS
+    }
 
 
 @pytest.mark.filterwarnings("default")  # the kernel's client is not ours

@@ -34,8 +34,18 @@ LONG = pytest.mark.skipif(os.environ.get("PREHEAT_SCALE") != "all", reason="take
 
 def run_capped(preheat: Command, moment: str, mib: int, *settings: str) -> subprocess.CompletedProcess[str]:
     (preheat.folder / "wide.yaml").write_text(RECIPE)
-    command = [sys.executable, str(Path(__file__).with_name("capped.py")), "wide.yaml", "capped", moment, str(mib), *settings]
-    return subprocess.run(command, cwd=preheat.folder, env=preheat.environment, capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("capped.py")),
+        "wide.yaml",
+        "capped",
+        moment,
+        str(mib),
+        *settings,
+    ]
+    return subprocess.run(
+        command, cwd=preheat.folder, env=preheat.environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def capped(preheat: Command, moment: str, mib: int, *settings: str) -> tuple[Path, dict[str, Any], str]:
@@ -56,7 +66,9 @@ def resumed_from(preheat: Command, run: Path, step: int, *settings: str) -> Path
         if int(saved.name.removeprefix("step-")) > step:
             shutil.rmtree(saved)
     (other / "metrics.jsonl").unlink(missing_ok=True)
-    preheat.here("train", "wide.yaml", "--out", other.name, "--resume", *(part for s in settings for part in ("--set", s)))
+    preheat.here(
+        "train", "wide.yaml", "--out", other.name, "--resume", *(part for s in settings for part in ("--set", s))
+    )
     return other
 
 
@@ -85,11 +97,18 @@ def same_rows(got: dict[int, tuple[float, int]], wanted: dict[int, tuple[float, 
     ("mib", "techniques", "took"),
     [
         (110, LONGER, "chunked_loss"),  # built anew from a checkpoint that is saved for it
-        (60, f"{LONGER}, chunked_loss: {{rows: 64}}, activation_checkpointing: {{}}", "gradient_accumulation"),  # in place
+        (
+            60,
+            f"{LONGER}, chunked_loss: {{rows: 64}}, activation_checkpointing: {{}}",
+            "gradient_accumulation",
+        ),  # in place
     ],
 )
 def test_a_longer_batch_in_the_middle(preheat: Command, mib: int, techniques: str, took: str) -> None:
-    more = [f"techniques={{{techniques}}}", *(["batch.size=128", "checkpoint.every=1"] if "chunked" in techniques else [])]
+    more = [
+        f"techniques={{{techniques}}}",
+        *(["batch.size=128", "checkpoint.every=1"] if "chunked" in techniques else []),
+    ]
     run, rung, said = capped(preheat, "training", mib, *more)
     assert 2 <= rung["step"] <= 4, "rows grow until there"
     assert took in rung["took"][0]
@@ -124,7 +143,12 @@ def test_evaluation_takes_fewer_rows_at_a_time(preheat: Command) -> None:
     for file in sorted((preheat.folder / "text").glob("*.txt")):  # enough rows to be read by eight
         lines = file.read_text().splitlines()
         file.write_text("\n".join(f"{line} {again}" for again in range(7) for line in lines))
-    more = [f"techniques={{{LONGER.replace('0.5', '0.8')}}}", "data.validation=0.5", "evaluate.rows=512", "evaluate.every=2"]
+    more = [
+        f"techniques={{{LONGER.replace('0.5', '0.8')}}}",
+        "data.validation=0.5",
+        "evaluate.rows=512",
+        "evaluate.every=2",
+    ]
     run, _, _ = capped(preheat, "step 1", 12, *more, "stop.steps=5")
     rung = Reader(run).events("rung")[0]
     assert (rung["step"], rung["where"]) == (2, "evaluation")
@@ -133,7 +157,12 @@ def test_evaluation_takes_fewer_rows_at_a_time(preheat: Command) -> None:
 
 
 def test_a_copy_to_save_is_done_without(preheat: Command) -> None:
-    more = ["model.width=128", "checkpoint.asynchronous=true", "checkpoint.every=2", "techniques={chunked_loss: {rows: 64}}"]
+    more = [
+        "model.width=128",
+        "checkpoint.asynchronous=true",
+        "checkpoint.every=2",
+        "techniques={chunked_loss: {rows: 64}}",
+    ]
     # Between what the copy takes and what writing takes lie few MiB, and where they lie hangs on how the heap and threads lie: one of these caps shows it.
     run = preheat.folder / "capped"
     for mib in (46, 45, 47, 44):

@@ -139,7 +139,9 @@ def _listening(processes: list[int]) -> list[str]:
     """Addresses, in hexadecimal, on which they listen."""
     descriptors = [d for pid in processes for d in Path(f"/proc/{pid}/fd").iterdir()]
     open_files = {os.readlink(d) for d in descriptors if d.is_symlink()}
-    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    rows = [
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in open_files]
 
 
@@ -154,7 +156,9 @@ def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command)
         end = time.time() + 250
         while not (log.exists() and log.read_text().count("\n") > 3) and time.time() < end and agent.poll() is None:
             time.sleep(0.05)
-        workers = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True, check=True).stdout.split()
+        workers = subprocess.run(
+            ["pgrep", "-P", str(agent.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
         (second,) = (w for w in workers if b"\0RANK=1\0" in Path(f"/proc/{w}/environ").read_bytes())
         os.kill(int(second), signal.SIGSTOP)
         _, error = agent.communicate(timeout=120)
@@ -189,9 +193,13 @@ def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command)
         (("--set", "techniques={fsdp: {replicate: 4}}", "--nproc", "2"), "replicate 4 does not multiply to 2 devices"),
     ],
 )
-def test_what_cannot_be_shared_out_is_told_in_one_line(preheat: Command, arguments: tuple[str, ...], words: str) -> None:
+def test_what_cannot_be_shared_out_is_told_in_one_line(
+    preheat: Command, arguments: tuple[str, ...], words: str
+) -> None:
     run = preheat if "--nproc" in arguments else preheat.here
     _, error = run("train", "r.yaml", *arguments, code=2)
-    assert [line for line in error.splitlines() if line.startswith("error: ")] == [line for line in error.splitlines() if line]
+    assert [line for line in error.splitlines() if line.startswith("error: ")] == [
+        line for line in error.splitlines() if line
+    ]
     assert words in error
     assert not (preheat.folder / "runs").exists()

@@ -20,7 +20,15 @@ ALL_SAID, LEFT_OPEN = 1.05, 1.10  # on what is seen, for what is not
 
 
 def row(name: str, **said: Any) -> dict[str, str]:
-    small: dict[str, Any] = {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 1024, "vocab": 8192, "seq_len": 512}
+    small: dict[str, Any] = {
+        "hidden": 256,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn": 1024,
+        "vocab": 8192,
+        "seq_len": 512,
+    }
     plain = {
         "gpu": "H100",
         "n_gpus": 1,
@@ -29,7 +37,9 @@ def row(name: str, **said: Any) -> dict[str, str]:
         "optimizer": "adamw",
         "method": "full-ft",
     }
-    return dict.fromkeys(COLUMNS, "") | {key: str(value) for key, value in {"id": name, **small, **plain, **said}.items()}
+    return dict.fromkeys(COLUMNS, "") | {
+        key: str(value) for key, value in {"id": name, **small, **plain, **said}.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +55,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         "global_batch_seqs": 32,
     }
     sharded = {"n_gpus": 2, "dp_shard": 2, "zero_stage": 3}
-    many = {"method": "pretrain", "compile": "yes", "micro_batch": 64, "layers": 24, "activation_checkpointing": "selective"}
+    many = {
+        "method": "pretrain",
+        "compile": "yes",
+        "micro_batch": 64,
+        "layers": 24,
+        "activation_checkpointing": "selective",
+    }
     gpt = {
         "precision": "bf16",
         "sequence_parallel": "no",
@@ -55,7 +71,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         "compile": "yes",
     }
     crowded = {"gpu": "Card-2GB", "micro_batch": 128, "compile": "yes"}
-    two_stages = {"precision": "bf16", "pp": 2, "dp_replicate": 2, "n_gpus": 4, "sequence_parallel": "no", "method": "pretrain"}
+    two_stages = {
+        "precision": "bf16",
+        "pp": 2,
+        "dp_replicate": 2,
+        "n_gpus": 4,
+        "sequence_parallel": "no",
+        "method": "pretrain",
+    }
     rows = [
         row("plain", activation_checkpointing="full", compile="yes"),
         row("measured otherwise", activation_checkpointing="full", compile="yes", peak_mem_gib=77, tokens_per_s_per_gpu=1, source_repo="a/b"),
@@ -136,7 +159,9 @@ def test_which_memory_is_meant_where_no_word_says_it(answers: dict[str, dict[str
 def test_what_a_row_leaves_open_is_what_tools_do(answers: dict[str, dict[str, str]]) -> None:
     assert gib(answers, "Alpaca's") == gib(answers, "512 tokens of a row")
     more = LEFT_OPEN / ALL_SAID
-    assert gib(answers, "as many micro-batches as stages")[1] == pytest.approx(more * gib(answers, "micro-batches of 8")[1])
+    assert gib(answers, "as many micro-batches as stages")[1] == pytest.approx(
+        more * gib(answers, "micro-batches of 8")[1]
+    )
     assert gib(answers, "pretrains and says little")[1] == pytest.approx(more * gib(answers, "four rows")[1])
 
 
@@ -145,7 +170,9 @@ def test_what_a_row_says_is_not_changed_to_make_it_fit(answers: dict[str, dict[s
     assert float(answers["recomputes nothing"]["predicted_gib"]) == 2.0  # more than that, and it ran
 
 
-def test_who_pretrains_with_shards_has_segments_that_grow_where_the_driver_can(answers: dict[str, dict[str, str]]) -> None:
+def test_who_pretrains_with_shards_has_segments_that_grow_where_the_driver_can(
+    answers: dict[str, dict[str, str]],
+) -> None:
     assert gib(answers, "pretrains on AMD's")[1] > gib(answers, "pretrains on NVIDIA's")[1]
 
 

@@ -15,7 +15,9 @@ from preheat.run_dir import Reader
 from preheat.training.loop import _Loop
 from preheat.training.session import Session
 
-ROWS = "\n".join(json.dumps({"text": f"Document {n}: {'word ' * (n % 17)}and so on, number {n * n}."}) for n in range(400))
+ROWS = "\n".join(
+    json.dumps({"text": f"Document {n}: {'word ' * (n % 17)}and so on, number {n * n}."}) for n in range(400)
+)
 
 
 @pytest.fixture

@@ -75,7 +75,9 @@ def command(trained: Path, tmp_path: Path, cache: Path) -> Command:
 
 def tree(folder: Path) -> dict[str, str]:
     """Path -> checksum of all files below a folder."""
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()
+    }
 
 
 # Nothing of the user's is lost
@@ -83,7 +85,14 @@ def tree(folder: Path) -> dict[str, str]:
 
 def test_a_run_begins_only_in_a_new_or_empty_folder(command: Command) -> None:
     mine = command.folder / "mine"
-    for name in ("checkpoints/step-8/w.bin", "tokenizer/t.json", "plan.json", "report.html", "tokenizer.writing/x", "lock"):
+    for name in (
+        "checkpoints/step-8/w.bin",
+        "tokenizer/t.json",
+        "plan.json",
+        "report.html",
+        "tokenizer.writing/x",
+        "lock",
+    ):
         (mine / name).parent.mkdir(parents=True, exist_ok=True)
         (mine / name).write_text("mine")
     before = tree(mine)
@@ -99,7 +108,9 @@ def test_a_run_begins_only_in_a_new_or_empty_folder(command: Command) -> None:
     assert "preheat did not write it" in command.here("report", "mine", code=1)[1]
     assert tree(mine) == before
     (command.folder / "empty").mkdir()
-    command.here("train", "r.yaml", "--out", "empty", "--set", "data.checks={short: block}", "--set", "model.heads=3", code=2)
+    command.here(
+        "train", "r.yaml", "--out", "empty", "--set", "data.checks={short: block}", "--set", "model.heads=3", code=2
+    )
     assert list((command.folder / "empty").iterdir()) == []
 
 
@@ -132,7 +143,9 @@ def test_an_interrupted_beginning_does_not_block_the_next_try(command: Command) 
 def test_checkpoints_without_their_recipe_are_no_place_to_begin(command: Command) -> None:
     (command.folder / "a" / "recipe.yaml").unlink()
     before = tree(command.folder / "a")
-    assert "holds files of something else" in command.here("train", "r.yaml", "--out", "a", "--set", "seed=2", code=1)[1]
+    assert (
+        "holds files of something else" in command.here("train", "r.yaml", "--out", "a", "--set", "seed=2", code=1)[1]
+    )
     assert tree(command.folder / "a") == before
 
 
@@ -190,7 +203,9 @@ def test_a_name_does_not_lead_out_of_its_folder(name: Any) -> None:
 
 def weights(path: Path) -> float:
     """A number that two models do not share."""
-    return float(sum(p.detach().double().abs().sum() for part in load_model(path).build.trained for p in part.parameters()))
+    return float(
+        sum(p.detach().double().abs().sum() for part in load_model(path).build.trained for p in part.parameters())
+    )
 
 
 def test_a_checkpoint_of_another_run_is_neither_read_nor_pruned(command: Command) -> None:
@@ -352,7 +367,9 @@ def damage(run: Path, draw: random.Random) -> str:
     name = draw.choice(NAMES)
     file = run / name
     whole = file.read_bytes()
-    kind = draw.choice(("cut", "empty", "bytes", "value", "value", "value", "key", "key", "line", "folder", "deep", "missing"))
+    kind = draw.choice(
+        ("cut", "empty", "bytes", "value", "value", "value", "key", "key", "line", "folder", "deep", "missing")
+    )
     if kind == "cut":
         file.write_bytes(whole[: draw.randrange(len(whole))])
     elif kind == "empty":
@@ -369,7 +386,9 @@ def damage(run: Path, draw: random.Random) -> str:
         file.unlink()
     elif kind == "line" or name == "recipe.yaml":
         lines = whole.split(b"\n")
-        lines.insert(draw.randrange(len(lines)), draw.choice((b"3", b"null", b"[]", b"{}", b'"x"', b"\xff", b"9" * 5000, b"{")))
+        lines.insert(
+            draw.randrange(len(lines)), draw.choice((b"3", b"null", b"[]", b"{}", b'"x"', b"\xff", b"9" * 5000, b"{"))
+        )
         file.write_bytes(b"\n".join(lines))
     else:
         lines = whole.decode().splitlines() if name.endswith(".jsonl") else [whole.decode()]

@@ -72,13 +72,17 @@ def test_lora_and_full_tuning_lower_the_held_out_loss_of_shakespeare(
     preheat: Command, stories: Path, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", preheat.environment["PREHEAT_CACHE"])
-    before = preheat.here.json("eval", str(stories), "--data", str(data_folder / "text/tinyshakespeare.txt"), "--rows", "64")[
-        "loss"
-    ]
+    before = preheat.here.json(
+        "eval", str(stories), "--data", str(data_folder / "text/tinyshakespeare.txt"), "--rows", "64"
+    )["loss"]
     assert before == pytest.approx(4.73, abs=0.15)
     full = _tuned(stories, data_folder, tmp_path / "full", "{efficient_attention: {}, chunked_loss: {}}", 5e-3)
     lora = _tuned(
-        stories, data_folder, tmp_path / "lora", "{efficient_attention: {}, chunked_loss: {}, lora: {rank: 8, alpha: 32}}", 1e-2
+        stories,
+        data_folder,
+        tmp_path / "lora",
+        "{efficient_attention: {}, chunked_loss: {}, lora: {rank: 8, alpha: 32}}",
+        1e-2,
     )
     assert full < before - 1.5
     assert lora < before - 0.5

@@ -60,7 +60,14 @@ def test_questions_of_validation_rows_are_answered_before_and_after(preheat: Com
     rows = [{"instruction": f"Say {n}", "output": f"It is {n}."} for n in range(40)]
     (preheat.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = "data={source: rows.jsonl, validation: 0.2, template: alpaca}"
-    changes = [f"model={{path: {stories}}}", data, "batch.length=128", "evaluate.rows=2", "stop.steps=2", "checkpoint.every=0"]
+    changes = [
+        f"model={{path: {stories}}}",
+        data,
+        "batch.length=128",
+        "evaluate.rows=2",
+        "stop.steps=2",
+        "checkpoint.every=0",
+    ]
     preheat.here(
         *["train", "r.yaml", "--set", "sample={rows: 2, tokens: 6}", *(part for c in changes for part in ("--set", c))]
     )
@@ -92,14 +99,25 @@ def test_questions_of_validation_rows_are_answered_before_and_after(preheat: Com
 def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, stories: str) -> None:
     sample = "sample={prompts: [The cat, The dog], tokens: 12}"
     preheat.here(
-        "train", "r.yaml", "--set", f"model={{path: {stories}}}", "--set", "techniques={lora: {rank: 4}}", "--set", sample
+        "train",
+        "r.yaml",
+        "--set",
+        f"model={{path: {stories}}}",
+        "--set",
+        "techniques={lora: {rank: 4}}",
+        "--set",
+        sample,
     )
     run = preheat.folder / "runs/small"
     samples = json.loads((run / "samples.json").read_text())
     assert [s["prompt"] for s in samples] == ["The cat", "The dog"]
-    base = preheat.here.json("generate", stories, "--prompt", "The cat", "--prompt", "The dog", "--tokens", "12")["texts"]
+    base = preheat.here.json("generate", stories, "--prompt", "The cat", "--prompt", "The dog", "--tokens", "12")[
+        "texts"
+    ]
     assert [s["before"] for s in samples] == [t["text"] for t in base]
-    last = preheat.here.json("generate", "runs/small", "--prompt", "The cat", "--prompt", "The dog", "--tokens", "12")["texts"]
+    last = preheat.here.json("generate", "runs/small", "--prompt", "The cat", "--prompt", "The dog", "--tokens", "12")[
+        "texts"
+    ]
     assert [s["text"] for s in samples] == [t["text"] for t in last] != [s["before"] for s in samples]
     page = (run / "report.html").read_text()
     assert "Before training" in page
@@ -107,7 +125,10 @@ def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, sto
     by_step = preheat.here.json("generate", "runs/small", "--step", "10", "--prompt", "The cat", "--tokens", "12")
     by_path = preheat.here.json("generate", "runs/small/checkpoints/step-10", "--prompt", "The cat", "--tokens", "12")
     assert (by_step["step"], by_step["text"]) == (by_path["step"], by_path["text"]) == (10, by_step["text"])
-    assert "has no checkpoint of step 7; there are: 10, 12" in preheat.here("generate", "runs/small", "--step", "7", code=1)[1]
+    assert (
+        "has no checkpoint of step 7; there are: 10, 12"
+        in preheat.here("generate", "runs/small", "--step", "7", code=1)[1]
+    )
     asked = preheat.here("generate", "runs/small/checkpoints/step-10", "--step", "12", code=1)[1]
     assert "is the checkpoint of step 10, and step 12 was asked for" in asked
 
@@ -207,7 +228,10 @@ def test_a_long_chat_drops_its_oldest_turns_and_says_so(preheat: Command, storie
 
 
 def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stories: str) -> None:
-    rows = [[{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n}."}] for n in range(40)]
+    rows = [
+        [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n}."}]
+        for n in range(40)
+    ]
     (preheat.folder / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     settings = [
         f"model={{path: {stories}}}",
@@ -216,7 +240,9 @@ def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stori
     ]
     sample = 'sample={prompts: ["What is 3?", [{role: user, content: "What is 3?"}]], tokens: 8}'
     sets = [
-        word for setting in (*settings, "techniques={lora: {rank: 4}}", "stop.steps=3", sample) for word in ("--set", setting)
+        word
+        for setting in (*settings, "techniques={lora: {rank: 4}}", "stop.steps=3", sample)
+        for word in ("--set", setting)
     ]
     preheat.here("train", "r.yaml", *sets)
     plain, chat = json.loads((preheat.folder / "runs/small/samples.json").read_text())

@@ -47,10 +47,14 @@ def _agrees(kernel: str, mask: MaskSpec) -> None:
     torch.manual_seed(0)
     exact = [torch.randn(3, heads, 300, 64, device="cuda", requires_grad=True) for heads in (4, 2, 2)]
     rounded = [t.detach().bfloat16().requires_grad_() for t in exact]
-    outs: list[Any] = [reference_attention(*exact, mask, 0.125), attend(*rounded, mask=mask, scale=0.125, kernel=kernel)]
+    outs: list[Any] = [
+        reference_attention(*exact, mask, 0.125),
+        attend(*rounded, mask=mask, scale=0.125, kernel=kernel),
+    ]
     weight = torch.randn_like(outs[0])
     grads = [
-        torch.autograd.grad(out, tensors, weight.to(out.dtype)) for out, tensors in zip(outs, (exact, rounded), strict=True)
+        torch.autograd.grad(out, tensors, weight.to(out.dtype))
+        for out, tensors in zip(outs, (exact, rounded), strict=True)
     ]
     for ours, truth in zip((outs[1], *grads[1]), (outs[0], *grads[0]), strict=True):
         assert float((ours.float() - truth).norm() / truth.norm()) < 0.02

@@ -94,13 +94,17 @@ def test_four_bits_multiply_as_the_values_they_stand_for(rows: int, inputs: int,
     with torch.no_grad():
         out = made(x)
     assert relative(out, functional.linear(x.double(), made.weight.double(), made.bias.double())) < 8e-3  # type: ignore[union-attr]
-    assert (made._ready is not None) == (rows <= 64 and group != 8), "aten's kernel takes few rows of groups that it knows"
+    assert (made._ready is not None) == (rows <= 64 and group != 8), (
+        "aten's kernel takes few rows of groups that it knows"
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 300])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1024, 96), (1000, 50), (20, 33)])
 @pytest.mark.parametrize("rounded", [None, "dynamic"])
-def test_eight_bits_multiply_as_the_values_they_stand_for(rows: int, inputs: int, outputs: int, rounded: str | None) -> None:
+def test_eight_bits_multiply_as_the_values_they_stand_for(
+    rows: int, inputs: int, outputs: int, rounded: str | None
+) -> None:
     cpu = Int8Linear.of(torch.nn.Linear(inputs, outputs, bias=False), inputs=rounded)
     x = draw(rows, inputs).bfloat16()
     with torch.no_grad():
@@ -156,6 +160,8 @@ def test_the_norm_and_its_gradients_are_those_of_fp64() -> None:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         out = rms_norm(*given, 1e-5)
-        assert torch.cuda.memory_allocated() - before <= out.nbytes + 64 * 4 + 1024, "kept: one number a row beside the result"
+        assert torch.cuda.memory_allocated() - before <= out.nbytes + 64 * 4 + 1024, (
+            "kept: one number a row beside the result"
+        )
         ours = torch.autograd.grad(out, given, grad.to("cuda", dtype))
         assert max(relative(a, b) for a, b in zip((out, *ours), (truth, *wanted), strict=True)) < bound

@@ -162,7 +162,15 @@ SPECIAL = [
         "<|im_sep|>",
     ),
     *("<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
-    *("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    *(
+        "[INST]",
+        "[/INST]",
+        "[TOOL_CALLS]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+    ),
 ]
 
 
@@ -186,7 +194,9 @@ def json_of(value: Any) -> str:
 
 
 def _qwen(m: Message, join: str = "\n") -> str:
-    calls = _calls(m, lambda f: f'<tool_call>\n{{"name": "{f["name"]}", "arguments": {json_of(f["arguments"])}}}\n</tool_call>')
+    calls = _calls(
+        m, lambda f: f'<tool_call>\n{{"name": "{f["name"]}", "arguments": {json_of(f["arguments"])}}}\n</tool_call>'
+    )
     return join.join([*([m["content"]] if m["content"] else []), *calls])
 
 
@@ -261,7 +271,10 @@ TALKS: dict[str, list[Message]] = {
         said("assistant", "\n\nend "),
     ],
     "tools": [
-        *(said("user", "Weather in Ulm?"), said("assistant", "", tool_calls=[call("weather", city="Ulm", days=[1, 2])])),
+        *(
+            said("user", "Weather in Ulm?"),
+            said("assistant", "", tool_calls=[call("weather", city="Ulm", days=[1, 2])]),
+        ),
         *(said("tool", '{"celsius": 12}', name="weather"), said("assistant", "It has 12 degrees.")),
         *(said("user", "Thanks"), said("assistant", "You are welcome.")),
     ],

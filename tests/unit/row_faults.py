@@ -9,14 +9,17 @@ from typing import Any
 
 GOOD: list[dict[str, Any]] = [{"instruction": f"Say {n}", "output": f"It is {n}."} for n in range(12)]
 TALK: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"It is {n}."}]} for n in range(12)
+    {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"It is {n}."}]}
+    for n in range(12)
 ]
 
 
 def lines(rows: list[dict[str, Any]], *bad: str | bytes) -> bytes:
     """JSON lines: the good rows, then the bad ones as they are."""
     made = [json.dumps(row).encode() for row in rows]
-    return b"\n".join([*made, *(b if isinstance(b, bytes) else b.encode("utf-8", "surrogatepass") for b in bad)]) + b"\n"
+    return (
+        b"\n".join([*made, *(b if isinstance(b, bytes) else b.encode("utf-8", "surrogatepass") for b in bad)]) + b"\n"
+    )
 
 
 def turn(role: Any, content: Any) -> str:
@@ -84,7 +87,21 @@ def drawn(seed: int) -> tuple[str, bytes]:
     draw = random.Random(seed)
     rows: list[Any] = [json.loads(json.dumps(row)) for row in draw.choice((GOOD, TALK))]
     values: list[Any] = [
-        *(None, True, 3, -1.5, float("nan"), float("inf"), "", " ", "\x00", "\ud800", "\x1b[31m\x07", "[/b]", "x" * 30_000),
+        *(
+            None,
+            True,
+            3,
+            -1.5,
+            float("nan"),
+            float("inf"),
+            "",
+            " ",
+            "\x00",
+            "\ud800",
+            "\x1b[31m\x07",
+            "[/b]",
+            "x" * 30_000,
+        ),
         *([], {}, [[]], [1, "a"], {"role": "user"}, 10**400, "</s>", "<|im_end|>", "\u202e", "é" * 50, ["a"] * 500),
     ]
     for _ in range(draw.randint(1, 3)):
@@ -111,7 +128,9 @@ def drawn(seed: int) -> tuple[str, bytes]:
         elif kind == 5 and isinstance(rows[row].get("messages"), list) and rows[row]["messages"]:
             message = draw.choice(rows[row]["messages"])
             if isinstance(message, dict):
-                message[draw.choice(("role", "content", "weight", "tool_calls", "images", "name"))] = draw.choice(values)
+                message[draw.choice(("role", "content", "weight", "tool_calls", "images", "name"))] = draw.choice(
+                    values
+                )
         else:
             rows[row] |= {f"f{n}": n for n in range(draw.choice((1, 3000)))}
     content = b"\n".join(json.dumps(row).encode("utf-8", "surrogatepass") for row in rows) + b"\n"

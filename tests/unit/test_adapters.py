@@ -43,7 +43,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     torch.manual_seed(0)
     llama = transformers.LlamaConfig(**common, num_hidden_layers=2, num_key_value_heads=2, intermediate_size=64)
-    gpt2 = transformers.GPT2Config(**common, **ends, num_hidden_layers=2, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
+    gpt2 = transformers.GPT2Config(
+        **common, **ends, num_hidden_layers=2, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0
+    )
     transformers.LlamaForCausalLM(llama).save_pretrained(root / "llama")
     transformers.GPT2LMHeadModel(gpt2).save_pretrained(root / "gpt2")
     llama.tie_word_embeddings = True
@@ -74,7 +76,9 @@ def logits(b: Build) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_starts_as_the_base_learns_and_is_merged_exactly(folders: dict[str, Path], family: str, variant: str) -> None:
+def test_a_variant_starts_as_the_base_learns_and_is_merged_exactly(
+    folders: dict[str, Path], family: str, variant: str
+) -> None:
     base = logits(made(folders[family], "{}"))
     b = made(folders[family], f"{{lora: {{variant: {variant}, rank: 4}}}}")
     first = logits(b)
@@ -89,7 +93,9 @@ def test_a_variant_starts_as_the_base_learns_and_is_merged_exactly(folders: dict
 
 
 @pytest.mark.parametrize("family", ["llama", "tied", "gpt2"])
-def test_a_pair_on_the_embedding_is_one_with_a_tied_head_and_merged_exactly(folders: dict[str, Path], family: str) -> None:
+def test_a_pair_on_the_embedding_is_one_with_a_tied_head_and_merged_exactly(
+    folders: dict[str, Path], family: str
+) -> None:
     base = logits(made(folders[family], "{}"))
     alone = "{lora: {targets: [c_attn, q_proj], rank: 1, embedding_rank: 3}%s}"
     b, whole = made(folders[family], alone % ", chunked_loss: {rows: 7}"), made(folders[family], alone % "")
@@ -135,7 +141,9 @@ def test_a_tied_pair_of_pefts_own_is_taken_over(folders: dict[str, Path], tmp_pa
         made(folders["tied"], f"{{lora: {{targets: [q_proj], rank: 3, alpha: 6, embedding_rank: 5, {start}}}}}")
     settings = tmp_path / "theirs/adapter_config.json"
     whole = settings.read_text()
-    settings.write_text(whole.replace('"lm_head": 2', '"lm_hood": 2'))  # peft: 6 / 3 at the head then, 6 / 2 at the embedding
+    settings.write_text(
+        whole.replace('"lm_head": 2', '"lm_hood": 2')
+    )  # peft: 6 / 3 at the head then, 6 / 2 at the embedding
     with pytest.raises(RecipeError, match="scales its pair by 2 at lm_head and by 3 at the embedding"):
         made(folders["tied"], f"{{lora: {{targets: [q_proj], rank: 3, alpha: 6, embedding_rank: 2, {start}}}}}")
     settings.write_text(whole)
@@ -195,7 +203,9 @@ def test_rslora_scales_by_the_root_of_the_rank(folders: dict[str, Path]) -> None
     for variant, scale in (("lora", 6 / 9), ("rslora", 6 / 3)):
         b = made(folders["llama"], f"{{lora: {{variant: {variant}, rank: 9, alpha: 6}}}}")
         assert {
-            m.scaling["default"] for m in b.trained[0].modules() if hasattr(m, "scaling") and isinstance(m.scaling, dict)
+            m.scaling["default"]
+            for m in b.trained[0].modules()
+            if hasattr(m, "scaling") and isinstance(m.scaling, dict)
         } == {scale}  # type: ignore[union-attr]
 
 
@@ -221,7 +231,9 @@ def test_pissa_takes_the_largest_singular_directions(folders: dict[str, Path], i
         .get_submodule(name)
     )
     values = torch.linalg.svdvals(whole)
-    assert relative(torch.linalg.svdvals(layer.get_delta_weight("default"))[:5], values[:5]) < (0.1 if iterations else 1e-4)
+    assert relative(torch.linalg.svdvals(layer.get_delta_weight("default"))[:5], values[:5]) < (
+        0.1 if iterations else 1e-4
+    )
     assert relative(layer.base_layer.weight + layer.get_delta_weight("default"), whole) < 1e-6
 
 
@@ -250,7 +262,9 @@ def test_on_a_base_from_a_folder_it_goes_on_exactly_without_the_base_in_the_chec
     train(a, 2)
     found = checkpoint.save(a, checkpoint.Progress(step=2), tmp_path, keep=1)
     saved = json.loads((found / "model.safetensors.index.json").read_text())["weight_map"]
-    assert {name.removeprefix("model.") for name in saved if name.startswith("model.")} == {name for name, _ in a.parameters()}
+    assert {name.removeprefix("model.") for name in saved if name.startswith("model.")} == {
+        name for name, _ in a.parameters()
+    }
     b = made(folders["tied"], techniques)
     checkpoint.load(b, found)
     assert torch.equal(logits(b), logits(a))
@@ -262,7 +276,9 @@ def test_on_a_base_from_a_folder_it_goes_on_exactly_without_the_base_in_the_chec
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(folders: dict[str, Path], method: str) -> None:
+def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(
+    folders: dict[str, Path], method: str
+) -> None:
     base = logits(made(folders["llama"], "{}"))
     b = made(folders["llama"], peft(method))
     assert relative(logits(b), base) < 2e-6
@@ -404,11 +420,15 @@ def test_a_packed_map_is_the_plain_map_of_its_weight(kind: type, autocast: bool)
 def test_nf4_rounds_the_folders_weights_and_merges_into_full_ones(folders: dict[str, Path], family: str) -> None:
     plain = made(folders[family], "{}").trained[0]
     b = made(folders[family], "{lora: {rank: 4}, nf4: {keep: [down_proj, mlp.c_proj]}}")
-    packed = {name.replace(".base_layer", ""): m for name, m in b.trained[0].named_modules() if isinstance(m, nf4.PackedMap)}
+    packed = {
+        name.replace(".base_layer", ""): m for name, m in b.trained[0].named_modules() if isinstance(m, nf4.PackedMap)
+    }
     assert len(packed) == {"llama": 12, "gpt2": 6}[family]
     for name, module in packed.items():
         value: Any = plain.get_submodule(name).weight
-        assert torch.equal(module.weight, nf4.dequantize(nf4.quantize(value), tuple(value.shape), torch.float32, nf4.tables()))
+        assert torch.equal(
+            module.weight, nf4.dequantize(nf4.quantize(value), tuple(value.shape), torch.float32, nf4.tables())
+        )
     assert b.trained[0].get_output_embeddings().weight.dtype == torch.float32  # type: ignore[operator]
     losses = train(b, 6)
     assert losses[-1] < losses[0] - 0.05, losses

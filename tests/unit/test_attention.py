@@ -81,7 +81,9 @@ def test_blocks_of_a_window_agree_forward_and_backward(window: int, more: dict[s
 
 
 @pytest.mark.parametrize(("window", "shared"), [(5, 20), (40, 128), (40, 200), (130, 150)])
-def test_blocks_with_global_tokens_in_documents_agree(window: int, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_with_global_tokens_in_documents_agree(
+    window: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import preheat.ops.attention.blockwise as module
 
     mask = MaskSpec(window=window, global_tokens=shared, documents=DOCUMENTS)
@@ -182,7 +184,9 @@ def test_flex_agrees_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_compiled", lambda: theirs.flex_attention)
     for mask in (MaskSpec(window=70), MaskSpec(documents=DOCUMENTS, window=50, global_tokens=4)):
         tensors = [t.detach() for t in qkv()]
-        assert apart(module.compiled_flex_attention(*tensors, mask, 0.3), reference_attention(*tensors, mask, 0.3)) < 3e-6
+        assert (
+            apart(module.compiled_flex_attention(*tensors, mask, 0.3), reference_attention(*tensors, mask, 0.3)) < 3e-6
+        )
     with pytest.raises(NotImplementedError, match="backward on CPU"):
         module.compiled_flex_attention(*qkv(), MaskSpec(), 0.3)
 
@@ -378,10 +382,18 @@ WIDE = "model: {layers: 2, width: 64, heads: 4, kv_heads: 2, vocabulary: 96}\nba
         ("{efficient_attention: {}}", CUDA, "efficient"),
         ("{efficient_attention: {}, mixed_precision: {mode: fp16}}", TURING, "efficient"),
         ("{efficient_attention: {kernel: flash}, mixed_precision: {mode: fp16}}", TURING, "flash needs an Ampere GPU"),
-        ("{efficient_attention: {kernel: flash}, sliding_window: {}}", DEVICE, "flash has no window.*use blocks, flex or auto"),
+        (
+            "{efficient_attention: {kernel: flash}, sliding_window: {}}",
+            DEVICE,
+            "flash has no window.*use blocks, flex or auto",
+        ),
         ("{efficient_attention: {kernel: flex}}", DEVICE, "no backward pass for it on a CPU; use blocks"),
         ("{efficient_attention: {kernel: flash2}}", DEVICE, "needs a CUDA device"),
-        ("{efficient_attention: {kernel: flash2}, mixed_precision: {}}", CUDA, "pip install flash-attn --no-build-isolation"),
+        (
+            "{efficient_attention: {kernel: flash2}, mixed_precision: {}}",
+            CUDA,
+            "pip install flash-attn --no-build-isolation",
+        ),
         ("{efficient_attention: {kernel: flash2}}", CUDA, "needs bf16"),
         ("{efficient_attention: {kernel: flash2}, block_sparse_attention: {}}", CUDA, "flash2 has no global tokens"),
         ("{efficient_attention: {kernel: flash3}, mixed_precision: {}}", CUDA, "needs a Hopper GPU"),
@@ -422,7 +434,11 @@ def test_patterns_mean_the_same_to_every_kernel_and_computed_twice(pattern: str)
     own = "model.config={sliding_window: 6, layer_types: [sliding_attention, full_attention, sliding_attention]}"
     more = [own, "model.family=qwen3"] if pattern.startswith("gradient") else []
     seen = []
-    for others in ("", ", efficient_attention: {kernel: blocks}", ", efficient_attention: {}, activation_checkpointing: {}"):
+    for others in (
+        "",
+        ", efficient_attention: {kernel: blocks}",
+        ", efficient_attention: {}, activation_checkpointing: {}",
+    ):
         recipe = recipes.override(tiny(f"{{{pattern}{others}}}"), *more)
         made = build(recipe, vocabulary=96, device=DEVICE)
         gradients(made, split(uneven(), [4]) if not more else split(uneven(), [2, 2]))
@@ -430,7 +446,9 @@ def test_patterns_mean_the_same_to_every_kernel_and_computed_twice(pattern: str)
     assert max(difference(grads, seen[0]) for grads in seen[1:]) < 5e-6
     plain = build(recipes.override(tiny(), *more[1:]), vocabulary=96, device=DEVICE)
     gradients(plain, [uneven()])
-    assert difference(seen[0], {name: p.grad for name, p in plain.parameters()}) > 1e-3, "less is seen than by the plain model"
+    assert difference(seen[0], {name: p.grad for name, p in plain.parameters()}) > 1e-3, (
+        "less is seen than by the plain model"
+    )
 
 
 def test_a_dry_run_sees_flex_and_flash_by_their_tiles() -> None:

@@ -11,7 +11,11 @@ from torch import Tensor, nn
 
 from preheat.core import MaskSpec
 from preheat.ops.attention.multihead import attend_any, attention_in_chunks
-from preheat.techniques.efficient_attention import EfficientAttention, convert_model_to_efficient_attention, efficient_attention
+from preheat.techniques.efficient_attention import (
+    EfficientAttention,
+    convert_model_to_efficient_attention,
+    efficient_attention,
+)
 
 
 def apart(a: Tensor, b: Tensor) -> float:
@@ -29,9 +33,9 @@ def test_the_module_gives_what_torchs_own_gives(causal: bool, padded: bool) -> N
     padding = torch.zeros(2, 200, dtype=torch.bool)
     padding[0, 150:] = True
     hidden = nn.Transformer.generate_square_subsequent_mask(200) if causal else None
-    wanted = theirs(x, x, x, key_padding_mask=padding.float() * -1e9 if padded else None, attn_mask=hidden, need_weights=False)[
-        0
-    ]
+    wanted = theirs(
+        x, x, x, key_padding_mask=padding.float() * -1e9 if padded else None, attn_mask=hidden, need_weights=False
+    )[0]
     grad = torch.autograd.grad(wanted.square().sum(), x)[0]
     for memory_efficient in (True, False):
         ours = EfficientAttention(dim=16, num_heads=4, dropout=0.0, causal=causal, memory_efficient=memory_efficient)
@@ -79,7 +83,11 @@ def test_converted_multihead_attention_gives_the_same(settings: dict[str, Any]) 
     names = list(after.state_dict())
     assert convert_model_to_efficient_attention(after) is after
     assert list(after.state_dict()) == names
-    q, k, v = torch.randn(2, 30, 16), torch.randn(2, 40, settings.get("kdim", 16)), torch.randn(2, 40, settings.get("vdim", 16))
+    q, k, v = (
+        torch.randn(2, 30, 16),
+        torch.randn(2, 40, settings.get("kdim", 16)),
+        torch.randn(2, 40, settings.get("vdim", 16)),
+    )
     padding = torch.zeros(2, 40, dtype=torch.bool)
     padding[1, 33:] = True
     first = settings.get("batch_first", False)

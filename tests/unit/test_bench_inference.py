@@ -35,13 +35,17 @@ def _job(model: str, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
     ("settings", "dtype"),
     [({"cache": "static"}, None), ({"draft": "itself"}, None), ({}, "bf16"), ({"cache": "int8", "window": 9}, "bf16")],
 )
-def test_a_contender_measures_itself(model: str, data_folder: Path, settings: dict[str, Any], dtype: str | None) -> None:
+def test_a_contender_measures_itself(
+    model: str, data_folder: Path, settings: dict[str, Any], dtype: str | None
+) -> None:
     text = str(data_folder / "text" / "tinystories_train_excerpt.txt")
     if "draft" in settings:
         settings = {"draft": model}
     speaker = InferenceWorker(_job(model, settings, dtype=dtype, text=text))
     about = speaker.about()
-    assert about["weights_bytes"] == pytest.approx((2 if dtype else 8 if "draft" in settings else 4) * 260_032, rel=0.01)
+    assert about["weights_bytes"] == pytest.approx(
+        (2 if dtype else 8 if "draft" in settings else 4) * 260_032, rel=0.01
+    )
     assert speaker.begin() == {}
     found = speaker.measure(2, 24)
     assert found["first"] > 0 < found["rest"]
@@ -53,7 +57,9 @@ def test_a_contender_measures_itself(model: str, data_folder: Path, settings: di
     else:
         assert found["passes"] == 7
         assert found["cache_bytes"] == about["cache_bytes"][0]
-    assert 1.5 < speaker.end()["loss"] < 2.6 + 2 * ("window" in settings), "1.8 on whole stories; short rows and windows cost"
+    assert 1.5 < speaker.end()["loss"] < 2.6 + 2 * ("window" in settings), (
+        "1.8 on whole stories; short rows and windows cost"
+    )
 
 
 def test_transformers_by_itself_writes_the_same_texts(model: str, data_folder: Path) -> None:

@@ -19,7 +19,9 @@ from preheat.recipe import Sample
 SCALE = 0.2
 
 
-def given(rows: int, heads: int, pairs: int, queries: int, keys: int, width: int, values: int) -> tuple[Tensor, Tensor, Tensor]:
+def given(
+    rows: int, heads: int, pairs: int, queries: int, keys: int, width: int, values: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """As models have them: queries of a transposed projection, keys and values the beginning of a longer cache."""
     torch.manual_seed(0)
     q = torch.randn(rows, queries, heads, width).bfloat16().transpose(1, 2)
@@ -49,7 +51,9 @@ def test_it_is_attention_in_fp64_but_for_the_last_rounding(sizes: tuple[int, ...
     assert bool(((found.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-6).all())
     if masked and rows > 1:  # one mask for all rows
         shared = mask[:1]  # type: ignore[index]
-        assert bool(((cached_attention(q, k, v, shared, SCALE).double() - reference(q, k, v, shared)).abs() <= 2e-2).all())
+        assert bool(
+            ((cached_attention(q, k, v, shared, SCALE).double() - reference(q, k, v, shared)).abs() <= 2e-2).all()
+        )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -119,7 +123,12 @@ def folder(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     made = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(made)
     AutoTokenizer.from_pretrained(data_folder / "stories260K-hf").save_pretrained(made)

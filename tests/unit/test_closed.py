@@ -28,7 +28,9 @@ def claims() -> dict[str, float]:
     if not file.exists():
         pytest.skip("the published claims are not beside this clone (set PREHEAT_DATA)")
     with file.open(encoding="utf-8") as rows:
-        return {row["id"]: float(row["value"]) for row in csv.DictReader(rows) if row["value"].replace(".", "").isdigit()}
+        return {
+            row["id"]: float(row["value"]) for row in csv.DictReader(rows) if row["value"].replace(".", "").isdigit()
+        }
 
 
 def test_states_are_those_that_are_published(claims: dict[str, float]) -> None:

@@ -70,7 +70,9 @@ def test_places_are_those_at_which_both_have_read_the_same_text(
     read = [part.tolist() for part in found.batch.tokens[0].split(found.batch.mask.documents[0])]  # type: ignore[no-untyped-call]
     place, begun, said = 0, 0, 0
     for part, theirs in zip(batch.tokens[0].split(batch.mask.documents[0]), read, strict=False):  # type: ignore[no-untyped-call]
-        upto = {other.tokenizer.decode(theirs[: n + 1], skip_special_tokens=True).lstrip(): n for n in range(len(theirs))}
+        upto = {
+            other.tokenizer.decode(theirs[: n + 1], skip_special_tokens=True).lstrip(): n for n in range(len(theirs))
+        }
         for n in range(len(part)):
             text = own.tokenizer.decode(part[: n + 1], skip_special_tokens=True).lstrip()
             ends = not own.pieces[part[n]] and n > 0
@@ -123,11 +125,15 @@ techniques: {{distillation: {{teacher: {teacher}, pieces: common, {settings}}}, 
 
 def made(data_folder: Path, settings: str = "", beside: str = "") -> Any:
     places = {"own": data_folder / "tokenizers/gpt2", "teacher": data_folder / "stories260K-hf"}
-    return build(recipes.parse(RECIPE.format(**places, settings=settings, beside=beside)), vocabulary=50257, device=DEVICE)
+    return build(
+        recipes.parse(RECIPE.format(**places, settings=settings, beside=beside)), vocabulary=50257, device=DEVICE
+    )
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_the_loss_is_that_of_loops_over_documents(cuts: dict[str, TokenizerView], data_folder: Path, direction: str) -> None:
+def test_the_loss_is_that_of_loops_over_documents(
+    cuts: dict[str, TokenizerView], data_folder: Path, direction: str
+) -> None:
     temperature, mixture, top = 1.5, 0.7, 6
     b = made(data_folder, f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top: {top}")
     student, teacher = (
@@ -205,7 +211,9 @@ def test_the_tokenizers_must_be_known_and_differ(data_folder: Path) -> None:
         build(recipes.override(same, "data={}"), vocabulary=512, device=DEVICE)
     with pytest.raises(RecipeError, match=r"or set techniques\.distillation\.pieces: common"):
         build(
-            recipes.override(same, f"data.tokenizer={data_folder / 'tokenizers/gpt2'}", "techniques.distillation.pieces=same"),
+            recipes.override(
+                same, f"data.tokenizer={data_folder / 'tokenizers/gpt2'}", "techniques.distillation.pieces=same"
+            ),
             vocabulary=50257,
             device=DEVICE,
         )

@@ -50,7 +50,9 @@ def _cut(*cuts: int) -> Any:
     return batch
 
 
-@pytest.mark.parametrize("kernel", ["{}", "{efficient_attention: {kernel: flash}}", "{efficient_attention: {kernel: blocks}}"])
+@pytest.mark.parametrize(
+    "kernel", ["{}", "{efficient_attention: {kernel: flash}}", "{efficient_attention: {kernel: blocks}}"]
+)
 def test_batches_of_other_documents_need_no_other_graph(kernel: str) -> None:
     plain, other, compiled = _pair(kernel)
     for cuts in ((1, 2, 3, 4), (0, 9, 31, 16), (5, 5, 5, 5)):

@@ -66,7 +66,12 @@ def test_the_texts_are_those_of_the_model_as_it_is(
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     opened, before = _opened(stories), _graphs()
     prompts = [[1, *stories.tokenizer.encode(text, add_special_tokens=False)] for text in PROMPTS]
-    for settings in ({}, {"temperature": 0.8, "top_k": 20}, {"temperature": 1.0, "repetition_penalty": 1.2}, {"window": 8}):
+    for settings in (
+        {},
+        {"temperature": 0.8, "top_k": 20},
+        {"temperature": 1.0, "repetition_penalty": 1.2},
+        {"window": 8},
+    ):
         plain = _write(opened, prompts, 3, tokens=12, compile=False, **settings)
         compiled = _write(opened, prompts, 3, tokens=12, compile=True, **settings)
         assert plain == compiled
@@ -151,10 +156,17 @@ def test_running_out_of_graphs_is_an_error(
     ],
 )
 def test_who_is_compiled_unasked(
-    kind: str, passes: int, settings: dict[str, Any], compiled: bool, stories: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    passes: int,
+    settings: dict[str, Any],
+    compiled: bool,
+    stories: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpp_build, "uncompiled", lambda kind: "")
-    model: Any = SimpleNamespace(device=torch.device(kind), config=stories.build.trained[0].config, _can_compile_fullgraph=True)
+    model: Any = SimpleNamespace(
+        device=torch.device(kind), config=stories.build.trained[0].config, _can_compile_fullgraph=True
+    )
     made = settled(Sample(**settings), model, passes)
     assert made.compile is compiled
     assert made.cache_kind == settings.get("cache", "static" if compiled else "dynamic")
@@ -197,7 +209,9 @@ def test_a_run_does_not_compile_unasked(stories: LoadedModel, monkeypatch: pytes
         monkeypatch.setattr(sample_generation, "Reader", lambda path: SimpleNamespace(samples=list))
         sample_generation.Samples(recipe, stories.tokenizer).write(stories.build, writer, step=0)
     for compiles in (False, True):
-        scoring.Scorer(stories.build, stories.tokenizer, micro=2, length=64, compiles=compiles).write([], tokens=4, stop=())
+        scoring.Scorer(stories.build, stories.tokenizer, micro=2, length=64, compiles=compiles).write(
+            [], tokens=4, stop=()
+        )
     assert heard == [False, True, False, False, "auto"]
 
 

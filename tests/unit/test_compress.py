@@ -136,7 +136,9 @@ def test_other_families_are_written_and_opened(family: str, stories: Path, tmp_p
     assert torch.equal(plain_logits(again, rows[0]), plain_logits(model, rows[0]))
     assert softcap(again) == (30.0 if family == "gemma2" else None)
     shared = getattr(again.get_input_embeddings(), "codes", None) is again.lm_head.codes
-    assert shared == (family == "gpt2"), "Qwen3's here is not tied, and Gemma's embedding multiplies what it looks up: it stays"
+    assert shared == (family == "gpt2"), (
+        "Qwen3's here is not tied, and Gemma's embedding multiplies what it looks up: it stays"
+    )
 
 
 def test_a_layer_is_given_the_inputs_that_the_model_gives_it(stories: Path, rows: list[Tensor]) -> None:
@@ -168,7 +170,9 @@ def test_sensitivity_is_the_curvature_of_the_loss(stories: Path, rows: list[Tens
     from preheat.compress.methods.bit_budget import CHOICES, _made, sensitivity
 
     model: Any = load_model(stories).build.trained[0].requires_grad_(False)
-    maps = {f"model.layers.{n}.{part}": model.get_submodule(f"model.layers.{n}.{part}") for n in (0, 2, 4) for part in PARTS}
+    maps = {
+        f"model.layers.{n}.{part}": model.get_submodule(f"model.layers.{n}.{part}") for n in (0, 2, 4) for part in PARTS
+    }
     found, before = sensitivity(model, maps, rows), loss(model, rows)
     predicted, measured = [], []
     for name, module in maps.items():
@@ -217,7 +221,9 @@ def test_methods_and_settings_that_there_are_not(text: str, words: str) -> None:
 
 def test_settings_go_to_the_methods_that_have_them() -> None:
     names = ["int8", "awq", "int4,group=64"]
-    int8, awq, int4 = (v.method for v in read_variants(names, None, ["group=32", "int4.symmetric=false", "keep=[head]"]))
+    int8, awq, int4 = (
+        v.method for v in read_variants(names, None, ["group=32", "int4.symmetric=false", "keep=[head]"])
+    )
     assert (awq.group, awq.symmetric, int4.group, int4.symmetric) == (32, True, 32, False)  # type: ignore[attr-defined]
     assert int8.keep == awq.keep == ("head",)  # type: ignore[attr-defined]
     budget = read_variants([], 5.0, ["keep=[head]"])[0].method
@@ -277,7 +283,8 @@ def test_eight_bit_floats_need_a_gpu(stories: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
     assert any(
-        "a CPU has no fp8 products" in words for words in read_variant("fp8").method.check(load_model(stories).build.model)
+        "a CPU has no fp8 products" in words
+        for words in read_variant("fp8").method.check(load_model(stories).build.model)
     )
 
 

@@ -15,8 +15,14 @@ HOUSE = Path(preheat.__file__).parent
 # Other libraries' messages: they raise one type for several causes, and nothing else tells these apart. (file, function) -> why.
 FOREIGN = {
     ("compress/atomic_folder.py", "why_unwritable"): "torch and numpy raise bare errors for a full disk",
-    ("engine/checkpoint.py", "write"): "torch wraps the operating system's error in a CheckpointException without its number",
-    ("hardware/collective_bench.py", "_join"): "torch's store raises one RuntimeError for a taken port and everything else",
+    (
+        "engine/checkpoint.py",
+        "write",
+    ): "torch wraps the operating system's error in a CheckpointException without its number",
+    (
+        "hardware/collective_bench.py",
+        "_join",
+    ): "torch's store raises one RuntimeError for a taken port and everything else",
     (
         "ops/adapters/peft_layers.py",
         "inject",
@@ -41,7 +47,9 @@ _MATCHING = {"search", "match", "fullmatch", "sub", "findall", "finditer"}
 def text_of_error(node: ast.AST, errors: set[str]) -> bool:
     """Whether an expression has the text of a caught exception in it: str(error), error.args."""
     texts = [
-        child.args[:1] for child in ast.walk(node) if isinstance(child, ast.Call) and ast.unparse(child.func) in ("str", "repr")
+        child.args[:1]
+        for child in ast.walk(node)
+        if isinstance(child, ast.Call) and ast.unparse(child.func) in ("str", "repr")
     ]
     texts += [[child.value] for child in ast.walk(node) if isinstance(child, ast.Attribute) and child.attr == "args"]
     return any(isinstance(name, ast.Name) and name.id in errors for names in texts for name in names)
@@ -61,8 +69,12 @@ def decisions_by_text(source: str) -> list[tuple[str, int]]:
             function = node.name
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
-            flat = [e for side in sides for e in (side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side])]
-            sentences = [e for e in flat if isinstance(e, ast.Constant) and isinstance(e.value, str) and " " in e.value.strip()]
+            flat = [
+                e for side in sides for e in (side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side])
+            ]
+            sentences = [
+                e for e in flat if isinstance(e, ast.Constant) and isinstance(e.value, str) and " " in e.value.strip()
+            ]
             if sentences or any(text_of_error(side, errors) for side in sides):
                 found.append((function, node.lineno))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -40,7 +40,9 @@ def packed(length: int = 12, documents: int = 60, packing: Any = "stream") -> Ro
 
 @pytest.mark.parametrize("packing", ["stream", "whole"])
 @pytest.mark.parametrize("length", [2, 5, 6, 12])
-def test_cut_rows_hold_each_token_once_with_its_label_and_count_from_their_own_beginning(packing: Any, length: int) -> None:
+def test_cut_rows_hold_each_token_once_with_its_label_and_count_from_their_own_beginning(
+    packing: Any, length: int
+) -> None:
     rows = [packed(packing=packing).row(n) for n in (3, 0, 7)]
     pieces = cut(rows, length, pad=999)
     where = [(n, place) for n in range(3) for place in range(12)]
@@ -79,7 +81,10 @@ def test_every_token_is_trained_once_while_the_length_grows_and_any_session_read
     def take(first: int, workers: int = 0) -> list[list[Any]]:
         stream = batches(rows, seed=1, committed=4 * first, step=first, shape=shape, workers=workers)
         made = [
-            [(b.tokens.tolist(), b.labels.tolist(), b.positions.tolist(), b.mask, b.weight, b.rows) for b in next(stream)]
+            [
+                (b.tokens.tolist(), b.labels.tolist(), b.positions.tolist(), b.mask, b.weight, b.rows)
+                for b in next(stream)
+            ]
             for _ in range(first, total)
         ]
         stream.close()
@@ -108,7 +113,8 @@ def test_every_token_is_trained_once_while_the_length_grows_and_any_session_read
 @pytest.mark.parametrize("keep", ["tokens", "rows"])
 def test_lengths_rise_to_the_full_one_in_few_steps_and_shapes_are_cut_from_whole_rows(schedule: Any, keep: Any) -> None:
     lengths = [
-        length_at(n / 500, start=32, full=250, until=0.4, schedule=schedule, root_degree=3, multiple=16) for n in range(501)
+        length_at(n / 500, start=32, full=250, until=0.4, schedule=schedule, root_degree=3, multiple=16)
+        for n in range(501)
     ]
     assert lengths == sorted(lengths)
     assert lengths[0] == 32
@@ -118,7 +124,9 @@ def test_lengths_rise_to_the_full_one_in_few_steps_and_shapes_are_cut_from_whole
     for length, rows, micro in itertools.product(set(lengths), (1, 3, 8), (1, 2)):
         shape = shape_at(length, rows=rows, micro=micro, full=250, keep=keep)
         taken = rows_consumed(shape, 250)
-        assert taken == rows if keep == "tokens" else abs(taken * 250 / length - rows) <= max(125 / length, rows / 2 + 250)
+        assert (
+            taken == rows if keep == "tokens" else abs(taken * 250 / length - rows) <= max(125 / length, rows / 2 + 250)
+        )
         assert shape.micro * length <= micro * 250
         assert 1 <= shape.micro <= shape.rows
     assert shape_at(250, rows=8, micro=2, full=250, keep=keep) == Shape(8, 250, 2)
@@ -187,8 +195,12 @@ def test_rows_come_when_competence_reaches_them_and_once_a_pass() -> None:
     assert list(itertools.islice(resumed, 300)) == read[123:423]
     slow = list(itertools.islice(order_by_difficulty(scores, total=4000, seed=1, start=0.1, until=0.5), 60))
     assert len(set(slow[:20])) == 20
-    assert 1 < max(map(slow.count, slow)) <= 3, "20 rows at first and 40 at last: read again, but a row at most once a pass"
-    assert [competence(t, start=0.2, until=0.8, curve="linear") for t in (0, 0.4, 0.8, 1)] == pytest.approx([0.2, 0.6, 1, 1])
+    assert 1 < max(map(slow.count, slow)) <= 3, (
+        "20 rows at first and 40 at last: read again, but a row at most once a pass"
+    )
+    assert [competence(t, start=0.2, until=0.8, curve="linear") for t in (0, 0.4, 0.8, 1)] == pytest.approx(
+        [0.2, 0.6, 1, 1]
+    )
 
 
 @pytest.mark.parametrize("packing", ["stream", "whole"])
@@ -235,7 +247,9 @@ def test_scores_from_a_file(tmp_path: Path) -> None:
             from_file(tmp_path / name, rows)
 
 
-def test_the_loss_of_a_small_model_is_that_of_transformers_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_a_small_model_is_that_of_transformers_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -300,7 +314,9 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("preheat.planning.fallback_ladder.plan", lambda *_, **__: dict(FIGURES))
     monkeypatch.setattr("preheat.hardware.benchmark_rates.rates", lambda *_, **__: None)
-    monkeypatch.setattr(session, "reset_memory_baseline", lambda device: 0)  # the heap's settings last as long as the process
+    monkeypatch.setattr(
+        session, "reset_memory_baseline", lambda device: 0
+    )  # the heap's settings last as long as the process
     (tmp_path / "text").mkdir()
     for n in range(30):
         (tmp_path / "text" / f"{n}.txt").write_text(
@@ -321,7 +337,10 @@ def logged(run: Path, key: str = "loss") -> dict[int, float]:
         ("{length_curriculum: {until: 0.6, keep: rows}}", 0),
         ("{difficulty_curriculum: {}}", 0),
         ("{dynamic_batch: {start: 1, every: 3}}", 0),
-        ("{length_curriculum: {until: 0.3}, difficulty_curriculum: {by: length}, dynamic_batch: {start: 1, every: 3}}", 2),
+        (
+            "{length_curriculum: {until: 0.3}, difficulty_curriculum: {by: length}, dynamic_batch: {start: 1, every: 3}}",
+            2,
+        ),
     ],
 )
 def test_ended_in_the_middle_and_resumed_every_loss_is_the_same(

@@ -62,7 +62,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(tmp_path: Path, folder: Path, source: Path | tuple[str, ...], **settings: Any) -> PreparedData:
     data = Data(
-        source=source if isinstance(source, tuple) else str(source), tokenizer=str(folder), **{"validation": 0.0, **settings}
+        source=source if isinstance(source, tuple) else str(source),
+        tokenizer=str(folder),
+        **{"validation": 0.0, **settings},
     )
     return prepare(data, length=64, seed=0, cache=tmp_path / "cache")
 
@@ -169,7 +171,9 @@ def test_what_a_folder_does_not_give_is_named_by_suffix(tmp_path: Path, folder: 
     assert not [line for line in run(tmp_path, folder, own / "more" / "b.jsonl").told if "not read" in line]
 
 
-def test_paths_that_cannot_be_read_are_told_in_a_line(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_cannot_be_read_are_told_in_a_line(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "gone.jsonl").symlink_to("nowhere")
     (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
@@ -232,7 +236,9 @@ def test_a_saved_data_set_with_parts_missing(tmp_path: Path, folder: Path) -> No
 # --- tokens
 
 
-@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer", "LlamaTokenizerFast", "T5Tokenizer", "BertTokenizer"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2Tokenizer", "GPT2Tokenizer", "LlamaTokenizerFast", "T5Tokenizer", "BertTokenizer"]
+)
 def test_the_tokens_are_those_of_tokenizer_json(tmp_path: Path, data_folder: Path, name: str) -> None:
     source = data_folder / "stories260K-hf"
     settings = json.loads((source / "tokenizer_config.json").read_text()) | {"tokenizer_class": name}
@@ -280,7 +286,9 @@ def test_a_tokenizer_without_tokenizer_json_is_read_as_transformers_does(tmp_pat
     letters = ["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "Ġa", "he"]
     (own / "vocab.json").write_text(json.dumps({piece: n for n, piece in enumerate(letters)}))
     (own / "merges.txt").write_text("#version: 0.2\nh e\nĠ a\n")
-    (own / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}))
+    (own / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"})
+    )
     found = load_tokenizer(str(own))
     assert found.convert_ids_to_tokens(found.encode("he had a hen")) == ["he", "Ġ", "h", "a", "d", "Ġa", "Ġ", "he", "n"]
 
@@ -400,7 +408,9 @@ def test_rows_of_text_beside_a_template_are_not_asked(tmp_path: Path, folder: Pa
     assert run(tmp_path, folder, tmp_path / "text.jsonl", template="chatml").train.tokens.ids.size
     (tmp_path / "a.jinja").write_text(f"{{% for m in messages %}}{HEAD}{{% endfor %}}")
     for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_bytes(lines([json.loads(json.dumps(row).replace("?", name)) for row in TALK]))
+        (tmp_path / f"{name}.jsonl").write_bytes(
+            lines([json.loads(json.dumps(row).replace("?", name)) for row in TALK])
+        )
     both = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
     notes = run(tmp_path, folder, both, template=str(tmp_path / "a.jinja")).told
     assert sum("generation_prompt" in note for note in notes) == 1, notes
@@ -427,7 +437,9 @@ def test_templates_that_never_end(name: str, monkeypatch: pytest.MonkeyPatch) ->
     with within(60), pytest.raises(TemplateLimit, match=words):
         Template(text, "mine.jinja").pieces(TALK[0]["messages"])
     assert time.monotonic() - begun < 30
-    assert Template(CHATML, "own").prompt(TALK[0]["messages"][:1]).endswith("assistant\n"), "the limits are lifted again"
+    assert Template(CHATML, "own").prompt(TALK[0]["messages"][:1]).endswith("assistant\n"), (
+        "the limits are lifted again"
+    )
 
 
 def test_the_limits_hold_in_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +456,9 @@ def test_the_limits_hold_in_threads_too(monkeypatch: pytest.MonkeyPatch) -> None
         return str(caught.value)
 
     names = ["loops", "wide", "recursive"]
-    started = threading.Barrier(len(names))  # a thread that starts takes address space, which is limited while another renders
+    started = threading.Barrier(
+        len(names)
+    )  # a thread that starts takes address space, which is limited while another renders
     begun = time.monotonic()
     with within(60), concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
         list(pool.map(lambda _: started.wait(), names))
@@ -462,7 +476,8 @@ def test_an_alarm_that_was_set_before_still_rings() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{{ nowhere.x }}", "{{ raise_exception('\x1b[31mno\nway') }}", "{% if %}", "{{ 1 / 0 }}", "\x1b{% bad \x07 %}"]
+    "text",
+    ["{{ nowhere.x }}", "{{ raise_exception('\x1b[31mno\nway') }}", "{% if %}", "{{ 1 / 0 }}", "\x1b{% bad \x07 %}"],
 )
 def test_templates_that_fail_do_so_in_one_line(text: str) -> None:
     with pytest.raises(DataError, match="mine") as caught:

@@ -41,7 +41,9 @@ def take(rows, count, *, step=0, committed=0, workers=0, seed=3, shape=growing):
 
 def flat(steps):
     return [
-        (b.rows, b.tokens.tolist(), b.labels.tolist(), b.positions.tolist(), b.mask, b.weight) for step in steps for b in step
+        (b.rows, b.tokens.tolist(), b.labels.tolist(), b.positions.tolist(), b.mask, b.weight)
+        for step in steps
+        for b in step
     ]
 
 
@@ -111,7 +113,10 @@ if __name__ == "__main__":
 def test_workers_end_when_the_main_process_is_killed(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
     here = {**os.environ, "PYTHONPATH": os.getcwd()}
-    assert subprocess.run([sys.executable, tmp_path / "killed.py", tmp_path / "pids"], env=here, check=False).returncode == -9
+    assert (
+        subprocess.run([sys.executable, tmp_path / "killed.py", tmp_path / "pids"], env=here, check=False).returncode
+        == -9
+    )
     pids = [int(p) for p in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     until = time.time() + 10
@@ -133,7 +138,9 @@ def test_evaluation_reads_rows_of_the_whole_split_in_order(rows):
     numbers = [n for b in made for n in b.rows]
     assert [len(b.rows) for b in made] == [3, 3, 1]
     assert numbers == sorted(set(numbers))
-    assert np.ptp(np.diff([*numbers, len(rows)])) <= 1, "a few rows stand for all: the first ones are of the first files alone"
+    assert np.ptp(np.diff([*numbers, len(rows)])) <= 1, (
+        "a few rows stand for all: the first ones are of the first files alone"
+    )
     assert [len(b.rows) for b in evaluation_batches(rows, micro=64, limit=10**6)] == [len(rows)]
 
 
@@ -146,7 +153,8 @@ def test_a_reader_that_ends_or_hangs_is_one_line(rows, monkeypatch, number, how)
     for reader in readers:
         os.kill(reader.pid, number)
     with pytest.raises(
-        RunError, match=rf"^data\.workers: a reader process {how}.* while reading rows \d+ to \d+ .*; set data\.workers=0"
+        RunError,
+        match=rf"^data\.workers: a reader process {how}.* while reading rows \d+ to \d+ .*; set data\.workers=0",
     ):
         [next(source) for _ in range(50)]
     assert not any(reader.is_alive() for reader in readers)
@@ -157,7 +165,9 @@ def test_what_a_terminal_sends_to_all_its_processes_does_not_end_readers(rows):
     source = batches(rows, seed=3, committed=0, shape=growing, workers=1)
     got = [next(source)]
     (child,) = multiprocessing.active_children()
-    server = int(subprocess.run(["ps", "-o", "ppid=", str(child.pid)], capture_output=True, text=True, check=True).stdout)
+    server = int(
+        subprocess.run(["ps", "-o", "ppid=", str(child.pid)], capture_output=True, text=True, check=True).stdout
+    )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         os.kill(child.pid, number)
         os.kill(server, number)

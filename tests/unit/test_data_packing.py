@@ -69,7 +69,11 @@ def test_whole_rows_hold_each_example_once_and_uncut(length, masked):
                 found.append(list(zip(ids, labels, strict=True)))
     assert sorted(found) == sorted(wanted)
     assert rows.no_room == 60 - len(wanted)
-    lost = [d for d in reference(tokens) if tokens.trained is not None and not any(label >= 0 for _, label in d[: length - 1])]
+    lost = [
+        d
+        for d in reference(tokens)
+        if tokens.trained is not None and not any(label >= 0 for _, label in d[: length - 1])
+    ]
     assert rows.truncated == sum(len(d) > length for d in reference(tokens)) - sum(len(d) > length for d in lost)
     assert rows.tokens_total == sum(map(len, wanted))
     assert rows.trained_total == sum(label >= 0 for d in wanted for _, label in d)

@@ -52,7 +52,8 @@ def test_importing_the_package_imports_no_torch():
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "\t\n\r\n  x", "naïve 日本語 🙂‍↕️ \u202e\x00\x7f", "a" * 1000, "def f():\n    return 1\n", "\ufffd\u0301"]
+    "text",
+    ["", " ", "\t\n\r\n  x", "naïve 日本語 🙂‍↕️ \u202e\x00\x7f", "a" * 1000, "def f():\n    return 1\n", "\ufffd\u0301"],
 )
 def test_bpe_gives_back_what_it_was_given(tokenizer, text):
     own = load_tokenizer(tokenizer)
@@ -119,7 +120,8 @@ def test_every_format_gives_the_same_rows(tmp_path, tokenizer):
     for n, line in enumerate(LINES):
         (tmp_path / "folder" / f"{n:03}.txt").write_text(line)
     made = [
-        run(tmp_path, tmp_path / name, tokenizer=tokenizer) for name in ("a.jsonl", "a.json", "a.parquet", "saved", "folder")
+        run(tmp_path, tmp_path / name, tokenizer=tokenizer)
+        for name in ("a.jsonl", "a.json", "a.parquet", "saved", "folder")
     ]
     assert len({m.fingerprint for m in made}) == 1
     assert (
@@ -155,7 +157,8 @@ def test_a_long_text_file_is_cut_at_blank_lines_without_loss(tmp_path):
     assert len(pieces) > 20
     assert all(p.endswith("\n\n") and len(p) < 5000 for p in pieces[:-1])
     cut, whole = (
-        Data(source=({"source": str(tmp_path / "a.txt"), **more},)).parts()[0][0] for more in ({}, {"text_files": "whole"})
+        Data(source=({"source": str(tmp_path / "a.txt"), **more},)).parts()[0][0]
+        for more in ({}, {"text_files": "whole"})
     )
     assert [d.text for d in open_source(whole).read()] == [text]
     assert open_source(whole).key() != open_source(cut).key()
@@ -171,13 +174,16 @@ def test_built_in_sources_are_real_and_repeatable(monkeypatch):
     pairs = list(source.read())
     assert len(pairs) == len(set(pairs)) > 300
     assert all(
-        d.text.startswith("# ") and "def " in d.sequences[0][0].text and d.trained_text.startswith("    ") for d in pairs
+        d.text.startswith("# ") and "def " in d.sequences[0][0].text and d.trained_text.startswith("    ")
+        for d in pairs
     )
     assert source.key() == open_source(Data(source="docstrings")).key() != open_source(Data()).key()
 
 
 def test_counting_baselines_are_between_nothing_and_the_truth(tmp_path, tokenizer):
-    made = run(tmp_path, write(tmp_path / "a.jsonl", [{"text": "ab ba ab ba " * 9 + t} for t in LINES]), tokenizer=tokenizer)
+    made = run(
+        tmp_path, write(tmp_path / "a.jsonl", [{"text": "ab ba ab ba " * 9 + t} for t in LINES]), tokenizer=tokenizer
+    )
     losses = baselines(made, range(len(made.validation)))
     assert 0 < losses["bigram"] < losses["unigram"] < 5.71  # ln 300: every piece alike
 
@@ -264,7 +270,11 @@ BAD = {
         r"\{prompt: question, completion: reply\} where .*data\.text: question for plain text",
     ),
     "a layout misspelt": (b'{"mesages": [], "id": 1}\n' * 9, {}, r"set data\.columns=\{messages: mesages\} \(check"),
-    "no prompt": (GOOD, {"prompt": "q", "completion": "text"}, r"corpus\.jsonl:1: no field 'q', only 'text'; set data\.prompt"),
+    "no prompt": (
+        GOOD,
+        {"prompt": "q", "completion": "text"},
+        r"corpus\.jsonl:1: no field 'q', only 'text'; set data\.prompt",
+    ),
     "a number": (GOOD + b'{"text": 7}\n', {}, r"corpus\.jsonl:2: field 'text' is a number, not text"),
     "null": (b'{"text": null}\n', {}, r"corpus\.jsonl:1: field 'text' is null"),
     "half a pair": (b'{"text": "\\ud800"}\n', {}, r"corpus\.jsonl:1: .*surrogate"),

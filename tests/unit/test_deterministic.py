@@ -46,7 +46,9 @@ def test_the_key_sets_torch_s_mode_and_its_absence_undoes_it() -> None:
 
 def test_a_workspace_of_the_environment_that_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(RecipeError, match=r"hardware.deterministic: CUBLAS_WORKSPACE_CONFIG is .*:0:0.* set it to :4096:8"):
+    with pytest.raises(
+        RecipeError, match=r"hardware.deterministic: CUBLAS_WORKSPACE_CONFIG is .*:0:0.* set it to :4096:8"
+    ):
         be_deterministic(True)
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
@@ -56,7 +58,9 @@ def test_a_workspace_of_the_environment_that_would_not_do(monkeypatch: pytest.Mo
 
 def test_an_operator_without_a_deterministic_version_is_one_line() -> None:
     be_deterministic(True)
-    with pytest.raises(RuntimeError, match="put_") as raised:  # torch's own words, of an operator that has none on CPUs either
+    with pytest.raises(
+        RuntimeError, match="put_"
+    ) as raised:  # torch's own words, of an operator that has none on CPUs either
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     error = explain_lacking(raised.value)
     assert str(error) == (

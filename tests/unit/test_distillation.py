@@ -149,10 +149,14 @@ def test_a_builds_loss_is_that_of_each_document_alone(beside: str) -> None:
     assert all(p.grad is None for p in b.parts["teacher"][0].parameters())
     told = b.loss.scores(loss.metrics, loss.weight)
     assert 0.3 * told["label_loss"] + 0.7 * 4 * told["divergence"] == pytest.approx(wanted, rel=1e-5)
-    assert measure(b, [batch]).loss == pytest.approx(told["label_loss"], rel=1e-5)  # an evaluation measures the labels alone
+    assert measure(b, [batch]).loss == pytest.approx(
+        told["label_loss"], rel=1e-5
+    )  # an evaluation measures the labels alone
 
 
-def test_a_teacher_of_another_family_is_read_by_its_own_attention_and_with_its_cap_on_the_logits(tmp_path: Path) -> None:
+def test_a_teacher_of_another_family_is_read_by_its_own_attention_and_with_its_cap_on_the_logits(
+    tmp_path: Path,
+) -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     shutil.copytree(teacher(), tmp_path / "gemma2", ignore=shutil.ignore_patterns("model*", "config*"))
@@ -271,7 +275,12 @@ def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path)
 
 
 def test_rows_that_were_not_written_whole_are_missing(tmp_path: Path) -> None:
-    how: dict[str, Any] = {"rows": 3, "of": {}, "arrays": {"a": ((2,), "int32"), "b": ((1,), "float16")}, "knob": "cache"}
+    how: dict[str, Any] = {
+        "rows": 3,
+        "of": {},
+        "arrays": {"a": ((2,), "int32"), "b": ((1,), "float16")},
+        "knob": "cache",
+    }
     kept, tokens = RowCache(tmp_path, **how), np.arange(4)
     kept.write(1, tokens, np.array([7, -8]), np.array([0.5]))
     again = RowCache(tmp_path, **how)
@@ -289,7 +298,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig
 
     folder = tmp_path_factory.mktemp("large")
-    shutil.copytree(teacher(32_000, hidden_size=4, num_hidden_layers=1, intermediate_size=4), folder, dirs_exist_ok=True)
+    shutil.copytree(
+        teacher(32_000, hidden_size=4, num_hidden_layers=1, intermediate_size=4), folder, dirs_exist_ok=True
+    )
     LlamaConfig(
         hidden_size=512, num_hidden_layers=12, num_attention_heads=8, intermediate_size=1376, vocab_size=32_000, max_position_embeddings=256
     ).save_pretrained(folder)  # fmt: skip
@@ -315,7 +326,9 @@ def test_at_32_000_pieces_memory_is_near_that_of_plain_chunked_training_and_the_
     assert max(live.peak.values()) < 1.3 * most
     assert max(kept.peak.values()) < 1.1 * most
     # Neither's logits of the batch: the largest thing that passes is far below 16 x 256 x 32,000 values in bf16.
-    assert max(size for _, size, phase in live.log if phase in ("head and loss", "backward")) < 16 * 256 * 32_000 * 2 / 2
+    assert (
+        max(size for _, size, phase in live.log if phase in ("head and loss", "backward")) < 16 * 256 * 32_000 * 2 / 2
+    )
     layers = 12 * (4 * 512**2 + 3 * 512 * 1376)
     forward = 2 * 16 * 256 * (layers + 32_000 * 512) + 12 * 4 * 16 * 256 * 256 * 512
     assert sum(live.flops.values()) - sum(plain.flops.values()) == pytest.approx(forward, rel=0.02)
@@ -325,7 +338,9 @@ def test_at_32_000_pieces_memory_is_near_that_of_plain_chunked_training_and_the_
 
 def test_under_fsdp_the_teacher_is_shared_out_as_the_student_is() -> None:
     recipe = recipes.override(
-        tiny(f"{{fsdp: {{}}, distillation: {{teacher: {teacher()}}}}}"), f"data.tokenizer={teacher()}", "parallel.devices=4"
+        tiny(f"{{fsdp: {{}}, distillation: {{teacher: {teacher()}}}}}"),
+        f"data.tokenizer={teacher()}",
+        "parallel.devices=4",
     )
     seen = observe(recipe, vocabulary=96, device=DEVICE, evaluated=False)
     whole = sum(p.numel() for parts in made().parts.values() for part in parts for p in part.parameters())

@@ -16,7 +16,9 @@ from preheat.evaluation.tasks import built_in, load_task
 from preheat.recipe import Data, parse
 
 PAGE = (Path(__file__).parents[2] / "docs/pages/data.md").read_text(encoding="utf-8")
-ROWS, TASK_ROW = ([json.loads(line) for line in block.splitlines()] for block in re.findall(r"```json\n(.*?)\n```", PAGE, re.S))
+ROWS, TASK_ROW = (
+    [json.loads(line) for line in block.splitlines()] for block in re.findall(r"```json\n(.*?)\n```", PAGE, re.S)
+)
 
 
 def table(first: str) -> list[list[str]]:
@@ -58,7 +60,8 @@ def test_its_template_marks_what_the_assistant_says() -> None:
     (text,) = re.findall(r"```jinja\n(.*?)\n```", PAGE, re.S)
     template = Template(text, variables={"eos_token": "</s>"}, special=("</s>",))
     talk = [
-        {"role": r, "content": c} for r, c in (("user", "Hi"), ("assistant", "Hello"), ("user", "So?"), ("assistant", "Yes"))
+        {"role": r, "content": c}
+        for r, c in (("user", "Hi"), ("assistant", "Hello"), ("user", "So?"), ("assistant", "Yes"))
     ]
     pieces = template.pieces(talk)
     assert [piece.text for piece in pieces if piece.trained] == ["Hello</s>", "Yes</s>"]

@@ -70,7 +70,9 @@ def packed(length: int = 40) -> Batch:
             labels[row, begin + prompt - 1 : begin + size - 1] = tokens[row, begin + prompt : begin + size]
             begin += size
         rows.append((*(size for size, _ in documents), *([length - begin] if begin < length else [])))
-    return Batch(tokens, labels, torch.zeros_like(tokens), MaskSpec(documents=tuple(rows)), int((labels != -100).sum()), (0, 1))
+    return Batch(
+        tokens, labels, torch.zeros_like(tokens), MaskSpec(documents=tuple(rows)), int((labels != -100).sum()), (0, 1)
+    )
 
 
 def theirs(path: Path, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
@@ -81,7 +83,9 @@ def theirs(path: Path, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
         begin = 0
         for size, prompt in documents:
             text = batch.tokens[row, begin : begin + size]
-            loss = model(input_ids=text[None, :prompt], labels=text[None, prompt:]).loss * (size - prompt) / batch.weight
+            loss = (
+                model(input_ids=text[None, :prompt], labels=text[None, prompt:]).loss * (size - prompt) / batch.weight
+            )
             loss.backward()
             total += float(loss.detach())
             begin += size
@@ -111,7 +115,13 @@ COMPOSED = (
 
 def test_those_that_serve_with_an_encoder_are_those_that_were_tried() -> None:
     serving = {name for name, t in registry().items() if t.supports_encoder_decoder}
-    tried = {part.split(":")[0] for part in COMPOSED} | {"lora", "mixed_precision", "lion", "adafactor", "regularized_loss"}
+    tried = {part.split(":")[0] for part in COMPOSED} | {
+        "lora",
+        "mixed_precision",
+        "lion",
+        "adafactor",
+        "regularized_loss",
+    }
     assert serving <= tried | {"fsdp", "data_parallel"}  # these on two processes, tests/distributed
 
 
@@ -151,7 +161,9 @@ def test_others_learn_an_answer(technique: str, tmp_path: Path) -> None:
 def test_what_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
     path, batch = folder(FAMILIES["mt5"](), tmp_path / "m"), packed()
     text = replace(batch, labels=batch.tokens, weight=80, rows=(7, 8))
-    with pytest.raises(DataError, match=r"rows 7, 8: all documents are trained from their first token on.*prompt_completion"):
+    with pytest.raises(
+        DataError, match=r"rows 7, 8: all documents are trained from their first token on.*prompt_completion"
+    ):
         divided(text)
     with pytest.raises(
         RecipeError, match=r"sliding_window: was made for decoder-only models, and mt5 has an encoder; leave it out"

@@ -207,7 +207,9 @@ def test_a_head_over_classes_is_asked_at_the_end_of_the_text(tokenizer: Any, tmp
     made.tags = made.tags | {CLASSES}
     texts = ["the cat", "the dog ran to the red house by the river", "seven wizards", "quiet spells sat"]
     scorer = Scorer(made, tokenizer, micro=3, length=32)
-    slow = [int(plain_logits(model, torch.tensor([[*scorer.encode(t), scorer.encoder.end]]))[0, -1].argmax()) for t in texts]
+    slow = [
+        int(plain_logits(model, torch.tensor([[*scorer.encode(t), scorer.encoder.end]]))[0, -1].argmax()) for t in texts
+    ]
     file = _jsonl(tmp_path / "r.jsonl", [{"t": t, "c": "abc"[n % 3]} for n, t in enumerate(texts)])
     task = Task(name="t", kind="classification", prompt="{{t}}", gold="c", choices=("a", "b", "c"), data=str(file))
     found = measure_task(task, scorer)
@@ -266,10 +268,16 @@ def test_what_the_model_writes_is_compared(tokenizer: Any, tmp_path: Path) -> No
     ids = scorer.encode("the cat")
     for _ in range(6):
         ids.append(int(plain_logits(made.trained[0], torch.tensor([ids]))[0, -1].argmax()))
-    slow = tokenizer.decode(ids[len(scorer.encode("the cat")) :], skip_special_tokens=True).lstrip().split("\n")[0].rstrip()
+    slow = (
+        tokenizer.decode(ids[len(scorer.encode("the cat")) :], skip_special_tokens=True)
+        .lstrip()
+        .split("\n")[0]
+        .rstrip()
+    )
     assert written == slow
     file = _jsonl(
-        tmp_path / "rows.jsonl", [{"q": "the cat", "a": [written or "x", "y"]}, {"q": "the cat", "a": "surely not this"}]
+        tmp_path / "rows.jsonl",
+        [{"q": "the cat", "a": [written or "x", "y"]}, {"q": "the cat", "a": "surely not this"}],
     )
     task = Task(name="t", kind="exact_match", prompt="{{q}}", gold="a", data=str(file), tokens=6)
     assert measure_task(task, scorer).metrics["exact_match"].value == (0.5 if written else 0.0)
@@ -302,11 +310,16 @@ def test_tokens_stand_for_as_many_bytes_as_the_text_has(tokenizer: Any, data_fol
     text = 'Lily said: "Ümläuts — naïve 漢字 😀!"\n\n  two  blanks\tand 12,345.6 numbers\n'
     for own in (
         tokenizer,
-        *(load_tokenizer(str(data_folder / name)) for name in ("tokenizers/gpt2", "tokenizers/llama2", "stories260K-hf")),
+        *(
+            load_tokenizer(str(data_folder / name))
+            for name in ("tokenizers/gpt2", "tokenizers/llama2", "stories260K-hf")
+        ),
     ):
         ids = own(text, add_special_tokens=True)["input_ids"]
         begins = int(own.convert_ids_to_tokens(own("a", add_special_tokens=False)["input_ids"])[0].startswith("▁"))
-        assert bytes_of_tokens(own)[ids].sum() == len(text.encode()) + begins  # sentencepiece puts a blank before a text
+        assert (
+            bytes_of_tokens(own)[ids].sum() == len(text.encode()) + begins
+        )  # sentencepiece puts a blank before a text
 
 
 # --- rows and tasks -----------------------------------------------------------------------------------------------
@@ -368,9 +381,7 @@ def test_a_chat_template_is_asked(tokenizer: Any, tmp_path: Path) -> None:
     task = Task(name="t", kind="cloze", prompt="{{q}}", gold="a", data=str(file), chat=True, system="be brief")
     with pytest.raises(RecipeError, match="no chat template"):
         items_of(task, tokenizer)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{m.role}}>{{m.content}}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
+    tokenizer.chat_template = "{% for m in messages %}<{{m.role}}>{{m.content}}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     try:
         (item,) = items_of(task, tokenizer)
     finally:
@@ -483,7 +494,9 @@ def test_built_in_tasks_read_the_published_files(tokenizer: Any, data_folder: Pa
     for item in items:
         words = {"percent": "%"}.get(item.scale, f" {item.scale}")
         said = "; ".join(
-            a + words if metrics.number_in(a, item.scale) is not None and metrics.number_in(a + words) is not None else a
+            a + words
+            if metrics.number_in(a, item.scale) is not None and metrics.number_in(a + words) is not None
+            else a
             for a in item.answers
         )
         assert metrics.numeric_match(said, item.answers, item.scale) == 1, (item.where, item.answers, item.scale)

@@ -32,9 +32,21 @@ from ..contract.waits import waits_of
 
 FAMILIES = ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3"]
 BY_SIGMOID = ["glm4_moe", "deepseek_v3"]  # with a bias, and without a balance loss
-SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
 SIZES |= {"intermediate_size": 64, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
-GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}
+GROUPS = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6}
 # Families that a recipe does not make new: with a layer without experts, and something that all tokens go to.
 OF_FOLDERS: dict[str, dict[str, Any]] = {
@@ -60,7 +72,9 @@ def recipe_of(family: str, techniques: str = "{}") -> recipes.Recipe:
     if family not in OF_FOLDERS:
         return tiny(techniques, family=family)
     where = f"model={{path: {folder(family)}, weights: random}}"
-    return recipes.override(recipes.parse("stop: {steps: 20}\nbatch: {size: 4, length: 32}"), where, f"techniques={techniques}")
+    return recipes.override(
+        recipes.parse("stop: {steps: 20}\nbatch: {size: 4, length: 32}"), where, f"techniques={techniques}"
+    )
 
 
 def made(family: str, techniques: str = "{}", *, strong: bool = True) -> Build:
@@ -102,10 +116,14 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, tmp_path: Pat
     b, batch = made(family), plain_rows()
     uneven_biases(b.trained[0])
     b.trained[0].save_pretrained(tmp_path)  # type: ignore[operator]
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager").train()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", experts_implementation="eager"
+    ).train()
     labels = torch.cat([torch.full((4, 1), -100), batch.labels[:, :-1]], dim=1)  # theirs are shifted in the model
     has_loss = family not in BY_SIGMOID
-    out = theirs(input_ids=batch.tokens, labels=labels, use_cache=False, **({"output_router_logits": True} if has_loss else {}))
+    out = theirs(
+        input_ids=batch.tokens, labels=labels, use_cache=False, **({"output_router_logits": True} if has_loss else {})
+    )
     out.loss.backward()
     loss, ours, scores = grads(b, [batch])
     assert loss == pytest.approx(float(out.loss.detach()), abs=2e-6)
@@ -150,9 +168,13 @@ def test_the_pass_that_counts_routes_as_the_one_that_trains() -> None:
     assert int(counts.sum()) == 3 * 4 * 32 * 2
     sums = None
     torch.manual_seed(0)
-    with pytest.MonkeyPatch.context() as patch:  # the same step with the probabilities written down, by what was trained on
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # the same step with the probabilities written down, by what was trained on
         held = []
-        patch.setattr("preheat.engine.moe_aux_loss.balance_part", lambda c, s, k: held.append((c, s)) or balance_part(c, s, k))
+        patch.setattr(
+            "preheat.engine.moe_aux_loss.balance_part", lambda c, s, k: held.append((c, s)) or balance_part(c, s, k)
+        )
         gradients(b, split(uneven(), [2, 2]), 0.01)
         sums = sum(s.detach() for _, s in held)
         assert all(torch.equal(c, counts) for c, _ in held)
@@ -165,7 +187,11 @@ def test_a_coefficient_of_zero_leaves_the_loss_out_and_the_evaluation_always_doe
     batch = uneven()
     strong, none = (
         made("mixtral"),
-        build(recipes.override(tiny(family="mixtral"), "model.config={router_aux_loss_coef: 0}"), vocabulary=96, device=DEVICE),
+        build(
+            recipes.override(tiny(family="mixtral"), "model.config={router_aux_loss_coef: 0}"),
+            vocabulary=96,
+            device=DEVICE,
+        ),
     )
     (a, _, scores), (c, _, bare) = grads(strong, [batch]), grads(none, [batch])
     assert a == pytest.approx(c + 0.5 * scores["balance_loss"], abs=2e-6)
@@ -198,10 +224,14 @@ def test_grouped_products_against_one_product_an_expert(
     torch.library.opcheck(torch.ops.preheat.grouped_linear.default, (rows, weight, ends))
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 300, 5], [0, 0, 1, 0], [600, 0, 0, 0], [257, 256, 255, 1], [0, 7, 0, 0]], ids=str)
+@pytest.mark.parametrize(
+    "counts", [[3, 0, 300, 5], [0, 0, 1, 0], [600, 0, 0, 0], [257, 256, 255, 1], [0, 7, 0, 0]], ids=str
+)
 def test_blocks_of_rows_give_the_products_without_reading_where_an_expert_ends(counts: list[int]) -> None:
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
-    rows, weight, grad = (torch.randn(shape, dtype=torch.float64) for shape in ((sum(counts), 7), (4, 7, 5), (sum(counts), 5)))
+    rows, weight, grad = (
+        torch.randn(shape, dtype=torch.float64) for shape in ((sum(counts), 7), (4, 7, 5), (sum(counts), 5))
+    )
     expected, outer = _multiply(rows, weight, ends, False), _outer(rows, grad, ends)
     torch.testing.assert_close(_multiply_blocks(rows, weight, ends), expected)
     torch.testing.assert_close(_outer_blocks(rows, grad, ends), outer)
@@ -282,7 +312,9 @@ def test_a_dry_run_counts_the_products_of_experts_and_the_pass_that_counts_token
     parts = observe(tiny("{gradient_accumulation: {steps: 4}}", family="qwen3_moe"), vocabulary=96, device=DEVICE)
     assert parts.model_flops == whole.model_flops
     head = 2 * tokens * 32 * 96
-    assert sum(parts.flops.values()) - parts.model_flops == whole.model_flops // 3 - head  # a forward pass without the head
+    assert (
+        sum(parts.flops.values()) - parts.model_flops == whole.model_flops // 3 - head
+    )  # a forward pass without the head
 
 
 def test_adafactor_takes_a_stack_as_matrices() -> None:
@@ -305,7 +337,11 @@ def test_what_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"model.experts_per_token: 9 is more than the 8 experts"):
         recipes.override(tiny(family="mixtral"), "model.experts_per_token=9")
     with pytest.raises(RecipeError, match=r"router_jitter_noise = 0\.1, which preheat does not handle"):
-        build(recipes.override(tiny(family="mixtral"), "model.config={router_jitter_noise: 0.1}"), vocabulary=96, device=DEVICE)
+        build(
+            recipes.override(tiny(family="mixtral"), "model.config={router_jitter_noise: 0.1}"),
+            vocabulary=96,
+            device=DEVICE,
+        )
     with (
         pytest.warns(RuntimeWarning),
         pytest.raises(RecipeError, match="experts' matrices in one, which is no map; name those beside them"),
@@ -379,7 +415,11 @@ def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: P
     ("family", "lora", "words"),
     [
         ("llama", "expert_rank: 4", "expert_rank: 4 is for experts, and llama has none"),
-        ("qwen3_moe", "expert_rank: 4, variant: dora, targets: [q_proj]", "goes with lora and rslora, and variant is dora"),
+        (
+            "qwen3_moe",
+            "expert_rank: 4, variant: dora, targets: [q_proj]",
+            "goes with lora and rslora, and variant is dora",
+        ),
         ("qwen3_moe", "expert_rank: 4, dropout: 0.1, targets: [q_proj]", "does not go with dropout"),
         ("qwen3_moe", "expert_rank: 99, targets: [q_proj]", "lora.expert_rank: 99 is more than the 32 directions"),
     ],

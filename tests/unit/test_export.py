@@ -30,7 +30,9 @@ from preheat.training.session import vocabulary_of
 
 from ..conftest import DEVICE, uneven
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated", "ignore:fan_in_fan_out is set")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated", "ignore:fan_in_fan_out is set"
+)
 
 VOCABULARY = 300
 TOKENS = torch.arange(24)[None] * 11 % VOCABULARY
@@ -97,7 +99,10 @@ def trained(
     b = build(recipes.parse(text(folder, techniques, model)), vocabulary=vocabulary, device=DEVICE)
     for _ in range(steps):
         batch = uneven(vocabulary=vocabulary)
-        batch.tokens[:, ::9], batch.tokens[:, 4::9] = vocabulary - 1, vocabulary - 2  # tokens that were added, where some were
+        batch.tokens[:, ::9], batch.tokens[:, 4::9] = (
+            vocabulary - 1,
+            vocabulary - 2,
+        )  # tokens that were added, where some were
         gradients(b, [batch])
         update(b, lr)
     return b
@@ -171,7 +176,9 @@ def test_merged_and_alone_give_the_runs_logits(bases: dict[str, Path], tmp_path:
         weight: Any = model.get_submodule(f"base_model.model.{packed}").base_layer.weight.data  # type: ignore[union-attr]
         rounded = nf4.quantize(weight, double=name == "qlora")
         weight.copy_(nf4.dequantize(rounded, tuple(weight.shape), torch.float32, nf4.tables()))
-    assert furthest(plain_logits(model.get_base_model(), TOKENS), wanted) < (1e-4 if name in QUANTIZED else 1e-5) * scale  # type: ignore[arg-type]
+    assert (
+        furthest(plain_logits(model.get_base_model(), TOKENS), wanted) < (1e-4 if name in QUANTIZED else 1e-5) * scale
+    )  # type: ignore[arg-type]
     assert ("NF4" in alone["note"]) == (name in QUANTIZED)
     assert not [p.name for p in (tmp_path / "alone").iterdir() if p.name.startswith("model")], "the adapter alone"
 
@@ -201,7 +208,9 @@ def test_a_narrower_precision_is_measured_and_a_difference_beyond_the_tolerance_
         p.dtype for p in transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").parameters()
     } == {torch.bfloat16}
     assert 1e-4 < half["max_logit_difference"] < half["tolerance"] * half["largest_logit"]
-    with pytest.raises(RunError, match=r"differ by up to .* more than the 1e-06 of it that is accepted; nothing was written"):
+    with pytest.raises(
+        RunError, match=r"differ by up to .* more than the 1e-06 of it that is accepted; nothing was written"
+    ):
         huggingface.write(run, tmp_path / "refused", dtype=torch.bfloat16, tolerance=1e-6)
     with pytest.raises(RunError, match=r"differ by up to"):
         peft_export.write(run, tmp_path / "refused", tolerance=-1.0)
@@ -228,7 +237,10 @@ def test_ends_template_and_generation_settings_are_written_and_a_tied_head_stays
     said = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert (said.temperature, said.top_p, said.pad_token_id) == (0.6, 0.9, 1)
     assert said.eos_token_id == made["tokens_that_end"] == [5, 7, 0], "the base's ends and the one that was trained"
-    assert tokenizer_of(tmp_path / "out").apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<user>hi"
+    assert (
+        tokenizer_of(tmp_path / "out").apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+        == "<user>hi"
+    )
     model = plain(tmp_path / "out")
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is (family == "tied")
     assert made["max_logit_difference"] == 0.0
@@ -236,10 +248,14 @@ def test_ends_template_and_generation_settings_are_written_and_a_tied_head_stays
     ours = b.trained[0].eval()
     ours.set_attn_implementation("eager")  # type: ignore[operator]
     greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "temperature": None, "top_p": None}
-    assert torch.equal(model.generate(ids, **greedy), ours.generate(ids, **greedy, eos_token_id=[5, 7, 0], pad_token_id=1))  # type: ignore[operator]
+    assert torch.equal(
+        model.generate(ids, **greedy), ours.generate(ids, **greedy, eos_token_id=[5, 7, 0], pad_token_id=1)
+    )  # type: ignore[operator]
 
 
-def test_of_a_generation_config_that_contradicts_itself_what_does_not_is_kept(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_of_a_generation_config_that_contradicts_itself_what_does_not_is_kept(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
     base = tmp_path / "base"
     shutil.copytree(bases["llama"], base)
     stated = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [5, 7], "repetition_penalty": 1.2}
@@ -271,7 +287,9 @@ def test_the_tokenizer_of_a_classifier_ends_each_text_as_training_did(bases: dic
         assert tokenizer.encode("the fox")[-1] != 0, "the run's own stays as it is"
         changed.save_pretrained(tmp_path / str(n))
         require_same_tokens(changed, tmp_path / str(n))
-        assert end_texts(tokenizer_of(tmp_path / str(n))).encode("the fox") == changed.encode("the fox"), "once is enough"
+        assert end_texts(tokenizer_of(tmp_path / str(n))).encode("the fox") == changed.encode("the fox"), (
+            "once is enough"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
@@ -313,18 +331,25 @@ def test_added_tokens_begin_as_the_mean_are_trained_and_exported(
     ):
         assert new.weight.shape[0] == max(VOCABULARY + spare, VOCABULARY + 2)
         assert torch.equal(new.weight[:VOCABULARY], old.weight[:VOCABULARY])
-        assert torch.allclose(new.weight[VOCABULARY : VOCABULARY + 2], old.weight[:VOCABULARY].mean(0).expand(2, -1), atol=1e-6)
+        assert torch.allclose(
+            new.weight[VOCABULARY : VOCABULARY + 2], old.weight[:VOCABULARY].mean(0).expand(2, -1), atol=1e-6
+        )
     assert "rows 300 to 301 of embedding and head begin as the mean" in fresh.changes["add_tokens"][0].what
     b = trained(base, "{}", 3, ADDED, vocabulary=len(tokenizer))
     assert (
         furthest(
-            b.trained[0].get_input_embeddings().weight[VOCABULARY:], fresh.trained[0].get_input_embeddings().weight[VOCABULARY:]
+            b.trained[0].get_input_embeddings().weight[VOCABULARY:],
+            fresh.trained[0].get_input_embeddings().weight[VOCABULARY:],
         )
         > 1e-3
     )  # type: ignore[operator]
     huggingface.write(run_of(b, tokenizer, tmp_path / "run"), tmp_path / "out")
     again = plain(tmp_path / "out")
-    assert again.config.vocab_size == again.get_input_embeddings().weight.shape[0] == max(VOCABULARY + spare, VOCABULARY + 2)
+    assert (
+        again.config.vocab_size
+        == again.get_input_embeddings().weight.shape[0]
+        == max(VOCABULARY + spare, VOCABULARY + 2)
+    )
     assert tokenizer_of(tmp_path / "out").convert_tokens_to_ids(list(CHAT)) == [VOCABULARY, VOCABULARY + 1]
 
 
@@ -339,7 +364,9 @@ def test_tokens_that_would_never_be_learnt_or_are_there_are_refused(bases: dict[
     larger = tmp_path / "larger"
     shutil.copytree(bases["llama"], larger)
     tokenizer.save_pretrained(larger)
-    with pytest.raises(RecipeError, match=r"302 pieces but .* 300 rows; name the tokens that it lacks in model.add_tokens"):
+    with pytest.raises(
+        RecipeError, match=r"302 pieces but .* 300 rows; name the tokens that it lacks in model.add_tokens"
+    ):
         trained(larger, "{}", 0, vocabulary=302)
     assert vocabulary_of(recipes.parse(text(larger, "{}", ADDED))) == 302
     with pytest.raises(RecipeError, match="stands twice"):
@@ -397,7 +424,11 @@ def test_another_method_starts_from_its_own_folder(bases: dict[str, Path], tmp_p
         ({"r": 8}, "", "has r 8, the recipe 4; change rank"),
         ({"lora_alpha": 8}, "", "has lora_alpha 8, the recipe 32.0; change alpha"),
         ({"use_rslora": True}, "", "has use_rslora True, the recipe False; change variant"),
-        ({"rank_pattern": {"q_proj": 2}}, "", r"q_proj.lora_A.weight of shape .2, 32., the model needs .4, 32.: another rank"),
+        (
+            {"rank_pattern": {"q_proj": 2}},
+            "",
+            r"q_proj.lora_A.weight of shape .2, 32., the model needs .4, 32.: another rank",
+        ),
         ({"target_modules": ["q_proj"]}, "", r"has no model.layers.0.mlp.down_proj.lora_A.weight.*other targets"),
         ({"target_modules": ["q_proj", "down_proj", "o_proj"]}, "", r"has model.layers.0.self_attn.o_proj.*no place"),
         ({"modules_to_save": ["lm_head"]}, "", "trains whole modules besides"),
@@ -420,7 +451,9 @@ def test_an_adapter_for_another_base_is_refused(bases: dict[str, Path], tmp_path
         trained(bases["tied"], started(tmp_path / "adapter"), 0)
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "org/else"}))
-    with pytest.raises(RecipeError, match=r"is an adapter for org/else, not for .*llama; if they are the same model, write"):
+    with pytest.raises(
+        RecipeError, match=r"is an adapter for org/else, not for .*llama; if they are the same model, write"
+    ):
         trained(bases["llama"], started(tmp_path / "adapter"), 0)
     with pytest.raises(RecipeError, match="fits the base that it was trained on; this model's weights are drawn new"):
         trained(bases["llama"], started(tmp_path / "adapter"), 0, ", weights: random")
@@ -429,7 +462,8 @@ def test_an_adapter_for_another_base_is_refused(bases: dict[str, Path], tmp_path
     )
     transformers.LlamaForCausalLM(wide).save_pretrained(tmp_path / "wide")
     with pytest.raises(
-        RecipeError, match=r"of shape \(4, 32\), the model needs \(4, 64\): another rank, or an adapter for another base"
+        RecipeError,
+        match=r"of shape \(4, 32\), the model needs \(4, 64\): another rank, or an adapter for another base",
     ):
         trained(tmp_path / "wide", started(tmp_path / "adapter"), 0)
 
@@ -483,7 +517,9 @@ def test_what_cannot_be_read_is_refused_in_one_line(bases: dict[str, Path], tmp_
         lambda: trained(bases["llama"], started(tmp_path / "adapter"), 0),
         r"techniques.lora.start: .*adapter_model.bin is a pickle",
     )
-    refused(lambda: trained(bases["llama"], started(tmp_path / "nowhere"), 0), r"techniques.lora.start: .*no such folder")
+    refused(
+        lambda: trained(bases["llama"], started(tmp_path / "nowhere"), 0), r"techniques.lora.start: .*no such folder"
+    )
     refused(lambda: trained(bases["llama"], started(bases["llama"]), 0), "has no adapter_config.json")
     (tmp_path / "adapter/adapter_model.safetensors").write_bytes(b"cut")
     refused(lambda: load_model(tmp_path / "adapter"), "not whole")
@@ -496,7 +532,9 @@ def test_what_cannot_be_read_is_refused_in_one_line(bases: dict[str, Path], tmp_
     refused(lambda: trained(four, "{}", 0), r"is stored quantized \(bitsandbytes\).*add techniques.nf4")
     full = run_of(trained(bases["llama"], "{}", 1), tokenizer_of(bases["llama"]), tmp_path / "full")
     refused(lambda: peft_export.write(full, tmp_path / "out"), "trained no adapter; write the whole model with --to hf")
-    new = run_of(trained(bases["llama"], LORAS["lora"], 1, ", weights: random"), tokenizer_of(bases["llama"]), tmp_path / "new")
+    new = run_of(
+        trained(bases["llama"], LORAS["lora"], 1, ", weights: random"), tokenizer_of(bases["llama"]), tmp_path / "new"
+    )
     refused(lambda: peft_export.write(new, tmp_path / "out"), "its base was drawn new")
     base = tmp_path / "base"
     shutil.copytree(bases["llama"], base)

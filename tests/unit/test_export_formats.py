@@ -46,7 +46,22 @@ ROPES = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "wizards", "box", "at", "night"]
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "while",
+        "wizards",
+        "box",
+        "at",
+        "night",
+    ]
     texts = [(f"{n:032x}", " ".join(words[(n * k) % len(words)] for k in range(1, 90))) for n in range(40)]
     made = train_tokenizer(texts, vocabulary=VOCABULARY)
     made.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -86,14 +101,18 @@ def folder_of(family: str, tokenizer: Any, out: Path, **changed: Any) -> Path:
 def test_figures_of_a_comparison() -> None:
     tokens = [torch.tensor([[0, 1, 2, 3]]), torch.tensor([[3, 0]])]
     first = [torch.zeros(1, 4, 5), torch.zeros(1, 2, 5)]
-    first[0][..., 1] = 2.0  # the most likely token is 1 everywhere in the first row, 0 (the first of equals) in the second
+    first[0][..., 1] = (
+        2.0  # the most likely token is 1 everywhere in the first row, 0 (the first of equals) in the second
+    )
     second = [row.clone() for row in first]
     second[0][0, 3, 4] = 4.0  # so at one position of six it becomes 4
     found = verify.compare(first, second, tokens)
     assert (found.largest, found.scale, found.tokens) == (4.0, 2.0, 6)
     assert found.mean == pytest.approx(4 / 30)
     assert found.agreement == pytest.approx(5 / 6)
-    total = math.log(4 + math.exp(2))  # of the first row's three next tokens, of which one is 1; the second row is uniform
+    total = math.log(
+        4 + math.exp(2)
+    )  # of the first row's three next tokens, of which one is 1; the second row is uniform
     assert found.perplexity is not None
     assert found.perplexity[0] == pytest.approx(math.exp((3 * total - 2 + math.log(5)) / 4))
     assert found.perplexity[1] == pytest.approx(found.perplexity[0]), "the last position has no next token"
@@ -217,7 +236,9 @@ def test_scores_are_in_the_order_of_sentencepieces_own(data_folder: Path) -> Non
     told = json.loads((data_folder / "tokenizers/llama2/tokenizer.json").read_text(encoding="utf-8"))["model"]
     pieces = sorted(told["vocab"], key=told["vocab"].__getitem__)
     own = np.array(gguf_tokenizer.scores_of(pieces, told["merges"], [True] * len(pieces)))
-    data = (data_folder / "tokenizers/llama2/tokenizer.bin").read_bytes()  # longest piece, then of each: score, bytes, text
+    data = (
+        data_folder / "tokenizers/llama2/tokenizer.bin"
+    ).read_bytes()  # longest piece, then of each: score, bytes, text
     real, at = [], 4
     for _ in pieces:
         score, size = struct.unpack_from("<fi", data, at)
@@ -229,7 +250,9 @@ def test_scores_are_in_the_order_of_sentencepieces_own(data_folder: Path) -> Non
     assert bool((np.diff(np.array(real)[order]) <= 0).all())
 
 
-def test_another_tokenizer_in_the_file_is_refused(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_tokenizer_in_the_file_is_refused(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = train_tokenizer(
         [("0", "in the mean of values, how many rows remain after minutes of watching the water")], vocabulary=290
     )
@@ -253,7 +276,9 @@ def test_what_gguf_has_no_name_for_is_refused(tokenizer: Any, tmp_path: Path, mo
     refused("scales gemma2's scores by its head size 8, and this model by 16", "gemma2", query_pre_attn_scalar=16)
     refused("some layers attend in a window", "qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
     monkeypatch.setenv("PATH", str(tmp_path))
-    refused("K-quants are made by llama.cpp's llama-quantize, which is not on the PATH; .* q4_0 or q8_0", dtype="q4_k_m")
+    refused(
+        "K-quants are made by llama.cpp's llama-quantize, which is not on the PATH; .* q4_0 or q8_0", dtype="q4_k_m"
+    )
     tool = tmp_path / "llama-quantize"
     tool.write_text("#!/bin/sh\necho 'no such type' >&2\nexit 3\n")
     tool.chmod(0o755)
@@ -275,7 +300,9 @@ def test_onnx_runtime_gives_the_same_logits_alone_and_in_a_padded_batch_and_near
     made = onnx.write(source, tmp_path / "out")
     assert made["max_logit_difference"] < 1e-4 * made["largest_logit"]
     assert "onnxruntime" in made["read_by"]
-    assert str(Path(torch.__file__).parent).encode() not in (tmp_path / "out/model.onnx").read_bytes(), "this machine's paths"
+    assert str(Path(torch.__file__).parent).encode() not in (tmp_path / "out/model.onnx").read_bytes(), (
+        "this machine's paths"
+    )
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").encode("fox") == tokenizer.encode("fox")
     session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
     ids = np.arange(24).reshape(2, 12) * 5 % VOCABULARY
@@ -311,7 +338,9 @@ class Unsupported(torch.nn.Module):
 
 
 def test_an_operator_without_a_form_in_onnx_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"--to onnx: the operator aten._?linalg_eig\w+ has no form there; use --to aoti"):
+    with pytest.raises(
+        RunError, match=r"--to onnx: the operator aten._?linalg_eig\w+ has no form there; use --to aoti"
+    ):
         trace.to_onnx(trace.trace(Unsupported(), 16), tmp_path / "model.onnx", ("input_ids", "attention_mask"))
 
 
@@ -366,7 +395,8 @@ def test_an_executorch_program_runs_with_its_cache(tokenizer: Any, tmp_path: Pat
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_folder_for_vllm_is_read_back_from_its_packed_weights(tokenizer: Any, tmp_path: Path, dtype: str) -> None:
     pytest.importorskip(
-        "compressed_tensors", reason="compressed-tensors is not installed here (pip install 'preheat[compressed-tensors]')"
+        "compressed_tensors",
+        reason="compressed-tensors is not installed here (pip install 'preheat[compressed-tensors]')",
     )
     from safetensors import safe_open
 
@@ -395,7 +425,9 @@ def test_a_checkpoint_of_torchchats_is_read_by_its_own_arithmetic(tokenizer: Any
     weights = torch.load(tmp_path / "out/model.pth", weights_only=True)
     # Rows of a head's first and second half side by side, as torchchat's conversion has them; its strict loading wants biases of all maps or none.
     name = "model.layers.0.self_attn.q_proj"
-    query = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()[f"{name}.weight"]
+    query = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()[
+        f"{name}.weight"
+    ]
     half = params["dim"] // params["n_heads"] // 2
     assert torch.equal(weights["layers.0.attention.wqkv.weight"][1], query[half])
     assert ("layers.0.attention.wo.bias" in weights) == (family != "mistral") == params.get("attention_bias", False)

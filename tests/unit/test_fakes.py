@@ -124,9 +124,18 @@ def test_what_fails_in_a_helper_is_told_and_done_again(
 @pytest.mark.parametrize(
     ("techniques", "world"),
     [
-        ("{mixed_precision: {mode: bf16_weights}, efficient_attention: {}, activation_checkpointing: {}, chunked_loss: {}}", 1),
-        ("{mixed_precision: {}, efficient_attention: {}, compile: {}, activation_offload: {}, optimizer_offload: {}}", 1),
-        ("{lora: {}, nf4: {}, mixed_precision: {mode: bf16_weights}, efficient_attention: {}, fsdp: {offload: true}}", 2),
+        (
+            "{mixed_precision: {mode: bf16_weights}, efficient_attention: {}, activation_checkpointing: {}, chunked_loss: {}}",
+            1,
+        ),
+        (
+            "{mixed_precision: {}, efficient_attention: {}, compile: {}, activation_offload: {}, optimizer_offload: {}}",
+            1,
+        ),
+        (
+            "{lora: {}, nf4: {}, mixed_precision: {mode: bf16_weights}, efficient_attention: {}, fsdp: {offload: true}}",
+            2,
+        ),
     ],
 )
 def test_a_dry_run_leaves_a_gpu_at_hand_alone(techniques: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:

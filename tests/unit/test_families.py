@@ -66,7 +66,9 @@ FAMILIES: dict[str, Any] = {
     "gemma2, both softcaps": lambda: transformers.Gemma2Config(
         **TINY, **GEMMA, num_hidden_layers=2, final_logit_softcapping=0.3, attn_logit_softcapping=0.5
     ),
-    "gemma3_text": lambda: transformers.Gemma3TextConfig(**TINY, **GEMMA, num_hidden_layers=3, sliding_window_pattern=3),
+    "gemma3_text": lambda: transformers.Gemma3TextConfig(
+        **TINY, **GEMMA, num_hidden_layers=3, sliding_window_pattern=3
+    ),
     "phi3, partial rotary, long rope": lambda: transformers.Phi3Config(
         **TINY, num_hidden_layers=2, original_max_position_embeddings=32, rope_parameters=dict(LONG)
     ),
@@ -108,7 +110,9 @@ def _alone(model: Any, batch: Any) -> Any:
         for n in documents:
             place = slice(start, start + n)
             logits = model(input_ids=batch.tokens[row : row + 1, place], use_cache=False).logits[0].float()
-            total = total + functional.cross_entropy(logits, batch.labels[row, place], ignore_index=-100, reduction="sum")
+            total = total + functional.cross_entropy(
+                logits, batch.labels[row, place], ignore_index=-100, reduction="sum"
+            )
             start += n
     return total / batch.weight
 
@@ -135,7 +139,9 @@ def test_a_build_with_our_techniques_is_plain_transformers(family: str, tmp_path
     assert len(adapted) == made.changes["lora"][0].count
     found = {name: by_name[name].grad for name in adapted}
     wanted = {
-        name: 8.0 * theirs[name.partition(".lora_B")[0] + ".weight"] @ by_name[name.replace("lora_B", "lora_A")].detach().T
+        name: 8.0
+        * theirs[name.partition(".lora_B")[0] + ".weight"]
+        @ by_name[name.replace("lora_B", "lora_A")].detach().T
         for name in adapted
     }
     assert difference(found, wanted) < 1e-5  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ from preheat.ops.quantization import cpu_gemv
 from preheat.ops.quantization.linear import Int4Linear, Int8Linear
 
 pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="the kernels are of AVX2, which this CPU has not"
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="the kernels are of AVX2, which this CPU has not",
 )
 
 

@@ -38,7 +38,9 @@ def test_the_gate_is_torch_s_bit_for_bit() -> None:
         a, b, grad = (torch.randn(4, 33).to(dtype).requires_grad_() for _ in range(3))
         ours, theirs = gated_silu(a, b), torch.nn.functional.silu(a) * b
         assert torch.equal(ours, theirs)
-        for one, other in zip(torch.autograd.grad(ours, (a, b), grad), torch.autograd.grad(theirs, (a, b), grad), strict=True):
+        for one, other in zip(
+            torch.autograd.grad(ours, (a, b), grad), torch.autograd.grad(theirs, (a, b), grad), strict=True
+        ):
             assert torch.equal(one, other)
 
 
@@ -53,7 +55,9 @@ def test_less_is_kept_for_the_backward_pass(precision: str, share: float) -> Non
     losses: dict[str, float] = {}
     for more in ("", ", fused_operators: {}"):
         made = build(
-            tiny(f"{{efficient_attention: {{}}, mixed_precision: {{mode: {precision}}}{more}}}"), vocabulary=96, device=DEVICE
+            tiny(f"{{efficient_attention: {{}}, mixed_precision: {{mode: {precision}}}{more}}}"),
+            vocabulary=96,
+            device=DEVICE,
         )
         own = {p.untyped_storage().data_ptr() for _, p in made.parameters()}
         sizes: dict[int, int] = {}

@@ -44,8 +44,12 @@ def _plain(plain: Any, ids: list[int], count: int, **more: Any) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
-def test_greedy_text_is_that_of_plain_transformers_alone_and_in_a_padded_batch(stories: LoadedModel, plain: Any) -> None:
-    prompts = _ids(stories, "", "Tom had a red ball", "The cat", "Once upon a time, in a big forest, there lived a rhinoceros")
+def test_greedy_text_is_that_of_plain_transformers_alone_and_in_a_padded_batch(
+    stories: LoadedModel, plain: Any
+) -> None:
+    prompts = _ids(
+        stories, "", "Tom had a red ball", "The cat", "Once upon a time, in a big forest, there lived a rhinoceros"
+    )
     wanted = [_plain(plain, p, 48) for p in prompts]
     assert wanted == [_plain(plain, p, 48, use_cache=False) for p in prompts]
     model, settings = stories.build.trained[0], Sample(tokens=48)
@@ -137,7 +141,11 @@ def test_draws_are_decided_by_the_seed_and_by_nothing_else(stories: LoadedModel)
 def test_draws_reach_tokens_beyond_the_likeliest_fifty(stories: LoadedModel) -> None:
     """transformers keeps 50 tokens where nothing is said; top_k 0 is all of them."""
     tokens = generate(
-        stories.build.trained[0], stories.tokenizer, _ids(stories, "Once") * 64, Sample(tokens=1, temperature=50.0), batch=64
+        stories.build.trained[0],
+        stories.tokenizer,
+        _ids(stories, "Once") * 64,
+        Sample(tokens=1, temperature=50.0),
+        batch=64,
     )
     assert len({m.tokens[0] for m in tokens}) > 50
 
@@ -153,7 +161,11 @@ def test_a_kept_cache_gives_the_same_text_and_reads_only_what_is_new(stories: Lo
     read: list[int] = []
     hook = model.get_input_embeddings().register_forward_hook(lambda m, args, out: read.append(args[0].shape[1]))
     try:
-        for prompt, fresh in ((second, len(second) - len(kept.tokens)), (other, len(other) - len(first) - 4), (other, 1)):
+        for prompt, fresh in (
+            (second, len(second) - len(kept.tokens)),
+            (other, len(other) - len(first) - 4),
+            (other, 1),
+        ):
             read.clear()
             went_on = generate(model, stories.tokenizer, [prompt], settings, kept=kept)[0]
             assert read[0] == fresh
@@ -228,7 +240,9 @@ def test_told_pieces_join_to_what_the_tokenizer_decodes(data_folder: Path, name:
     ids = tokenizer.encode(text, add_special_tokens=False)
     for cut in (1, 3, 5):
         said: list[str] = []
-        grown = IncrementalDetokenizer(tokenizer, ids[:cut], ("never there",), lambda part, said=said: said.append(part or ""))  # type: ignore[misc]
+        grown = IncrementalDetokenizer(
+            tokenizer, ids[:cut], ("never there",), lambda part, said=said: said.append(part or "")
+        )  # type: ignore[misc]
         for token in ids[cut:]:
             grown.add(token, False)
         whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:cut]))

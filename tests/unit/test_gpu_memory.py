@@ -131,7 +131,12 @@ def test_stated_memory_limits_the_allocator(gpu: Gpu) -> None:
 
 
 def test_predictions_of_the_same_figures() -> None:
-    plan = {"peak_gib": 25.0, "allocated_gib": 20.0, "reserved_gib": 24.0, "overhead": {"context": 0.5, "workspaces": 0.25}}
+    plan = {
+        "peak_gib": 25.0,
+        "allocated_gib": 20.0,
+        "reserved_gib": 24.0,
+        "overhead": {"context": 0.5, "workspaces": 0.25},
+    }
     predicted = expected_memory(plan)
     assert predicted == {"peak_gib": 25.0, "allocated_gib": 20.25, "reserved_gib": 24.25, "context_gib": 0.5}
     assert expected_memory({"peak_gib": 2.0, "allocated_gib": 1.0, "overhead": {"process": 0.1}}) == {"peak_gib": 2.0}

@@ -169,7 +169,9 @@ def test_segments_of_a_gpu_s_allocator(
         monkeypatch.setenv(variable, environment)
     device = probing.probe("cuda", segments=asked)
     assert (device.expandable, a_gpu) == (grows, told)
-    assert (f"{variable} of the environment goes before hardware.segments ({asked}): '{environment}'" == device.notice) == says
+    assert (
+        f"{variable} of the environment goes before hardware.segments ({asked}): '{environment}'" == device.notice
+    ) == says
     assert says or not device.notice
 
 
@@ -263,7 +265,11 @@ def test_rates_are_interpolated_between_the_measured_shapes() -> None:
     assert made.matrix_rate("fp32", "forward", 100, 100, 100) == 1e9
     assert made.matrix_rate("fp32", "forward", 1000, 100, 100) == pytest.approx(2e9)  # half way in logarithms
     assert made.moved_rate("mul", "fp32", 10_000) == pytest.approx(2e9)
-    assert [made.moved_rate("mul", "fp32", size) for size in (100, 1000, 10**9)] == [1e9, 1e9, 4e9]  # the ends hold beyond
+    assert [made.moved_rate("mul", "fp32", size) for size in (100, 1000, 10**9)] == [
+        1e9,
+        1e9,
+        4e9,
+    ]  # the ends hold beyond
     with pytest.raises(RunError, match="no rate of matrix products in bf16 was measured on made up"):
         made.matrix_rate("bf16", "forward", 1, 1, 1)
 
@@ -295,7 +301,12 @@ def test_finished_runs_tell_plans_their_pace(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     ("speeds", "owner", "world", "told"),
     [
-        ([1.0] + [20.0] * 4, "plain", 1, [5.0]),  # 20 s of steps, the first aside; the rates alone said 100 tokens a second
+        (
+            [1.0] + [20.0] * 4,
+            "plain",
+            1,
+            [5.0],
+        ),  # 20 s of steps, the first aside; the rates alone said 100 tokens a second
         ([1.0] + [20.0] * 3, "plain", 1, []),
         ([1.0] + [20.0] * 4, "length_curriculum", 1, []),
         ([1.0] + [20.0] * 4, "plain", 2, []),
@@ -355,7 +366,9 @@ def test_our_norm_and_what_low_bits_look_up_have_rates_of_their_own() -> None:
     rows = ((1000, 1000), (1000,))
     assert seconds("preheat::rms_norm", "bf16", rows) == pytest.approx(39e-6 + 28e6 / 5e10)
     assert seconds("preheat::rms_norm_backward", "bf16", rows) == pytest.approx(39e-6 + 84e6 / 5e10)
-    assert seconds("preheat::rms_norm", "fp32", rows, near=None) == pytest.approx(12e6 / 1e12 - 1e-6)  # a GPU's is one kernel
+    assert seconds("preheat::rms_norm", "fp32", rows, near=None) == pytest.approx(
+        12e6 / 1e12 - 1e-6
+    )  # a GPU's is one kernel
     assert seconds("index_select", "int", ((256,), (10**6,))) == pytest.approx(8e6 / 1e10)
     assert seconds("index_select", "fp32", ((256, 64), (10**6,))) == pytest.approx(12e6 / 1e12)
     assert seconds("where", "int", ((), (10**6,), (10**6,))) == pytest.approx(12e6 / 2e10)
@@ -363,7 +376,9 @@ def test_our_norm_and_what_low_bits_look_up_have_rates_of_their_own() -> None:
     assert {"preheat::rms_norm", "preheat::rms_norm_backward"} <= {kernel.operator for kernel in seen.kernels}
 
 
-def test_rates_come_back_as_stored_and_only_for_the_same_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rates_come_back_as_stored_and_only_for_the_same_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
     made = made_up()
     assert load("made up", "2.13.0", 2) is None
@@ -379,7 +394,9 @@ def test_rates_come_back_as_stored_and_only_for_the_same_machine(monkeypatch: py
     path.write_text(path.read_text()[:100])
     assert load("made up", "2.13.0", 2) is None
     path.write_text(json.dumps({"format": 1, **dataclasses.asdict(made), "hardware": "another"}))
-    with pytest.raises(RecipeError, match=r"calibration-\w+\.json: was measured on another, and this is made up; delete it"):
+    with pytest.raises(
+        RecipeError, match=r"calibration-\w+\.json: was measured on another, and this is made up; delete it"
+    ):
         load("made up", "2.13.0", 2)
 
 
@@ -418,7 +435,9 @@ def test_a_damaged_calibration_counts_as_none_and_is_named(
     assert "\x1b" not in line
 
 
-@pytest.mark.parametrize("text", ["null", "[" * 100_000, "3", '{"format', "9" * 5000, "\ud800"], ids=lambda text: text[:8])
+@pytest.mark.parametrize(
+    "text", ["null", "[" * 100_000, "3", '{"format', "9" * 5000, "\ud800"], ids=lambda text: text[:8]
+)
 def test_what_is_no_calibration_counts_as_none(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     for path in (made_up().store(), links_at("made up", "2.13.0"), tmp_path / "runs.json"):
@@ -446,18 +465,24 @@ def test_a_cache_that_cannot_be_written_is_one_clear_line(monkeypatch: pytest.Mo
 def test_rates_are_measured_once_and_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     device = Device("cpu", "made up", 2**30)
-    with pytest.raises(RunError, match="made up with 1 threads are not measured yet; run: preheat calibrate --threads 1"):
+    with pytest.raises(
+        RunError, match="made up with 1 threads are not measured yet; run: preheat calibrate --threads 1"
+    ):
         rates(device, 1, measure=False)
     told: list[float] = []
     first = rates(device, 1, progress=lambda what, done: told.append(done), grid=SMALL)
     assert told[-1] == 1.0
     assert rates(device, 1, measure=False) == rates(device, 1) == first  # a second measurement would not be equal
-    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / next(tmp_path.iterdir()).name))  # a file, where a folder is wanted
+    monkeypatch.setenv(
+        "PREHEAT_CACHE", str(tmp_path / next(tmp_path.iterdir()).name)
+    )  # a file, where a folder is wanted
     with pytest.raises(RunError, match=r"failed: .*set PREHEAT_CACHE"):
         rates(device, 2, grid=SMALL)
 
 
-def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     device, others = Device("cpu", "made up", 2**30), 9.0
     monkeypatch.setattr("preheat.hardware.timing.OtherProcesses.cores", lambda self: others)
@@ -530,7 +555,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert kept < max(default, 1000) / 10  # by default some thousands, where the system gives pages one by one
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="the heap is for Linux with glibc")
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="the heap is for Linux with glibc"
+)
 def test_without_a_compiler_the_reason_is_told_and_tensors_live_on(tmp_path: Path) -> None:
     code = "import torch; from preheat.hardware.cpu_allocator import *; print(out_of_reach(), keep_heap(), give_back('cpu'), torch.ones(1 << 20).sum().item())"
     where = {**os.environ, "PATH": str(tmp_path), "PREHEAT_CACHE": str(tmp_path), "CXX": ""}
@@ -542,7 +569,11 @@ def test_without_a_compiler_the_reason_is_told_and_tensors_live_on(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("bf16", "techniques", "warned"),
-    [(8e9, "{mixed_precision: {mode: bf16}}", True), (8e9, "{}", False), (4e11, "{mixed_precision: {mode: bf16}}", False)],
+    [
+        (8e9, "{mixed_precision: {mode: bf16}}", True),
+        (8e9, "{}", False),
+        (4e11, "{mixed_precision: {mode: bf16}}", False),
+    ],
 )
 def test_a_plan_tells_of_a_cpu_that_is_slower_in_bf16(bf16: float, techniques: str, warned: bool) -> None:
     from rich.console import Console
@@ -565,7 +596,9 @@ def test_a_plan_tells_of_a_cpu_that_is_slower_in_bf16(bf16: float, techniques: s
     assert ("a CPU is slow in bf16: 8 GFLOP/s, and 70 in fp32" in caught.get()) == warned
 
 
-@pytest.mark.parametrize(("capability", "set_first"), [("AVX2", ["techniques.mixed_precision.mode=fp32"]), ("AVX512", [])])
+@pytest.mark.parametrize(
+    ("capability", "set_first"), [("AVX2", ["techniques.mixed_precision.mode=fp32"]), ("AVX512", [])]
+)
 def test_the_demo_computes_in_fp32_where_bf16_would_take_an_hour(
     capability: str, set_first: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -593,7 +626,9 @@ def test_a_large_product_that_would_take_too_long_is_left_out(rate: float, sizes
     assert sorted(set(made)) == sizes
 
 
-@pytest.mark.parametrize("text", ["9" * 400 + "GiB", "1e5GiB", "0GiB", "-1GiB", "12", "12 parsecs", "x" * 5000, "\x1b[31m"])
+@pytest.mark.parametrize(
+    "text", ["9" * 400 + "GiB", "1e5GiB", "0GiB", "-1GiB", "12", "12 parsecs", "x" * 5000, "\x1b[31m"]
+)
 def test_amounts_of_memory_that_are_none(text: str) -> None:
     with pytest.raises(RecipeError, match=r"hardware\.memory: ") as caught:
         probing.parse_memory(text)
@@ -613,11 +648,21 @@ def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
     ("error", "lacks"),
     [
         (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB"),
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB"
+            ),
             True,
         ),
-        (torch.OutOfMemoryError("HIP out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 64 GiB"), True),
-        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), True),
+        (
+            torch.OutOfMemoryError(
+                "HIP out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 64 GiB"
+            ),
+            True,
+        ),
+        (
+            torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+            True,
+        ),
         (torch.AcceleratorError("HIP error: out of memory"), True),
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
         (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),

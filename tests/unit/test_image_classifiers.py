@@ -32,7 +32,11 @@ def small(family: str, classes: int = 4, **more: Any) -> Any:
     torch.manual_seed(0)
     settings: dict[str, dict[str, Any]] = {
         "mobilenet_v2": {"depth_multiplier": 0.35, "classifier_dropout_prob": 0.0},
-        "mobilevit": {"hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 16, 24, 32], "num_attention_heads": 2},
+        "mobilevit": {
+            "hidden_sizes": [16, 24, 32],
+            "neck_hidden_sizes": [8, 8, 16, 16, 16, 24, 32],
+            "num_attention_heads": 2,
+        },
         "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320, "dropout_rate": 0.0},
     }
     config = transformers.AutoConfig.for_model(family, image_size=32, num_labels=classes, **(settings[family] | more))
@@ -82,7 +86,9 @@ def test_the_channels_that_stay_are_fitted_to_what_all_of_them_wrote() -> None:
     block, narrow = model.get_submodule(name), made.get_submodule(name)
     seen: dict[str, torch.Tensor] = {}
     for key, one in (("all", block), ("kept", narrow)):
-        one.reduce_1x1.convolution.register_forward_hook(lambda m, i, o, key=key: seen.update({key: o, f"{key}.in": i[0]}))
+        one.reduce_1x1.convolution.register_forward_hook(
+            lambda m, i, o, key=key: seen.update({key: o, f"{key}.in": i[0]})
+        )
     with torch.no_grad():
         scores(model, pixels), scores(made, pixels)
     own = block.expand_1x1.convolution.weight.flatten(1)
@@ -104,7 +110,9 @@ def test_what_cannot_be_narrower_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"channels: 0.95 leaves expand_ratios at"):
         narrower(model, [], 0.95)
     other = transformers.ViTForImageClassification(
-        transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=32)
+        transformers.ViTConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=32
+        )
     )
     with pytest.raises(
         RecipeError, match=r"knows the blocks of mobilenet_v2, mobilevit, efficientnet, and this model is a vit"
@@ -134,7 +142,9 @@ def new_classifier(place: Path) -> Path:
     from transformers.models.mobilenet_v2.image_processing_pil_mobilenet_v2 import MobileNetV2ImageProcessorPil
 
     small("mobilenet_v2", depth_multiplier=0.25).save_pretrained(place)
-    MobileNetV2ImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}).save_pretrained(place)
+    MobileNetV2ImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}).save_pretrained(
+        place
+    )
     return place
 
 
@@ -147,7 +157,9 @@ def processor(folder: Path) -> Any:
     return transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
-def test_images_are_parted_by_class_and_faults_are_told_with_the_file(images: Path, folder: Path, tmp_path: Path) -> None:
+def test_images_are_parted_by_class_and_faults_are_told_with_the_file(
+    images: Path, folder: Path, tmp_path: Path
+) -> None:
     model, own = open_classifier(folder), processor(folder)
     train, held = read_folder(images, own, model.config)
     assert (len(train), len(held)) == (76, 20)
@@ -238,7 +250,9 @@ def test_a_chain_trains_distils_and_narrows(images: Path, folder: Path, tmp_path
     assert distilled["agreement"] >= 0.9
     assert "| before |" in (Path(made["path"]) / "README.md").read_text()
     again = chains.run_chain(first, mine, tmp_path / "again", data=images, turns=1)
-    assert again["variants"][1]["after"]["loss"] == distilled["loss"], "another run of the same chain gives another model"
+    assert again["variants"][1]["after"]["loss"] == distilled["loss"], (
+        "another run of the same chain gives another model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,7 +269,10 @@ def test_a_chain_trains_distils_and_narrows(images: Path, folder: Path, tmp_path
             "{train: 1, techniques: {distillation: {teacher: $start, hidden: 1}}}",
             "techniques.distillation.hidden: is for language",
         ),
-        ("{train: 1, techniques: {distillation: {teacher: gone}}}", "distillation.teacher: gone is no folder of an image"),
+        (
+            "{train: 1, techniques: {distillation: {teacher: gone}}}",
+            "distillation.teacher: gone is no folder of an image",
+        ),
     ],
 )
 def test_what_is_no_step_of_an_image_classifier_is_told_with_its_line(

@@ -75,7 +75,9 @@ def breach(module: str, imported: str) -> str | None:
     if there not in RANK:
         return None  # a name that preheat/__init__ defines
     if here == "techniques" == there:
-        return "a technique imports a sibling" if module != imported.rsplit(".", 1)[0] and module not in TOGETHER else None
+        return (
+            "a technique imports a sibling" if module != imported.rsplit(".", 1)[0] and module not in TOGETHER else None
+        )
     if here == there:
         return None
     if here == "report" and there not in ("run_dir", "errors", "sanitize"):
@@ -147,7 +149,9 @@ def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
             left.extend(new)
         reach[module] = seen
     found = {
-        frozenset(other for other in reach[module] if module in reach[other]) for module in graph if module in reach[module]
+        frozenset(other for other in reach[module] if module in reach[other])
+        for module in graph
+        if module in reach[module]
     }
     return [set(circle) for circle in found]
 
@@ -162,7 +166,9 @@ def test_no_module_imports_itself_by_others() -> None:
     for module, path in modules.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         named = imports(path.read_text(encoding="utf-8"), package)
-        graph[module] = {name if name in modules else name.rpartition(".")[0] for name in named} & modules.keys() - {module}
+        graph[module] = {name if name in modules else name.rpartition(".")[0] for name in named} & modules.keys() - {
+            module
+        }
     del graph["preheat"]  # passes on what others define, lazily
     assert not circles({module: found - {"preheat"} for module, found in graph.items()})
 

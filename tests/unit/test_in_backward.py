@@ -86,7 +86,9 @@ def test_several_micro_batches_are_refused() -> None:
         gradients(made("{}", IN_BACKWARD), split(uneven(), [2, 2]), 0.01)
 
 
-@pytest.mark.parametrize(("techniques", "words"), [("{}", "step 3 are untouched"), (IN_BACKWARD, "from the last checkpoint")])
+@pytest.mark.parametrize(
+    ("techniques", "words"), [("{}", "step 3 are untouched"), (IN_BACKWARD, "from the last checkpoint")]
+)
 def test_a_run_that_stops_says_what_is_left_of_its_weights(techniques: str, words: str) -> None:
     loop = object.__new__(_Loop)
     build = made("{}", *([techniques] if techniques != "{}" else []))

@@ -97,7 +97,19 @@ def test_a_command_that_is_interrupted_says_so_in_one_line(
 
 
 def test_the_command_that_goes_on_is_what_was_typed_quoted() -> None:
-    typed = ["--debug", "train", "a b.yaml", "--set", "x=[1, 2]", "--out=runs/x", "--auto-resume", "--nproc", "2", "--out", "y"]
+    typed = [
+        "--debug",
+        "train",
+        "a b.yaml",
+        "--set",
+        "x=[1, 2]",
+        "--out=runs/x",
+        "--auto-resume",
+        "--nproc",
+        "2",
+        "--out",
+        "y",
+    ]
     assert resuming(typed, "runs/it's") == (
         "preheat --debug train 'a b.yaml' --set 'x=[1, 2]' --nproc 2 --out 'runs/it'\"'\"'s' --resume"
     )

@@ -101,7 +101,9 @@ def test_a_static_cache_writes_what_the_growing_one_writes(stories: LoadedModel)
     """Rows of different lengths, padded; and with windows."""
     prompts = _ids(stories, "", "Tom had a red ball", "Once upon a time, in a big forest, there lived a rhinoceros")
     assert _write(stories, prompts, tokens=40, cache="static") == _write(stories, prompts, tokens=40)
-    assert _write(stories, prompts, tokens=40, cache="static", window=12) == _write(stories, prompts, tokens=40, window=12)
+    assert _write(stories, prompts, tokens=40, cache="static", window=12) == _write(
+        stories, prompts, tokens=40, window=12
+    )
 
 
 def test_eight_bits_change_the_loss_by_little_and_the_text_not_by_pieces(stories: LoadedModel) -> None:
@@ -180,7 +182,9 @@ def test_a_compiled_model_writes_the_same_and_is_compiled_once(stories: LoadedMo
     from ..conftest import DEVICE
 
     sizes = "{layers: 1, width: 32, heads: 4, kv_heads: 2, vocabulary: 512, positions: 256}"
-    made = build(parse(f"model: {sizes}\nbatch: {{size: 2, length: 16}}\nstop: {{steps: 1}}"), vocabulary=512, device=DEVICE)
+    made = build(
+        parse(f"model: {sizes}\nbatch: {{size: 2, length: 16}}\nstop: {{steps: 1}}"), vocabulary=512, device=DEVICE
+    )
     model: Any = made.trained[0]
     torch.nn.init.normal_(model.get_input_embeddings().weight, generator=torch.Generator().manual_seed(0))
     before = counters["stats"]["unique_graphs"]

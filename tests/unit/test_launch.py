@@ -137,13 +137,17 @@ def test_manifests_agree_with_each_other(kind: Any) -> None:
         assert pod["containers"][0]["name"] == "node", "the trainer looks for that name"
     assert pod["terminationGracePeriodSeconds"] == 330
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 4, "cpu": "96", "memory": "512Gi"}
-    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert {volume["name"] for volume in pod["volumes"]} == {
+        mount["name"] for mount in pod["containers"][0]["volumeMounts"]
+    }
     assert pod["volumes"][1]["configMap"]["name"] == objects[0]["metadata"]["name"]
 
 
 def test_manifests_are_what_kubeflow_publishes() -> None:
     """The published models of Kubeflow Trainer and of Kubernetes: what they do not know is lost on the way through them."""
-    api = pytest.importorskip("kubeflow_trainer_api.models", reason="not installed here (pip install kubeflow-trainer-api)")
+    api = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="not installed here (pip install kubeflow-trainer-api)"
+    )
 
     def through(model: Any, value: Any) -> None:
         assert kept(value, model.from_dict(value).to_dict())

@@ -84,7 +84,10 @@ def test_a_list_has_each_key_once_and_asks_for_the_one_at_its_depth(length: int,
         assert len({tuple(key) for key, _ in pairs}) == len(pairs)
         assert all(token % 2 == 0 for key, _ in pairs for token in key)
         assert all(value % 2 == 1 for _, value in pairs)
-        assert (last, *asked.answer) == (pairs[round(depth * (len(pairs) - 1))][0], pairs[round(depth * (len(pairs) - 1))][1])
+        assert (last, *asked.answer) == (
+            pairs[round(depth * (len(pairs) - 1))][0],
+            pairs[round(depth * (len(pairs) - 1))][1],
+        )
 
 
 @pytest.mark.parametrize("needles", [1, 3])
@@ -116,7 +119,9 @@ def test_questions_follow_their_seed_and_passages_do_not_overlap(tokenizer: Any,
     long = questions("positions=x,lengths=[400],each=50", made, tokenizer, text)[0].asked[0]
     assert 1 < len(long) < 50  # as many as there are: what is left over of a document, and the short one, give none
     everything = np.asarray(text.ids).tolist()
-    starts = sorted(next(i for i in range(0, len(everything), 400) if everything[i : i + 400] == q.context) for q in long)
+    starts = sorted(
+        next(i for i in range(0, len(everything), 400) if everything[i : i + 400] == q.context) for q in long
+    )
     assert len(set(starts)) == len(starts)
 
 
@@ -150,7 +155,9 @@ def test_scores_are_those_of_plain_logits_one_by_one(tokenizer: Any, text: Token
     found = measure_length(asked, scorer)
     expected = [[slow(*q) for q in cell] for cell in asked.asked]
     assert found.rows == 12
-    assert [part.metric.value for part in found.parts] == pytest.approx([np.mean([right for _, right in c]) for c in expected])
+    assert [part.metric.value for part in found.parts] == pytest.approx(
+        [np.mean([right for _, right in c]) for c in expected]
+    )
     assert found.metrics["loss"].value == pytest.approx(np.mean([lost for c in expected for lost, _ in c]), rel=1e-5)
     assert [part.place for part in found.parts] == [{"length": n, "depth": d} for n in (16, 60) for d in (0.0, 1.0)]
 
@@ -176,7 +183,9 @@ def test_scores_are_those_of_plain_logits_one_by_one(tokenizer: Any, text: Token
 def test_a_layer_of_a_window_sees_no_further_than_in_training(tokenizer: Any, text: Tokens) -> None:
     made = opened("{sliding_window: {window: 9, every: 2}}")
     asked, scorer = questions("recall,lengths=[60],depths=2,each=3", made, tokenizer, text)
-    expected = -sum(s.loglikelihood for s in scorer.score([q for cell in asked.asked for q in cell])) / 6  # by the plain kernel
+    expected = (
+        -sum(s.loglikelihood for s in scorer.score([q for cell in asked.asked for q in cell])) / 6
+    )  # by the plain kernel
     assert measure_length(asked, scorer).metrics["loss"].value == pytest.approx(expected, rel=1e-5)
     full = measure_length(asked, Scorer(opened(), tokenizer, micro=3, length=64)).metrics["loss"].value
     assert abs(full - expected) > 1e-3
@@ -261,7 +270,9 @@ def test_a_report_draws_before_and_after_and_a_terminal_has_both_in_a_cell() -> 
             for a, b, v in ((0, 16, 4.0), (16, 64, 3.0), (64, 128, 3.5))
         ]
     }
-    book = {"parts": [{"length": 64, "share": s, "value": 3 - s, "low": None, "high": None} for s in (0.0, 0.25, 0.5, 1.0)]}
+    book = {
+        "parts": [{"length": 64, "share": s, "value": 3 - s, "low": None, "high": None} for s in (0.0, 0.25, 0.5, 1.0)]
+    }
     after = {"tasks": {"recall": task(1, 0.5, 0.25, 0), "<b>pos": curve, "book": book, "cloze": {"metrics": {}}}}
     page = lengths(after, {"tasks": {"recall": task(0, 0, 0, 0)}})
     assert page.count("<svg") == 4

@@ -85,9 +85,18 @@ def test_on_cuda_products_add_to_the_heads_gradient_in_fp32(inputs: Any, monkeyp
     """One product a chunk in a plan; and nearer to fp64 than products that are rounded to bf16 first, by a twin of what runs on CUDA alone."""
     hidden, head, labels = inputs
     loss = functools.partial(chunked_logits, rows=256, cuda=True)
-    with FakeTensorMode(allow_non_fake_inputs=True), Recorder(512) as recorder, torch.autocast("cpu", dtype=torch.bfloat16):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        Recorder(512) as recorder,
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
         fake = torch.nn.Linear(WIDTH, PIECES, bias=False)
-        loss(torch.empty(1, ROWS, WIDTH, requires_grad=True), fake, CrossEntropy(), torch.zeros(1, ROWS, dtype=torch.int64))
+        loss(
+            torch.empty(1, ROWS, WIDTH, requires_grad=True),
+            fake,
+            CrossEntropy(),
+            torch.zeros(1, ROWS, dtype=torch.int64),
+        )
     (product,) = ((k, count) for k, count in recorder.kernels.items() if k.operator == "addmm")
     assert product == (replace(product[0], dtype="bf16", flops=2 * PIECES * 256 * WIDTH), ROWS // 256)
 

@@ -49,7 +49,9 @@ def test_codes_are_the_nearest_and_blocks_are_scaled_by_their_largest(bits: Any,
         assert float(scales[begin // 128]) == float(largest)
         best = (block[:, None] - book * largest).abs().min(dim=1).values
         error = (got[begin : begin + 128].double() - block).abs()
-        assert bool((error <= best + block.abs() * 2**-10 + largest * 2**-24).all()), "the nearest, up to fp16's rounding"
+        assert bool((error <= best + block.abs() * 2**-10 + largest * 2**-24).all()), (
+            "the nearest, up to fp16's rounding"
+        )
 
 
 def _reference(w: Tensor, grads: list[Tensor], bits: Any, block: int, **s: Any) -> Tensor:
@@ -95,7 +97,9 @@ def _loss(make: Any, dtype: torch.dtype = torch.float32) -> float:
     """Of a small model after 60 steps, where a third of the labels is noise; the mean of the last ten steps."""
     g = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(64, 32), torch.nn.Linear(32, 96), torch.nn.GELU(), torch.nn.Linear(96, 64)
+    )
     model.to(dtype)
     optimizer, table, losses = make(model.parameters()), torch.randint(64, (64,), generator=g), []
     for _ in range(60):
@@ -186,7 +190,9 @@ def test_projections_are_functions_of_seed_and_step_and_keep_norms() -> None:
 
 def test_apollos_update_is_as_large_as_adamws_of_the_rank() -> None:
     """Each column of AdamW's first update has a norm of sqrt(rank) lr, and that is what the gradient's column is scaled to."""
-    got, (grad,), begin = run(lambda p: Apollo([{"params": p, "apollo": True}], lr=0.01, rank=0.25), steps=1, shape=(16, 24))
+    got, (grad,), begin = run(
+        lambda p: Apollo([{"params": p, "apollo": True}], lr=0.01, rank=0.25), steps=1, shape=(16, 24)
+    )
     norms = (got - begin).norm(dim=0) / grad.norm(dim=0)
     assert torch.nn.functional.cosine_similarity(begin - got, grad, dim=0).min() > 0.999
     assert float((begin - got).norm(dim=0).mean()) == pytest.approx(0.01 * 4**0.5, rel=0.35)

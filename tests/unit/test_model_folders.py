@@ -36,7 +36,15 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
 }
 EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 96,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def opened(path: Path, **model: Any) -> Build:
@@ -72,7 +80,9 @@ def changed(path: Path, change: Callable[[dict[str, Any]], Any], name: str = "mo
 
 def configured(path: Path, **settings: Any) -> Path:
     file = path / "config.json"
-    file.write_text(json.dumps({k: v for k, v in (json.loads(file.read_text()) | settings).items() if v != "leave out"}))
+    file.write_text(
+        json.dumps({k: v for k, v in (json.loads(file.read_text()) | settings).items() if v != "leave out"})
+    )
     return path
 
 
@@ -87,7 +97,9 @@ def configured(path: Path, **settings: Any) -> Path:
     ],
     ids=["gpt_neox", "mixtral", "ernie4_5_moe", "olmoe", "gpt2 without its head"],
 )  # fmt: skip
-def test_weights_under_other_names_give_the_logits_of_transformers(make: Callable[[], Any], named: str, tmp_path: Path) -> None:
+def test_weights_under_other_names_give_the_logits_of_transformers(
+    make: Callable[[], Any], named: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     path = saved(make(), tmp_path / "m")
     assert named in load_file(path / "model.safetensors")
@@ -137,7 +149,9 @@ def test_only_the_files_that_transformers_reads_are_read(tmp_path: Path) -> None
         (lambda m: changed(m, lambda w: w | {"lm_head.weight": (w["lm_head.weight"] / 0).half()}), r"lm_head.weight holds .* not finite"),
     ],
 )  # fmt: skip
-def test_a_folder_that_cannot_be_read_whole_is_refused(change: Callable[[Path], Any], words: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_read_whole_is_refused(
+    change: Callable[[Path], Any], words: str, tmp_path: Path
+) -> None:
     path = small(tmp_path / "m")
     change(path)
     with pytest.raises(RecipeError, match=words) as found:
@@ -166,7 +180,10 @@ def test_a_head_that_differs_from_the_embedding_is_read_though_the_configuration
     same = changed(path, lambda w: w | {"lm_head.weight": w[next(k for k in w if k.endswith(("embed_tokens.weight", "wte.weight")))].clone()})  # fmt: skip
     assert hf.facts(opened(same).trained[0].config).tied  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"other values of lm_head.weight than of"):
-        opened(changed(same, lambda w: w | {"lm_head.weight": 2 * w["lm_head.weight"]}), config={"tie_word_embeddings": True})
+        opened(
+            changed(same, lambda w: w | {"lm_head.weight": 2 * w["lm_head.weight"]}),
+            config={"tie_word_embeddings": True},
+        )
 
 
 def index(path: Path, places: Any) -> None:
@@ -282,7 +299,9 @@ def test_an_adapters_folder_is_read_as_carefully(settings: dict[str, Any], words
 def test_code_runs_by_consent_alone(tmp_path: Path) -> None:
     path = configured(small(tmp_path / "m"), model_type="strange", auto_map={"AutoConfig": "configuration_strange.C", "AutoModelForCausalLM": "modeling_strange.M"})  # fmt: skip
     mark = tmp_path / "ran"
-    text = f"import pathlib\npathlib.Path({str(mark)!r}).touch()\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+    text = (
+        f"import pathlib\npathlib.Path({str(mark)!r}).touch()\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+    )
     text += 'class C(LlamaConfig):\n    model_type = "strange"\nclass M(LlamaForCausalLM):\n    config_class = C\n'
     for name in ("configuration_strange", "modeling_strange"):
         (path / f"{name}.py").write_text(text)

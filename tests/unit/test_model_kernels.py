@@ -31,9 +31,13 @@ def test_a_model_computes_by_the_kernels_it_was_given_and_others_do_not(family: 
         calls["norm"] += 1
         return rms_norm(x, weight.shape, weight, eps)
 
-    def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         calls["rotary"] += 1
-        turn = torch.view_as_complex(torch.stack([cos, sin], -1)[..., : cos.shape[-1] // 2, :].contiguous()).unsqueeze(1)
+        turn = torch.view_as_complex(torch.stack([cos, sin], -1)[..., : cos.shape[-1] // 2, :].contiguous()).unsqueeze(
+            1
+        )
 
         def turned(x: torch.Tensor) -> torch.Tensor:
             pairs = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * turn
@@ -78,7 +82,9 @@ def test_liger_says_what_it_needs_on_a_gpu(
 
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: (object() if installed else None) if name == "liger_kernel" else found(name)
+        importlib.util,
+        "find_spec",
+        lambda name: (object() if installed else None) if name == "liger_kernel" else found(name),
     )
     r = tiny(techniques)
     context = context_of(r, configure(r, 96), Device("cuda", "a card", 8 << 30, (9, 0)))

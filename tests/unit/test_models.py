@@ -69,11 +69,15 @@ def test_hidden_states_and_head_give_the_logits_of_transformers(family: str) -> 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_new_weights_are_drawn_as_transformers_draws_them(family: str) -> None:
     model = build(tiny(family=family), vocabulary=96, device=DEVICE).trained[0]
-    half = build(tiny("{mixed_precision: {mode: bf16_weights}}", family=family), vocabulary=96, device=DEVICE).trained[0]
+    half = build(tiny("{mixed_precision: {mode: bf16_weights}}", family=family), vocabulary=96, device=DEVICE).trained[
+        0
+    ]
     assert all(torch.equal(a.bfloat16(), b) for a, b in zip(model.parameters(), half.parameters(), strict=True))
     for name, p in model.named_parameters():
         if p.ndim >= 2:
-            wanted = 0.02 / (2 * 3) ** 0.5 if "c_proj" in name else 0.02  # GPT-2's way back to the residual stream, 3 layers
+            wanted = (
+                0.02 / (2 * 3) ** 0.5 if "c_proj" in name else 0.02
+            )  # GPT-2's way back to the residual stream, 3 layers
             assert float(p.detach().std()) == pytest.approx(wanted, rel=0.25), name
         elif name.endswith("norm.weight") or ("ln_" in name and name.endswith("weight")):
             assert p.detach().unique().tolist() == [1.0]
@@ -127,7 +131,9 @@ def test_a_bad_model_folder_is_refused_in_one_line(tmp_path: Path, spoil: Any, w
     folder = _folder(tmp_path)
     spoil(folder)
     with pytest.raises(RecipeError, match=words) as caught:
-        build(parse(f"model: {{path: {folder}}}\nbatch: {{length: 16}}\nstop: {{steps: 1}}"), vocabulary=96, device=DEVICE)
+        build(
+            parse(f"model: {{path: {folder}}}\nbatch: {{length: 16}}\nstop: {{steps: 1}}"), vocabulary=96, device=DEVICE
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -136,7 +142,12 @@ def test_a_bad_model_folder_is_refused_in_one_line(tmp_path: Path, spoil: Any, w
     [
         ("{path: ./nowhere}", "", 96, "no such folder"),
         ("{layers: 2, width: 32, heads: 4, vocabulary: 50}", "", 96, "96 pieces .* 50 rows"),
-        ("{layers: 2, width: 32, heads: 4, positions: 16}", "batch: {length: 64}", 96, "longer than the model's 16 positions"),
+        (
+            "{layers: 2, width: 32, heads: 4, positions: 16}",
+            "batch: {length: 64}",
+            96,
+            "longer than the model's 16 positions",
+        ),
         ("{layers: 2, width: 32, heads: 4, config: {rope_teta: 1}}", "", 96, "did you mean"),
         ("{family: gpt2, layers: 2, width: 32, heads: 4, kv_heads: 2}", "", 96, "no grouped queries"),
         ("{}", "", 96, "state a path, a size"),
@@ -157,7 +168,9 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused() -> None:
 def test_the_dial_meets_its_size(size: str, gated: bool) -> None:
     d = size_dial.dial(size, gated=gated)
     parameters = d.layers * (4 * d.width**2 + (3 if gated else 2) * d.width * d.feed_forward)
-    assert parameters == pytest.approx(size_dial.parse_size(size), rel=0.12 if size_dial.parse_size(size) > 2e6 else 0.6)
+    assert parameters == pytest.approx(
+        size_dial.parse_size(size), rel=0.12 if size_dial.parse_size(size) > 2e6 else 0.6
+    )
     assert d.width % d.heads == 0
     assert 20 <= d.width / d.layers <= 200
 

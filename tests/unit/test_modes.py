@@ -17,7 +17,10 @@ PLAN = ["plan", "llama-3.1-8b", "--gpu", "RTX-4090"]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([*PLAN, "--inference", "--set", "batch.size=512"], "--set 'batch.size=512': would change nothing: --inference plans"),
+        (
+            [*PLAN, "--inference", "--set", "batch.size=512"],
+            "--set 'batch.size=512': would change nothing: --inference plans",
+        ),
         ([*PLAN, "--inference", "--set", "optimizer.lr=1"], "--set 'optimizer.lr=1'"),
         ([*PLAN, "--inference", "--set", "techniques.lora={}"], "--set 'techniques.lora={}'"),
         ([*PLAN, "--inference", "--method", "lora"], "--method 'lora'"),
@@ -37,7 +40,10 @@ PLAN = ["plan", "llama-3.1-8b", "--gpu", "RTX-4090"]
         (["eval", "runs/x", "--samples", "x.jsonl"], "--samples"),
         (["generate", "runs/x", "--seed", "5"], "--seed 5: would change nothing: temperature 0"),
         (["chat", "runs/x", "--seed", "5"], "--seed 5"),
-        (["eval", "none", "--tasks", "cloze=x.jsonl", "--rows", "4"], "--rows 4: would change nothing: no text is named"),
+        (
+            ["eval", "none", "--tasks", "cloze=x.jsonl", "--rows", "4"],
+            "--rows 4: would change nothing: no text is named",
+        ),
         (["eval", ".", "--data", "x.txt", "--base", "y"], "--base 'y': would change nothing: it is for adapters"),
         (["generate", "runs/x", "--no-chat", "--template", "chatml"], "--template 'chatml'"),
         (["compress", "runs/x", "--recipe", "edge", "--rows", "5"], "--rows 5"),
@@ -122,7 +128,10 @@ def test_keys_that_a_look_at_data_or_a_bench_does_not_read_are_named(capsys: pyt
             ["data", "gone.yaml", "--set", "batch.size=8", "--set", "batch.length=16"],
             "--set 'batch.size=8': would change nothing",
         ),
-        (["bench", "gone.yaml", "--ablate", "--set", "stop.steps=8", "--set", "optimizer.lr=1"], "--set 'stop.steps=8'"),
+        (
+            ["bench", "gone.yaml", "--ablate", "--set", "stop.steps=8", "--set", "optimizer.lr=1"],
+            "--set 'stop.steps=8'",
+        ),
     ):
         with pytest.raises(SystemExit):
             main(arguments)

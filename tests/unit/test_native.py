@@ -57,7 +57,9 @@ def test_the_folder_is_private(source: Path, caplog: pytest.LogCaptureFixture):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_another_ones_folder_is_not_used(source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_another_ones_folder_is_not_used(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     elsewhere = source.parent / "elsewhere"
     elsewhere.mkdir()
     (source.parent / "cache").mkdir()

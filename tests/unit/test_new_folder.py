@@ -29,7 +29,9 @@ def test_what_is_written_takes_its_name_when_all_went_well(tmp_path: Path) -> No
     assert (tmp_path / "empty/a.txt").is_file()
 
 
-@pytest.mark.parametrize("error", [ValueError("ours"), KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+@pytest.mark.parametrize(
+    "error", [ValueError("ours"), KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")]
+)
 def test_what_fails_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
     expected = RunError if isinstance(error, OSError) else type(error)
 
@@ -67,7 +69,9 @@ def test_only_what_preheat_left_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_without_locks_nothing_stays_open_or_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: bool) -> None:
+def test_without_locks_nothing_stays_open_or_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: bool
+) -> None:
     def refuse(file: object, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -58,11 +58,16 @@ def documents(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def slow_logp(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over each document alone, and numbers of labels. Checkpointed layers run again in backward: the kernel is put back after it."""
     model.set_attn_implementation("eager")
-    losses = [cross_entropy(model(t[None], use_cache=False).logits[0].float(), n, reduction="sum") for t, n in documents(batch)]
+    losses = [
+        cross_entropy(model(t[None], use_cache=False).logits[0].float(), n, reduction="sum")
+        for t, n in documents(batch)
+    ]
     return -torch.stack(losses), torch.tensor([float((n >= 0).sum()) for _, n in documents(batch)])
 
 
-def slow_loss(settings: dict[str, Any], batch: Batch, now: torch.Tensor, before: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+def slow_loss(
+    settings: dict[str, Any], batch: Batch, now: torch.Tensor, before: torch.Tensor, n: torch.Tensor
+) -> torch.Tensor:
     """The papers' formulas, pair by pair; the mean."""
     loss, beta = settings.get("loss", "dpo"), settings.get("beta", 0.1)
     if loss == "unpaired":
@@ -167,7 +172,10 @@ def test_under_an_adapter_there_is_no_second_copy_and_metrics_say_what_was_learn
 
 
 def test_dropout_moves_the_policy_but_not_the_reference() -> None:
-    made, batch = build(tiny("{preference: {}, lora: {dropout: 0.5}}"), vocabulary=96, device=DEVICE), uneven(examples=PAIRS)
+    made, batch = (
+        build(tiny("{preference: {}, lora: {dropout: 0.5}}"), vocabulary=96, device=DEVICE),
+        uneven(examples=PAIRS),
+    )
     loss = gradients(made, [batch])
     assert float(loss.total / 4) == pytest.approx(math.log(2))  # B is zero, and the base has no dropout
     assert made.trained[0].training
@@ -268,7 +276,9 @@ KINDS = {
 
 def test_tokens_say_what_they_hold() -> None:
     for kind, found in KINDS.items():
-        assert pickle.loads(pickle.dumps(found)).examples == found.examples == ExampleKind(kind, 5 * (kind == "classes"))  # type: ignore[arg-type]
+        assert (
+            pickle.loads(pickle.dumps(found)).examples == found.examples == ExampleKind(kind, 5 * (kind == "classes"))
+        )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["pairs", "liked", "classes"])

@@ -23,7 +23,9 @@ from ..conftest import DEVICE, difference, split, tiny, uneven
 from ..contract.settings import teacher
 from .test_distillation import slow_divergence
 
-TOGETHER = "chunked_loss: {rows: 7}, gradient_accumulation: {steps: 2}, efficient_attention: {}, activation_checkpointing: {}"
+TOGETHER = (
+    "chunked_loss: {rows: 7}, gradient_accumulation: {steps: 2}, efficient_attention: {}, activation_checkpointing: {}"
+)
 
 
 def made(settings: str = "on_policy: 1.0", beside: str = "") -> Any:
@@ -53,7 +55,11 @@ def slow_text(model: Any, prompt: list[int], room: int, seed: int) -> list[int]:
     ("labels", "documents", "wanted"),
     [
         ([5, 6, 7, 8, 9, 1], [6], [(0, 6, 3, 6, 6)]),  # plain text: the second half
-        ([-100, -100, 7, 8, -100, 1], [6], [(0, 6, 3, 5, 3)]),  # the first answer; what follows it was an answer to other words
+        (
+            [-100, -100, 7, 8, -100, 1],
+            [6],
+            [(0, 6, 3, 5, 3)],
+        ),  # the first answer; what follows it was an answer to other words
         ([-100, 6, 7, -100, 9, 1], [3, 3], [(0, 3, 2, 3, 2), (3, 6, 5, 6, 2)]),
         ([-100] * 6, [4, 2], []),  # padding
         ([4, 1, 2, 3, 4, -100], [1, 5], [(1, 6, 3, 6, 4)]),  # a document of one token has no answer
@@ -126,7 +132,9 @@ def slow(b: Any, batch: Batch, *, direction: str, temperature: float, mixture: f
     return total / batch.weight
 
 
-@pytest.mark.parametrize(("settings", "beside"), [("", ""), ("divergence: reverse, temperature: 2.0, mixture: 0.7", TOGETHER)])
+@pytest.mark.parametrize(
+    ("settings", "beside"), [("", ""), ("divergence: reverse, temperature: 2.0, mixture: 0.7", TOGETHER)]
+)
 def test_the_loss_is_the_divergence_on_its_own_texts_and_as_ever_on_the_data(settings: str, beside: str) -> None:
     b, batch = made(f"on_policy: 0.5, {settings}", beside), uneven()
     while len(b.hooks.transforms[-1][1]._drawn(batch.rows)) != 2:
@@ -143,7 +151,9 @@ def test_the_loss_is_the_divergence_on_its_own_texts_and_as_ever_on_the_data(set
     places = sum(int((part.labels != -100).sum()) for part in changed)
     assert told["on_policy"] == pytest.approx(own / places)
     plain = made(settings, beside)
-    assert measure(b, [batch]).loss == pytest.approx(measure(plain, [batch]).loss, rel=1e-6), "an evaluation reads the data"
+    assert measure(b, [batch]).loss == pytest.approx(measure(plain, [batch]).loss, rel=1e-6), (
+        "an evaluation reads the data"
+    )
 
 
 def test_the_gradient_in_chunks_is_that_of_the_plain_form() -> None:
@@ -155,7 +165,9 @@ def test_the_gradient_in_chunks_is_that_of_the_plain_form() -> None:
     for mixture in (0.4, 1.0):
         found = []
         for by in (whole_logits, lambda *given: chunked_logits(*given, rows=7)):
-            row_loss = Distilled(TeacherHead(over, 40), direction="reverse", temperature=1.5, mixture=mixture, written=True)
+            row_loss = Distilled(
+                TeacherHead(over, 40), direction="reverse", temperature=1.5, mixture=mixture, written=True
+            )
             total = by(hidden, head, row_loss, labels, theirs, counts)
             found.append((total.detach(), row_loss.sums, torch.autograd.grad(total, [hidden, head.weight])))
         (one, sums, grads), (other, others, wanted) = found
@@ -188,7 +200,9 @@ def test_a_dry_run_sees_the_losses_of_it_and_nothing_of_the_writing() -> None:
     folder = teacher()
     peaks = []
     for settings in ("", "on_policy: 0.5"):
-        recipe = recipes.override(tiny(f"{{distillation: {{teacher: {folder}, {settings}}}}}"), f"data.tokenizer={folder}")
+        recipe = recipes.override(
+            tiny(f"{{distillation: {{teacher: {folder}, {settings}}}}}"), f"data.tokenizer={folder}"
+        )
         seen = observe(recipe, vocabulary=96, device=DEVICE, evaluated=False)
         peaks.append((max(seen.peak.values()), sum(seen.flops.values())))
     assert peaks[0][0] <= peaks[1][0] < 1.1 * peaks[0][0]

@@ -25,7 +25,9 @@ def norm_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     ("count", "width", "vocabulary", "rows"), [(1, 8, 5, 512), (33, 16, 97, 8), (64, 24, 1000, 64), (50, 8, 33, 7)]
 )
 @pytest.mark.parametrize("generic", [False, True])
-def test_chunked_loss_has_the_gradients_of_autograd(count: int, width: int, vocabulary: int, rows: int, generic: bool) -> None:
+def test_chunked_loss_has_the_gradients_of_autograd(
+    count: int, width: int, vocabulary: int, rows: int, generic: bool
+) -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(count, width, requires_grad=True), torch.nn.Linear(width, vocabulary, bias=False)
     labels = torch.randint(vocabulary, (count,))
@@ -109,7 +111,9 @@ def _agrees(attention: Any, tensors: list[torch.Tensor], mask: MaskSpec, toleran
 
 @pytest.mark.parametrize("length", [2, 127, 128, 300])
 @pytest.mark.parametrize("causal", [True, False])
-def test_blocked_attention_agrees_over_several_tiles(monkeypatch: pytest.MonkeyPatch, length: int, causal: bool) -> None:
+def test_blocked_attention_agrees_over_several_tiles(
+    monkeypatch: pytest.MonkeyPatch, length: int, causal: bool
+) -> None:
     """Some heads at a time (3 rows x 5 heads: 8, 4, 2, 1), and blocks of queries that end unevenly."""
     import preheat.ops.attention.blockwise as module
 

@@ -23,7 +23,9 @@ from preheat.techniques.muon import muon_optimizer
 from ..conftest import DEVICE, difference, tiny, uneven
 
 
-def run(make: Any, steps: int = 4, shape: tuple[int, ...] = (24, 16)) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+def run(
+    make: Any, steps: int = 4, shape: tuple[int, ...] = (24, 16)
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
     """The weight after some steps, the gradients that it was given, and where it began."""
     g = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.randn(shape, generator=g))
@@ -153,7 +155,12 @@ def test_where_the_gradient_is_not_finite_nothing_changes(name: str) -> None:
 
 def test_the_norm_of_bf16_gradients_is_summed_in_fp32() -> None:
     torch.manual_seed(0)
-    grads = [torch.randn(1000, 3).bfloat16(), torch.randn(70).bfloat16(), torch.randn(4, 6).bfloat16().t(), torch.randn(5)]
+    grads = [
+        torch.randn(1000, 3).bfloat16(),
+        torch.randn(70).bfloat16(),
+        torch.randn(4, 6).bfloat16().t(),
+        torch.randn(5),
+    ]
     wanted = torch.cat([g.double().flatten() for g in grads]).norm()
     assert float(total_norm(grads, chunk=64)) == pytest.approx(float(wanted), rel=1e-6)
 
@@ -169,7 +176,10 @@ def test_the_norm_of_all_gradients_at_once_is_that_of_each_by_itself() -> None:
 def test_a_gpu_clips_by_a_few_kernels_and_gives_the_same(mode: str) -> None:
     recipe = recipes.override(tiny(f"{{mixed_precision: {{mode: {mode}}}}}"), "optimizer.clip=0.1")
     kernels = observe(recipe, vocabulary=96, device=Device("cuda", "test", 8 << 30)).kernels
-    count = {name: sum(n for k, n in kernels.items() if k.operator == name) for name in ("_foreach_norm", "linalg_vector_norm")}
+    count = {
+        name: sum(n for k, n in kernels.items() if k.operator == name)
+        for name in ("_foreach_norm", "linalg_vector_norm")
+    }
     assert count == {"_foreach_norm": 1, "linalg_vector_norm": 1}
     assert sum(n for k, n in kernels.items() if k.operator == "_foreach_mul_") == 1
     found = []

@@ -178,12 +178,19 @@ def damaged(path: Path, seed: int, chance: float = 0.12) -> None:
     for name in ("plan.json", "changes.json", "environment.json", "evaluation.json"):
         if rng.random() > 0.1:
             (path / name).write_text(json.dumps(mutated(documents[name], chance, rng)))
-    for file, key, names in (("events.jsonl", "kind", ("events",)), ("metrics.jsonl", "step", ("metrics", "evaluations"))):
+    for file, key, names in (
+        ("events.jsonl", "kind", ("events",)),
+        ("metrics.jsonl", "step", ("metrics", "evaluations")),
+    ):
         lines = []
         for name in names:
             for line in documents[name]:
-                changed = {k: mutated(v, chance, rng) for k, v in line.items() if k != key and rng.random() > chance / 2}
-                required = {"loss": changed.get("loss", 1.0)} if name == "metrics" else {"time": rng.choice([5.0, 1e300, "x"])}
+                changed = {
+                    k: mutated(v, chance, rng) for k, v in line.items() if k != key and rng.random() > chance / 2
+                }
+                required = (
+                    {"loss": changed.get("loss", 1.0)} if name == "metrics" else {"time": rng.choice([5.0, 1e300, "x"])}
+                )
                 if name == "evaluations":
                     required = {}
                     changed.pop("loss", None)
@@ -222,18 +229,24 @@ def test_a_table_has_one_unit_and_no_names_of_json_keys(tmp_path: Path) -> None:
     documents = run_files(tmp_path / "run")
     for name in ("plan.json", "changes.json", "environment.json", "evaluation.json"):
         (tmp_path / "run" / name).write_text(json.dumps(documents[name]))
-    (tmp_path / "run/events.jsonl").write_text("".join(json.dumps({"time": 5.0, **e}) + "\n" for e in documents["events"]))
+    (tmp_path / "run/events.jsonl").write_text(
+        "".join(json.dumps({"time": 5.0, **e}) + "\n" for e in documents["events"])
+    )
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in documents["metrics"]))
     source = run_page.render(report_data.collect(tmp_path / "run"))
     cells = re.findall('<td class="n">(.*?)</td>', source)
     assert len(cells) > 20
     assert not [cell for cell in cells if re.search("[KMG]iB", cell)], "the unit is in the head of the column"
     text = re.sub("<[^>]*>", " ", source[: source.index("<details>")])
-    assert not re.findall(r"\b(?:peak_gib|tokens_per_second|seconds_per_step|memory_gib|validation_loss|was_gib)\b", text)
+    assert not re.findall(
+        r"\b(?:peak_gib|tokens_per_second|seconds_per_step|memory_gib|validation_loss|was_gib)\b", text
+    )
     assert "not recorded" not in text
 
 
-@pytest.mark.parametrize("command", [bench_page.write_bench, compress_page.write_compress, inference_page.write_inference])
+@pytest.mark.parametrize(
+    "command", [bench_page.write_bench, compress_page.write_compress, inference_page.write_inference]
+)
 def test_a_file_of_figures_that_lacks_a_key_is_one_line(tmp_path: Path, command: Any) -> None:
     name = {"write_bench": "bench", "write_compress": "compress", "write_inference": "inference"}[command.__name__]
     for text in ("[]", "null", "{}", '{"rows": null}', '{"cut', "\xff"):
@@ -285,7 +298,9 @@ def test_no_mark_is_clipped_by_the_frame_and_any_name_can_be_drawn() -> None:
     assert "汉字 $x_$" in drawing
     svg.by_size("y", lines[:1], "sizes", format=str)
     svg.spans("z", [svg.Span(HOSTILE, 0, 1, "series-1"), svg.Span("none", 1, 1 - 1.5e-05, "series-2")], "w", unit="GiB")
-    assert "1.5e-05" not in svg.spans("z", [svg.Span("a", 0, 1, "ink"), svg.Span("b", 1, 1 - 1.5e-05, "ink")], "w", unit="GiB")
+    assert "1.5e-05" not in svg.spans(
+        "z", [svg.Span("a", 0, 1, "ink"), svg.Span("b", 1, 1 - 1.5e-05, "ink")], "w", unit="GiB"
+    )
 
 
 def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:

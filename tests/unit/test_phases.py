@@ -111,7 +111,8 @@ def test_a_plan_sums_up_and_says_where_each_line_of_the_overhead_is_from() -> No
 def test_compiled_products_are_a_line_where_a_cpu_computes_in_bf16() -> None:
     rates = Roofline.of("H100")
     half, fp32 = (
-        plan(tiny(f"{{{t}}}"), vocabulary=96, device=DEVICE, rates=rates)["overhead"] for t in ("mixed_precision: {}", "")
+        plan(tiny(f"{{{t}}}"), vocabulary=96, device=DEVICE, rates=rates)["overhead"]
+        for t in ("mixed_precision: {}", "")
     )
     shapes = half["kernels"] * GIB / overhead._CPU_PRODUCT  # whole: so many products of different shapes
     assert shapes == int(shapes) >= 10  # projections, feed-forward, head, scores: forward and both backward
@@ -134,7 +135,9 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_folder(tmp_path / "a" / "run", resume=False)
-    monkeypatch.setattr("os.access", lambda where, _: Path(where) != tmp_path)  # root may write wherever modes forbid it
+    monkeypatch.setattr(
+        "os.access", lambda where, _: Path(where) != tmp_path
+    )  # root may write wherever modes forbid it
     with pytest.raises(RunError, match="cannot write there"):
         check_folder(tmp_path / "a" / "run", resume=False)
     assert list(tmp_path.iterdir()) == []
@@ -158,7 +161,9 @@ def test_an_export_compares_in_fp64_up_to_a_size() -> None:
     weights = on_cpu["parameters"]
     assert on_gpu["parameters"] + on_gpu["temporary"] == pytest.approx(2 * weights, rel=0.01)
     assert on_cpu["temporary"] == pytest.approx(3 * weights, rel=0.01)
-    shared_out = plan(override(tiny("{fsdp: {}}"), "parallel.devices=2"), vocabulary=96, device=rates.as_device, rates=rates)
+    shared_out = plan(
+        override(tiny("{fsdp: {}}"), "parallel.devices=2"), vocabulary=96, device=rates.as_device, rates=rates
+    )
     assert shared_out["export"] is None
 
 
@@ -201,7 +206,9 @@ def test_what_crosses_the_link_is_counted_where_it_crosses() -> None:
     _, found = _crossing("{activation_offload: {least_kib: 1}}")
     assert found["out", False] == found["back", False] > 0
     assert found.keys() == {("out", False), ("back", False)}
-    seen, found = _crossing("{fsdp: {offload: true}}", world=4)  # shares: gathered for each pass, the gradients' sent out once
+    seen, found = _crossing(
+        "{fsdp: {offload: true}}", world=4
+    )  # shares: gathered for each pass, the gradients' sent out once
     assert found["out", False] == pytest.approx(weights / 4, rel=0.02)
     assert found["back", False] == pytest.approx(2 * weights / 4, rel=0.02)
     assert any("adamw" in kernel.operator and kernel.where == "host" for kernel in seen.kernels)

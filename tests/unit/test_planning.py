@@ -40,7 +40,9 @@ def test_states_are_the_closed_form(mode: str, weight: int, moments: int) -> Non
 def test_flops_are_six_a_parameter_and_token_plus_attention() -> None:
     seen = observe(tiny(rows=4, length=32), vocabulary=96, device=DEVICE)
     tokens = 4 * 32
-    matrices = parameters() - VOCABULARY * WIDTH - (2 * LAYERS + 1) * WIDTH  # the embedding is looked up, norms are no products
+    matrices = (
+        parameters() - VOCABULARY * WIDTH - (2 * LAYERS + 1) * WIDTH
+    )  # the embedding is looked up, norms are no products
     attention = 2 * 2 * 4 * 32 * 32 * WIDTH * LAYERS  # scores and values, forward
     assert seen.model_flops == 6 * matrices * tokens + 3 * attention
 
@@ -100,7 +102,9 @@ def test_the_heap_joins_and_reuses_what_is_freed() -> None:
     assert (heap.end, heap.resident) == (3 * (64 << 10), (82 << 20) + (1 << 10))
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="the heap is for Linux with glibc")
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="the heap is for Linux with glibc"
+)
 def test_the_heap_is_where_its_model_says_it_is() -> None:
     """A process that makes and frees tensors by chance spans exactly as many bytes as the model does."""
     code = """
@@ -171,7 +175,9 @@ def test_deep_models_on_one_cpu_are_planned_by_few_layers(monkeypatch: pytest.Mo
     from preheat.planning import layer_extrapolation
     from preheat.recipe import parse
 
-    deep = parse("model: {layers: 24, width: 16, heads: 2, vocabulary: 64}\nbatch: {size: 2, length: 16}\nstop: {steps: 1}")
+    deep = parse(
+        "model: {layers: 24, width: 16, heads: 2, vocabulary: 64}\nbatch: {size: 2, length: 16}\nstop: {steps: 1}"
+    )
     how = {"vocabulary": 64, "device": probe("cpu", "2GiB")}
     whole = layer_extrapolation.observe_few(deep, **how)
     monkeypatch.setattr(layer_extrapolation, "_ALL", 8)

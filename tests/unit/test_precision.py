@@ -102,7 +102,9 @@ def test_fp16_gradients_are_those_of_fp32_whatever_the_scale() -> None:
 def test_a_frozen_base_in_bf16_leaves_adapters_and_the_optimizer_as_they_are() -> None:
     def of(frozen: str) -> Build:
         return build(
-            tiny(f"{{lora: {{}}, low_bit_adamw: {{}}, mixed_precision: {{frozen: {frozen}}}}}"), vocabulary=96, device=DEVICE
+            tiny(f"{{lora: {{}}, low_bit_adamw: {{}}, mixed_precision: {{frozen: {frozen}}}}}"),
+            vocabulary=96,
+            device=DEVICE,
         )
 
     plain, half, auto = of("fp32"), of("half"), of("auto")

@@ -49,7 +49,9 @@ KINDS = {"talk": talk, "pair": pair, "liked": liked, "clause": clause, "asked": 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer with the special tokens and the template of ChatML."""
-    made = train_tokenizer([(f"{n:032x}", json.dumps([kind(n) for kind in KINDS.values()])) for n in range(60)], vocabulary=400)
+    made = train_tokenizer(
+        [(f"{n:032x}", json.dumps([kind(n) for kind in KINDS.values()])) for n in range(60)], vocabulary=400
+    )
     made.add_special_tokens({"additional_special_tokens": SPECIAL})
     made.chat_template = CHATML
     path = tmp_path_factory.mktemp("chatml")
@@ -182,7 +184,9 @@ def others(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, 
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_data_is_refused_with_row_and_reason(tmp_path: Path, folder: Path, others: dict[str, Path], case: str) -> None:
+def test_broken_data_is_refused_with_row_and_reason(
+    tmp_path: Path, folder: Path, others: dict[str, Path], case: str
+) -> None:
     rows, given, message = BROKEN[case]
     settings = dict(given)
     tokenizer = others.get(settings.pop("tokenizer", ""), folder)
@@ -204,7 +208,11 @@ CALLS = [
         "content": None,
         "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": '{"c": 1}'}}],
     },
-    *({"role": "tool", "tool_call_id": "1", "content": "12"}, {"role": "tool", "tool_call_id": "2", "content": "13"}, A),
+    *(
+        {"role": "tool", "tool_call_id": "1", "content": "12"},
+        {"role": "tool", "tool_call_id": "2", "content": "13"},
+        A,
+    ),
 ]
 WITH_CALLS = CHATML.replace("m['content'] +", "m['content'] + (m.tool_calls | tojson if m.tool_calls else '') +")
 GPT = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]
@@ -290,7 +298,10 @@ def test_what_a_preference_row_becomes(tmp_path: Path, folder: Path) -> None:
     marks = np.split(np.asarray(tokens.trained), tokens.ends[:-1])
     ids = np.split(np.asarray(tokens.ids).astype(int), tokens.ends[:-1])
     assert text[0].count("Good day<|im_end|>") == 2
-    assert [made.tokenizer.decode(i[m == 1]) for i, m in zip(ids, marks, strict=True)] == ["Good day<|im_end|>", "no<|im_end|>"]
+    assert [made.tokenizer.decode(i[m == 1]) for i, m in zip(ids, marks, strict=True)] == [
+        "Good day<|im_end|>",
+        "no<|im_end|>",
+    ]
 
 
 def test_what_a_classes_row_becomes(tmp_path: Path, folder: Path) -> None:
@@ -299,7 +310,11 @@ def test_what_a_classes_row_becomes(tmp_path: Path, folder: Path) -> None:
     assert made.train.tokens.labels.tolist() == [0, 2, 1] * 3
     assert made.record()["classes"] == ["law", "rent", "tax"]
     numbers = run(
-        tmp_path, folder, [{"text": f"t {n}", "label": 10 * (n % 3)} for n in range(9)], name="b.jsonl", layout="classes"
+        tmp_path,
+        folder,
+        [{"text": f"t {n}", "label": 10 * (n % 3)} for n in range(9)],
+        name="b.jsonl",
+        layout="classes",
     )
     assert numbers.classes == ("0", "10", "20")
 
@@ -318,7 +333,9 @@ def test_weights_repeat_documents_and_are_counted(tmp_path: Path, folder: Path) 
     assert made.counts["train"]["duplicates"] == 0
 
 
-def test_an_interrupted_start_goes_on_where_it_stopped(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_start_goes_on_where_it_stopped(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from preheat.data import tokenize_corpus
     from preheat.data.rows import formats
     from preheat.data.tokenizer import Encoder
@@ -351,7 +368,9 @@ def test_an_interrupted_start_goes_on_where_it_stopped(tmp_path: Path, folder: P
     assert 0 < len(rendered) <= 200 - 3 * 16
     assert (made.train.tokens.ids == whole.train.tokens.ids).all()
     assert made.fingerprint == whole.fingerprint
-    assert [made.counts[k] for k in ("read", "dropped", "train")] == [whole.counts[k] for k in ("read", "dropped", "train")]
+    assert [made.counts[k] for k in ("read", "dropped", "train")] == [
+        whole.counts[k] for k in ("read", "dropped", "train")
+    ]
     assert not list((again / "cache").glob(".partial*"))
 
 
@@ -370,5 +389,7 @@ def test_real_sets_of_the_field(tmp_path: Path, data_folder: Path, folder: Path)
         made = prepare(data, length=4096, seed=0, cache=tmp_path / "cache")
         assert made.layout.kind == layout
         assert made.counts["dropped"] == {}
-        assert ("check encoding; 1 of 100" in str(made.told)) == (name == "dpo_en_demo")  # its row 16 was read as Latin-1
+        assert ("check encoding; 1 of 100" in str(made.told)) == (
+            name == "dpo_en_demo"
+        )  # its row 16 was read as Latin-1
         assert END not in made.tokenizer.decode(np.asarray(made.train.tokens.ids[:4000]).astype(int))

@@ -43,9 +43,13 @@ def _recipe(name: str, techniques: str = QLORA, model: str = "", length: int = 2
     )
 
 
-TRAINED = [name for name in PRESETS if PRESETS[name].config["model_type"] not in (*hf.REFUSED, "phi")]  # phi's head has a bias
+TRAINED = [
+    name for name in PRESETS if PRESETS[name].config["model_type"] not in (*hf.REFUSED, "phi")
+]  # phi's head has a bias
 FEW = [
-    name for name in ("gemma-2-2b", "gemma-3-1b", "gpt2", "llama-3.2-1b", "phi-4-mini", "pythia-70m", "qwen2.5-0.5b") if not ALL
+    name
+    for name in ("gemma-2-2b", "gemma-3-1b", "gpt2", "llama-3.2-1b", "phi-4-mini", "pythia-70m", "qwen2.5-0.5b")
+    if not ALL
 ]
 """One of a family; with PREHEAT_PRESETS=all every preset is dry-run."""
 
@@ -123,7 +127,10 @@ def test_a_preset_at_its_real_size_fits_a_gpu_of_24_gib(name: str) -> None:
     assert seen.trained == _adapters(configs.preset_config(name), configs.preset_config(name).num_hidden_layers)
     assert _peak(seen) < 24
     # The base stands in 4 bits but for embedding, head and norms.
-    assert seen.categories["update"]["parameters"] / GIB < 0.55 * PRESETS[name].parameters / GIB + 4 * _kept(name) / GIB + 0.5
+    assert (
+        seen.categories["update"]["parameters"] / GIB
+        < 0.55 * PRESETS[name].parameters / GIB + 4 * _kept(name) / GIB + 0.5
+    )
 
 
 def _kept(name: str) -> int:
@@ -157,7 +164,10 @@ def test_a_preset_that_cannot_be_is_refused(model: str, words: str) -> None:
 
 def test_a_folder_beside_a_preset_must_be_that_model(tmp_path: Path) -> None:
     config = configs.preset_config("phi-3.5-mini")
-    values = config.to_dict() | {"eos_token_id": 32007, "max_position_embeddings": 4096}  # as an instruct sibling may differ
+    values = config.to_dict() | {
+        "eos_token_id": 32007,
+        "max_position_embeddings": 4096,
+    }  # as an instruct sibling may differ
     values["rope_parameters"] = {
         **values["rope_parameters"],
         "long_factor": [1.0800000429153442, *values["rope_parameters"]["long_factor"][1:]],  # as the hub's file has it
@@ -166,7 +176,9 @@ def test_a_folder_beside_a_preset_must_be_that_model(tmp_path: Path) -> None:
     recipe = _recipe("phi-3.5-mini", model=f", path: {tmp_path}")
     assert hf.configure(recipe).eos_token_id == 32007
     (tmp_path / "config.json").write_text(json.dumps(values | {"intermediate_size": 8193}))
-    with pytest.raises(RecipeError, match=r"phi-3.5-mini has intermediate_size 8192, but .* has 8193; remove the preset"):
+    with pytest.raises(
+        RecipeError, match=r"phi-3.5-mini has intermediate_size 8192, but .* has 8193; remove the preset"
+    ):
         hf.configure(recipe)
     transformers.LlamaConfig().save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"is a phi3, but .* holds a llama"):
@@ -175,7 +187,9 @@ def test_a_folder_beside_a_preset_must_be_that_model(tmp_path: Path) -> None:
 
 def test_a_model_of_images_and_text_is_refused_in_one_line(tmp_path: Path) -> None:
     transformers.Gemma3Config().save_pretrained(tmp_path)
-    with pytest.raises(RecipeError, match=r"gemma3 is several models in one \(gemma3_text is its text part\)") as caught:
+    with pytest.raises(
+        RecipeError, match=r"gemma3 is several models in one \(gemma3_text is its text part\)"
+    ) as caught:
         hf.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{length: 64}}\nstop: {{steps: 1}}"))
     assert "\n" not in str(caught.value)
 

@@ -224,7 +224,9 @@ class OverSome(torch.nn.Module):
                 part, part.shape[-1:], weight, self.norm.bias[self.kept], self.norm.eps
             )
         else:
-            out[..., self.kept] = torch.nn.functional.rms_norm(part, part.shape[-1:], weight, self.norm.variance_epsilon)
+            out[..., self.kept] = torch.nn.functional.rms_norm(
+                part, part.shape[-1:], weight, self.norm.variance_epsilon
+            )
         return out
 
 
@@ -241,7 +243,9 @@ def test_a_cut_model_is_the_whole_one_with_the_rest_at_zero(family: str, tmp_pat
         hidden=some(24, 32),
         kv_heads=groups,
         heads=[
-            torch.cat([g * (now.heads // now.kv_heads) + some(units, now.heads // now.kv_heads) for g in layer.tolist()])
+            torch.cat(
+                [g * (now.heads // now.kv_heads) + some(units, now.heads // now.kv_heads) for g in layer.tolist()]
+            )
             for layer in groups
         ],
         channels=[some(wanted.channels, now.channels) for _ in range(3)],
@@ -322,7 +326,10 @@ def test_a_head_counts_by_what_attention_lacks_without_it() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("Gemma3Text", {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4}), ("Mixtral", EXPERTS)],
+    [
+        ("Gemma3Text", {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4}),
+        ("Mixtral", EXPERTS),
+    ],
 )
 @pytest.mark.parametrize("by", ["influence", "loss"])
 def test_layers_are_taken_out_of_any_family(kind: str, more: dict[str, Any], by: Any, tmp_path: Path) -> None:
@@ -398,7 +405,9 @@ def test_drawn_shapes_meet_the_budget_and_can_be_built(family: str) -> None:
     drawn = shape_sampling.draw(model, parameters=0.7, draws=3, smallest=0.3, multiple=4, seed=3)
     assert len(set(drawn)) == 3
     assert drawn == shape_sampling.draw(model, parameters=0.7, draws=3, smallest=0.3, multiple=4, seed=3)
-    assert family == "gpt2" or drawn != shape_sampling.draw(model, parameters=0.7, draws=3, smallest=0.3, multiple=4, seed=4)
+    assert family == "gpt2" or drawn != shape_sampling.draw(
+        model, parameters=0.7, draws=3, smallest=0.3, multiple=4, seed=4
+    )
     importance = structured_pruning.measure(model, ROWS)
     for sizes in drawn:
         cut = structured_pruning.pruned(model, importance, sizes)
@@ -474,7 +483,13 @@ def test_importance_knows_what_a_trained_model_needs(data_folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    ["", "muon: {}", "mixed_precision: {mode: bf16_weights}", "low_bit_adamw: {bits: 4, block_size: 64, least: 0}", "lion: {}"],
+    [
+        "",
+        "muon: {}",
+        "mixed_precision: {mode: bf16_weights}",
+        "low_bit_adamw: {bits: 4, block_size: 64, least: 0}",
+        "lion: {}",
+    ],
 )
 def test_zeros_that_were_loaded_stay_whatever_the_optimizer(more: str, tmp_path: Path) -> None:
     model = made("qwen3")

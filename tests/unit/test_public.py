@@ -44,7 +44,9 @@ preheat.train(recipe, out="silent", progress=False)
     lines = [line for line in done.stderr.splitlines() if "measuring this machine" not in line]
     assert lines[0] == "reading data"
     assert [line.split(":")[0] for line in lines if line.startswith("step")] == ["step 1 of 3", "step 3 of 3", "step 3"]
-    assert all(line.startswith(("reading", "planning", "planned: ", "building", "training", "step ")) for line in lines), lines
+    assert all(
+        line.startswith(("reading", "planning", "planned: ", "building", "training", "step ")) for line in lines
+    ), lines
 
 
 def test_a_logger_of_the_users_own_gets_the_lines(caplog: pytest.LogCaptureFixture):
@@ -61,6 +63,8 @@ def test_the_stated_versions_of_torch_and_transformers_are_those_that_are_tested
     if not (house / "requirements.lock").is_file():
         pytest.skip("installed without its sources")
     stated = tomllib.loads((house / "pyproject.toml").read_text())["project"]["dependencies"]
-    locked = dict(line.split("==") for line in (house / "requirements.lock").read_text().split() if line.count("==") == 1)
+    locked = dict(
+        line.split("==") for line in (house / "requirements.lock").read_text().split() if line.count("==") == 1
+    )
     for name in ("torch", "transformers"):
         assert f"{name}>={'.'.join(locked[name].split('.')[:2])}" in stated

@@ -118,7 +118,9 @@ def batch_of(rows: Tensor) -> Batch:
     tokens, labels = rows[:, :-1], rows[:, 1:].clone()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     documents = ((tokens.shape[1],),) * len(rows)
-    return Batch(tokens, labels, positions, MaskSpec(documents=documents), labels.numel(), tuple(range(len(rows))), 1, ())
+    return Batch(
+        tokens, labels, positions, MaskSpec(documents=documents), labels.numel(), tuple(range(len(rows))), 1, ()
+    )
 
 
 @pytest.mark.parametrize(

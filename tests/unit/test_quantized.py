@@ -74,7 +74,9 @@ def test_groups_are_rounded_as_a_loop_over_numbers_does(symmetric: bool) -> None
         for place, value in enumerate(values):
             best = min(range(16), key=lambda code: abs((code - 8) * scale + zero - value))
             code = int(made.codes[row, group * 8 + place])
-            assert abs((code - 8) * scale + zero - value) == pytest.approx(abs((best - 8) * scale + zero - value), abs=1e-6)
+            assert abs((code - 8) * scale + zero - value) == pytest.approx(
+                abs((best - 8) * scale + zero - value), abs=1e-6
+            )
     assert bool((group_values(made)[1, 8:16] == 0).all())
 
 
@@ -141,14 +143,20 @@ def test_four_bits_lie_as_cudas_kernel_reads_them(inputs_: int, inner: int, monk
     monkeypatch.setattr(torch.ops.aten, "_convert_weight_to_int4pack", _convert)
     packed, grid = tiles(made)
     assert torch.equal(packed, _in_tiles(unpack(made.codes, inputs_).long(), inner))
-    codes, scale, zero = unpack(made.codes, inputs_).float(), *(t.t().repeat_interleave(32, 1) for t in grid.float().unbind(2))
+    codes, scale, zero = (
+        unpack(made.codes, inputs_).float(),
+        *(t.t().repeat_interleave(32, 1) for t in grid.float().unbind(2)),
+    )
     assert torch.equal((codes - 8) * scale + zero, made.weight.detach())
     monkeypatch.undo()
     with FakeTensorMode():
         fake = torch.ops.aten._convert_weight_to_int4pack(torch.empty(16, inputs_ // 2, dtype=torch.uint8), inner)
         assert fake.shape == packed.shape
         x = torch.empty(3, inputs_, dtype=torch.bfloat16)
-        assert torch.ops.aten._weight_int4pack_mm(x, fake, 32, torch.empty(grid.shape, dtype=grid.dtype)).shape == (3, 16)
+        assert torch.ops.aten._weight_int4pack_mm(x, fake, 32, torch.empty(grid.shape, dtype=grid.dtype)).shape == (
+            3,
+            16,
+        )
 
 
 def test_few_rows_of_integers_are_filled_up_for_cuda() -> None:
@@ -344,5 +352,7 @@ def test_what_is_kept_is_named_by_roles_parts_or_expressions() -> None:
 
 def test_a_group_that_does_not_divide_names_the_map_and_the_nearest() -> None:
     assert [divisor(n, 32) for n in (768, 172, 97)] == [32, 43, 97]
-    with pytest.raises(ValueError, match=r"32 does not divide the 172 inputs of m\.down_proj; the nearest that does is 43"):
+    with pytest.raises(
+        ValueError, match=r"32 does not divide the 172 inputs of m\.down_proj; the nearest that does is 43"
+    ):
         group_of("m.down_proj", 172, 32)

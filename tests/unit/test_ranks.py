@@ -53,7 +53,12 @@ def test_a_meeting_point_that_is_not_there_is_told_in_one_line(
     with socket.socket() as taken:  # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        for key, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        for key, value in {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }.items():
             monkeypatch.setenv(key, value)
         with pytest.raises(
             RunError, match=rf"rank 1: cannot meet the others at 127.0.0.1:{port} within 0.3 s \(Connection refused\)"
@@ -189,7 +194,9 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("preheat.training.process_group.all_here", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(str(device)))
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **how: joined.update(how, backend=backend))
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda backend, **how: joined.update(how, backend=backend)
+    )
     store = torch.distributed.HashStore()
     recipe = recipes.parse("stop: {steps: 1}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

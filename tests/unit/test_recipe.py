@@ -92,7 +92,18 @@ def test_schema_knows_every_key_and_says_what_it_is() -> None:
     schema = json_schema()
     json.dumps(schema)
     assert set(schema["properties"]) == set(Recipe.__dataclass_fields__)
-    for part in ("model", "data", "batch", "optimizer", "schedule", "stop", "evaluate", "checkpoint", "sample", "hardware"):
+    for part in (
+        "model",
+        "data",
+        "batch",
+        "optimizer",
+        "schedule",
+        "stop",
+        "evaluate",
+        "checkpoint",
+        "sample",
+        "hardware",
+    ):
         for key, entry in schema["properties"][part]["properties"].items():
             assert entry.get("description"), f"{part}.{key} has no text"
 

@@ -20,7 +20,9 @@ from preheat.recipe.synonyms import NAMES, unknown_key
 from ..conftest import within
 
 BASE = "model: {size: 15M}\nstop: {steps: 10}\n"
-BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
+BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
+)
 
 
 def refusal(text: str, overrides: list[str] | None = None) -> str | None:

@@ -33,14 +33,18 @@ def test_the_choice_is_the_best_there_is() -> None:
 
 
 def test_what_a_layer_computes_and_saves_is_seen_without_computing_it() -> None:
-    layer = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8), torch.nn.ReLU(inplace=True))
+    layer = torch.nn.Sequential(
+        torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8), torch.nn.ReLU(inplace=True)
+    )
     x = torch.full((10, 8), float("nan"), requires_grad=True)
     seen = trace_layer(layer.forward, (x,), {})
     names = [call.key[0]._schema.name.removeprefix("aten::") for call in seen.calls]
     assert names == ["addmm", "gelu"], "the last product is written to in place, so its result cannot be kept"
     assert [call.bytes for call in seen.calls] == [10 * 32 * 4] * 2
     assert seen.calls[0].cost > 2 * 10 * 8 * 32 > 0
-    assert seen.saved == 2 * 10 * 32 * 4 + 10 * 8 * 4, "inputs of GELU and of the second product, and ReLU's result; no weight"
+    assert seen.saved == 2 * 10 * 32 * 4 + 10 * 8 * 4, (
+        "inputs of GELU and of the second product, and ReLU's result; no weight"
+    )
     assert layer[0].weight.grad is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         trace_layer(layer.forward, (x,), {})
@@ -51,8 +55,13 @@ def test_what_a_layer_computes_and_saves_is_seen_without_computing_it() -> None:
 @pytest.mark.parametrize("normed", [False, True])
 def test_the_last_product_is_kept_only_where_a_gradient_needs_it(normed: bool) -> None:
     """Added to the layer's input it is not needed again; normed first, as in Gemma 2, it is."""
-    inner, after = (torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)), torch.nn.LayerNorm(8))
-    seen = trace_layer(lambda x: x + (after(inner(x)) if normed else inner(x)), (torch.zeros(10, 8, requires_grad=True),), {})
+    inner, after = (
+        torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)),
+        torch.nn.LayerNorm(8),
+    )
+    seen = trace_layer(
+        lambda x: x + (after(inner(x)) if normed else inner(x)), (torch.zeros(10, 8, requires_grad=True),), {}
+    )
     product = torch.ops.aten.addmm.default
     assert [call.key for call in seen.calls if call.key[0] is product] == [(product, i) for i in range(1 + normed)]
     assert keep_matmuls(seen, 1) == {(ATTENTION, -1), *((product, i) for i in range(1 + normed))}

@@ -29,7 +29,14 @@ PLAN = {
     "fits": True,
     "peak_gib": 1.02,
     "available_gib": 8.0,
-    "memory": {"parameters": 0.1, "gradients": 0.1, "optimizer": 0.2, "activations": 0.5, "temporary": 0.1, "overhead": 0.02},
+    "memory": {
+        "parameters": 0.1,
+        "gradients": 0.1,
+        "optimizer": 0.2,
+        "activations": 0.5,
+        "temporary": 0.1,
+        "overhead": 0.02,
+    },
     "phases": {"forward": 0.8, "backward": 1.02},
     "tokens_per_second": 4000.0,
     "parameters": {"total": 15_000_000, "trained": 15_000_000},
@@ -100,7 +107,12 @@ def test_before_and_after_stand_with_their_intervals(tmp_path: Path) -> None:
         for step, value in ((0, 0.25), (60, 0.5)):
             file.write(
                 json.dumps(
-                    {"step": step, "validation_loss": 4.0, "forgetting_loss": 2.0, "tasks": {"arc": {"accuracy": value}}}
+                    {
+                        "step": step,
+                        "validation_loss": 4.0,
+                        "forgetting_loss": 2.0,
+                        "tasks": {"arc": {"accuracy": value}},
+                    }
                 )
                 + "\n"
             )
@@ -118,7 +130,11 @@ def test_a_resumed_run_says_which_session_its_measurements_are_of(tmp_path: Path
     assert "Measured over the run: 3,800." in once
     assert "session" not in once.partition("Timeline")[0]
     with (path / "events.jsonl").open("a") as file:
-        for event in ({"kind": "resumed"}, {**MEASURED, "kind": "measured", "tokens_per_second": 100.0}, {"kind": "resumed"}):
+        for event in (
+            {"kind": "resumed"},
+            {**MEASURED, "kind": "measured", "tokens_per_second": 100.0},
+            {"kind": "resumed"},
+        ):
             file.write(json.dumps({"time": 0, "step": 60, **event}) + "\n")
     text = " ".join(Page(write(path)).text.split())
     assert "Measured in session 2 of 3." in text
@@ -161,7 +177,9 @@ def test_every_section_stands_in_order_and_the_figures_are_those_of_the_run(tmp_
     path = run_folder(tmp_path / "run")
     assert write(path) == path / "report.html"
     page = Page(path / "report.html")
-    assert [i for i in page.ids if i in SECTIONS] == [name for name in SECTIONS if name != "evaluation"], "none is recorded"
+    assert [i for i in page.ids if i in SECTIONS] == [name for name in SECTIONS if name != "evaluation"], (
+        "none is recorded"
+    )
     for said in (
         "Predicted 1.02 GiB, measured 1.05 GiB (−3 %)",
         "Predicted 4,000 tokens/s, measured 3,800 (+5 %)",
@@ -180,7 +198,11 @@ def test_every_section_stands_in_order_and_the_figures_are_those_of_the_run(tmp_
     assert data["measured"] == MEASURED
     assert data["difference"]["peak_gib"] == pytest.approx(1.02 / 1.05 - 1)
     assert data["baseline"] == {"unigram": 6.55, "bigram": 4.10, "vocabulary": 4096}
-    assert (data["summary"]["loss"], data["summary"]["validation_loss"], data["state"]["kind"]) == (3.5, 3.6, "finished")
+    assert (data["summary"]["loss"], data["summary"]["validation_loss"], data["state"]["kind"]) == (
+        3.5,
+        3.6,
+        "finished",
+    )
 
 
 def test_the_page_needs_nothing_from_outside_and_runs_nothing(tmp_path):
@@ -249,9 +271,13 @@ def test_samples_of_a_pretrained_model_stand_before_and_after(tmp_path):
         {"prompt": "another", "before": None, "text": "new"},
     ]
     text = Page(write(path)).text
-    assert text.index("Before training") < text.index("base 4") < text.index("After training") < text.index("tuned more")
+    assert (
+        text.index("Before training") < text.index("base 4") < text.index("After training") < text.index("tuned more")
+    )
     events = (path / "events.jsonl").read_text().splitlines()
-    (path / "events.jsonl").write_text("\n".join(events[: next(n for n, e in enumerate(events) if '"step": 60' in e)]) + "\n")
+    (path / "events.jsonl").write_text(
+        "\n".join(events[: next(n for n, e in enumerate(events) if '"step": 60' in e)]) + "\n"
+    )
     assert [s["text"] for s in Reader(path).samples()] == [None, None], "trained no further yet"
     assert "user: <Hi>" in Page(write(path)).text
 
@@ -289,7 +315,9 @@ def test_losses_that_are_not_finite_are_named_and_the_data_stays_strict_json(tmp
     data = json.loads((path / "report.json").read_text(), parse_constant=refuse)
     assert data["not_finite"] == [7, 60]
     assert data["curves"]["loss"][6] is None
-    every = run_folder(tmp_path / "every", steps=3, losses={1: math.nan, 2: math.nan, 3: math.nan}, plan=False, events=False)
+    every = run_folder(
+        tmp_path / "every", steps=3, losses={1: math.nan, 2: math.nan, 3: math.nan}, plan=False, events=False
+    )
     assert "No step has a finite training loss" in Page(write(every)).text
 
 
@@ -378,12 +406,24 @@ def test_text_has_contrast_in_light_and_dark(mode):
 
 def test_numbers_in_words():
     assert [formatting.duration(s) for s in (0.04, 59.6, 3725, 90061)] == ["0.0 s", "1 min", "1 h 2 min", "1 d 1 h"]
-    assert [formatting.gib(g) for g in (1.0512, 0.0334, 139.2, None)] == ["1.05 GiB", "34.2 MiB", "139 GiB", "not recorded"]
-    assert [formatting.gib(g) for g in (-1.5e-05, 0.9, 0.99999, 2e15)] == ["\u22120.02 MiB", "922 MiB", "1.00 GiB", "2e+15 GiB"]
+    assert [formatting.gib(g) for g in (1.0512, 0.0334, 139.2, None)] == [
+        "1.05 GiB",
+        "34.2 MiB",
+        "139 GiB",
+        "not recorded",
+    ]
+    assert [formatting.gib(g) for g in (-1.5e-05, 0.9, 0.99999, 2e15)] == [
+        "\u22120.02 MiB",
+        "922 MiB",
+        "1.00 GiB",
+        "2e+15 GiB",
+    ]
     assert formatting.sizes([0.3, 0.0005, -1.5e-07, None]) == ("MiB", ["307.2", "0.5", "0", "not recorded"])
     assert formatting.sizes([0.3, 12.0]) == ("GiB", ["0.30", "12.00"])
     assert [formatting.change(v, 0.055) for v in (-1.5e-05, 0.0, -0.02)] == ["0", "0", "\u22120.0200"]
-    assert formatting.between({"value": -0.0002, "low": -0.1, "high": 0.0004}, signed=True) == "0.000 [\u22120.100, 0.000]"
+    assert (
+        formatting.between({"value": -0.0002, "low": -0.1, "high": 0.0004}, signed=True) == "0.000 [\u22120.100, 0.000]"
+    )
     assert [formatting.clock(s) for s in (0.4, 3725.4, 360000, -1, math.nan)] == [
         "0:00:00",
         "1:02:05",
@@ -410,7 +450,9 @@ def test_the_command_prints_the_path_or_one_json_object(tmp_path):
     plain = CliRunner().invoke(app, [str(one), str(two)])
     assert plain.stdout.split() == [str(one / "report.html"), str(two / "report.html")]
     found = json.loads(CliRunner().invoke(app, [str(one), "--json"]).stdout)
-    assert found == {"reports": [{"run": str(one), "report": str(one / "report.html"), "data": str(one / "report.json")}]}
+    assert found == {
+        "reports": [{"run": str(one), "report": str(one / "report.html"), "data": str(one / "report.json")}]
+    }
 
 
 def test_the_load_of_experts_is_shaded_by_layer_over_the_steps(tmp_path):
@@ -424,4 +466,6 @@ def test_the_load_of_experts_is_shaded_by_layer_over_the_steps(tmp_path):
     page = write(run).read_text()
     assert "2.00 in the worst layer at step 1, 1.50 at step 60 (layer 1)" in page
     drawn = page[page.index("Load of experts") :]
-    assert drawn[: drawn.index("</figure>")].count("fill-opacity") >= 70  # cells in between the page and the full colour
+    assert (
+        drawn[: drawn.index("</figure>")].count("fill-opacity") >= 70
+    )  # cells in between the page and the full colour

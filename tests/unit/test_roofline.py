@@ -43,7 +43,12 @@ def test_free_pieces_join_their_neighbours() -> None:
 
 def test_segments_of_the_caching_allocator_are_those_that_torch_documents() -> None:
     held = Caching()
-    sizes = [(1, 512, 2 * MIB), (MIB, MIB, 2 * MIB), (MIB + 1, MIB + 512, 20 * MIB), (12 * MIB + 3, 12 * MIB + 512, 14 * MIB)]
+    sizes = [
+        (1, 512, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (12 * MIB + 3, 12 * MIB + 512, 14 * MIB),
+    ]
     before = 0
     for block, (size, rounded, segment) in enumerate(sizes):
         allocated = held.allocated
@@ -65,7 +70,10 @@ def test_fragments_are_reserved_beyond_what_is_alive_and_expandable_segments_hav
     assert fixed.reserved == sum(range(1, 9)) * 30 * MIB
     assert grown.reserved == 240 * MIB
     device = Roofline.of("H100").as_device
-    assert [hold(log, {}, replace(device, expandable=grows)) for grows in (False, True)] == [fixed.reserved, grown.reserved]
+    assert [hold(log, {}, replace(device, expandable=grows)) for grows in (False, True)] == [
+        fixed.reserved,
+        grown.reserved,
+    ]
     limited = replay_caching(log, limit=300 * MIB)  # segments in which nothing lives are given back
     assert limited.fits
     assert limited.reserved <= 300 * MIB
@@ -98,7 +106,14 @@ APART = [
         (RISING, 240, 1079, False, True, True),  # freed segments are given back
         (RISING, 240, 239, False, False, False),
         (RISING, 240, 240, True, False, True),
-        (IN_THE_WAY, 230, 240, False, True, False),  # half of the first segment is free, and none of it can be given back
+        (
+            IN_THE_WAY,
+            230,
+            240,
+            False,
+            True,
+            False,
+        ),  # half of the first segment is free, and none of it can be given back
         (IN_THE_WAY, 230, 240, True, False, True),
         (APART, 210, 250, True, True, True),  # free pages are given back
     ],
@@ -179,7 +194,11 @@ def test_a_gpu_s_step_takes_the_longer_of_device_and_host() -> None:
     def seen(kernels: dict[str, Any], **more: Any) -> Any:
         known = {"big": product, "small": tiny_one, "out": kernel("preheat::to_host", where="out", bytes_written=10**9)}
         return SimpleNamespace(
-            kernels=Counter({known[name]: n for name, n in kernels.items()}), compiled=False, slowed=1.0, idle=0.0, **more
+            kernels=Counter({known[name]: n for name, n in kernels.items()}),
+            compiled=False,
+            slowed=1.0,
+            idle=0.0,
+            **more,
         )
 
     assert step(big=1000) == pytest.approx(1000 * seconds)  # the host's 9 ms run beside
@@ -208,12 +227,15 @@ def test_collectives_take_their_bytes_over_the_link_or_the_network() -> None:
     assert within == pytest.approx(size * 7 / 8 / (450e9 * 0.8), rel=0.01)
     across = h100.collective(kernel("c10d::_allgather_base_", group=(8, 8), **gather))  # one of each host
     assert across == pytest.approx(size * 7 / 8 / (50e9 * 0.8), rel=0.02)
-    assert h100.collective(kernel("c10d::allreduce_", group=(8, 1), bytes_read=size)) == pytest.approx(2 * within, rel=0.01)
+    assert h100.collective(kernel("c10d::allreduce_", group=(8, 1), bytes_read=size)) == pytest.approx(
+        2 * within, rel=0.01
+    )
 
 
 def test_a_plan_for_an_accelerator_that_is_not_here() -> None:
     recipe = recipes.override(
-        tiny("{mixed_precision: {}, efficient_attention: {}, fsdp: {gather: bf16}}", rows=16, length=64), "parallel.devices=8"
+        tiny("{mixed_precision: {}, efficient_attention: {}, fsdp: {gather: bf16}}", rows=16, length=64),
+        "parallel.devices=8",
     )
     h100, a10 = Roofline.of("H100"), Roofline.of("A10G")
     fast, slow = (plan(recipe, vocabulary=96, device=r.as_device, rates=r, world=8) for r in (h100, a10))

@@ -106,7 +106,8 @@ def test_an_error_of_writing_is_raised_in_the_loop_and_harms_no_earlier_one(
 
 
 @pytest.mark.parametrize(
-    ("stated", "kind", "beside"), [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True), (False, "cuda", False)]
+    ("stated", "kind", "beside"),
+    [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True), (False, "cuda", False)],
 )
 def test_where_it_is_done(stated: bool | None, kind: str, beside: bool) -> None:
     from preheat.core import Device
@@ -116,4 +117,6 @@ def test_where_it_is_done(stated: bool | None, kind: str, beside: bool) -> None:
         tiny(), "checkpoint.every=5", *([] if stated is None else [f"checkpoint.asynchronous={str(stated).lower()}"])
     )
     assert checkpoint.is_async(recipe, Device(kind, "test", 1)) is beside
-    assert not checkpoint.is_async(override(recipe, "checkpoint.every=0"), Device(kind, "test", 1))  # nothing follows the last
+    assert not checkpoint.is_async(
+        override(recipe, "checkpoint.every=0"), Device(kind, "test", 1)
+    )  # nothing follows the last

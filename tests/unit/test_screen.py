@@ -21,7 +21,9 @@ def test_only_the_screen_prints():
     """Safe by default: no command can print but through `preheat.cli.views.output`."""
     for path in HOUSE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        names = {
+            node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
         imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for a in node.names}
         if path.name != "output.py":
             assert not names & {"print"}, path
@@ -103,7 +105,9 @@ def test_shells_complete_commands_and_values(monkeypatch: pytest.MonkeyPatch, ca
         assert set(capsys.readouterr().out.split()) == expected
 
 
-def test_a_passing_line_is_no_wider_than_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_passing_line_is_no_wider_than_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """A line that wraps stays on the screen: clearing reaches its last row alone."""
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)

@@ -231,7 +231,9 @@ def test_compiling_is_chosen_for_runs_that_outlast_it(steps: int, compiled: bool
 
 
 def test_more_rows_at_a_time_are_looked_at_where_guesses_of_one_row_see_no_gain() -> None:
-    recipe = small(", lora: {}, nf4: {}, compile: {}", rows=16)  # whose weights are made from 4 bits for each micro-batch
+    recipe = small(
+        ", lora: {}, nf4: {}, compile: {}", rows=16
+    )  # whose weights are made from 4 bits for each micro-batch
     made = found(recipe, 8192, "rounding")
     rates = gpu(8192)
     for cuts in (2, 4, 16):

@@ -96,7 +96,12 @@ def test_what_is_left_to_a_plan_changes_no_number_on_a_cpu() -> None:
     [
         ((0.9, 1.0, None), (0.5, 1.1, None), (0.3, 1.3, None), "none"),
         ((0.95, 1.0, None), (0.5, 1.1, None), (0.3, 1.3, None), "selective"),
-        ((1.5, 1.0, None), (0.8, 1.4, None), (0.3, 1.3, None), "full"),  # small layers, where Python decides what is kept
+        (
+            (1.5, 1.0, None),
+            (0.8, 1.4, None),
+            (0.3, 1.3, None),
+            "full",
+        ),  # small layers, where Python decides what is kept
         ((1.5, 1.0, None), (1.4, 1.4, None), (1.3, 1.3, None), "full"),  # as stated
     ],
 )
@@ -126,7 +131,11 @@ def test_a_search_decides_what_the_recipe_leaves_open() -> None:
     assert set(space.recipe.techniques) == {"lora"}
     assert {"compile", "gradient_accumulation"} <= {cls.name() for cls in space.searched()}
     assert space.allowed(Compile())  # as the recipe does, although it rounds
-    assert set(Space(recipe, 96, probe("cpu"), 1, "exact").recipe.techniques) == {"gradient_accumulation", "compile", "lora"}
+    assert set(Space(recipe, 96, probe("cpu"), 1, "exact").recipe.techniques) == {
+        "gradient_accumulation",
+        "compile",
+        "lora",
+    }
 
 
 def test_built_in_recipes_compile_on_a_gpu_unless_the_run_is_short() -> None:

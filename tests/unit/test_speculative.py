@@ -53,7 +53,9 @@ def smaller(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _write(stories: LoadedModel, prompts: list[list[int]], smaller: Any = None, **settings: Any) -> tuple[list[Any], int]:
+def _write(
+    stories: LoadedModel, prompts: list[list[int]], smaller: Any = None, **settings: Any
+) -> tuple[list[Any], int]:
     """Texts, and how many passes they took."""
     model: Any = stories.build.trained[0]
     made, passes = [], 0
@@ -95,7 +97,9 @@ def test_the_text_is_the_greedy_one(
     for how, model in (({"lookup": 4}, None), ({"draft": str(smaller)}, draft)):
         made, fewer = _write(stories, prompts, model, **how, **more)
         assert made == wanted
-        assert fewer < passes or "repetition_penalty" in more, "with a penalty nothing repeats, and there is nothing to look up"
+        assert fewer < passes or "repetition_penalty" in more, (
+            "with a penalty nothing repeats, and there is nothing to look up"
+        )
 
 
 def test_a_draft_that_is_always_right_saves_all_but_one_pass_in_five(stories: LoadedModel, folder: Path) -> None:
@@ -161,7 +165,10 @@ def test_a_draft_with_another_tokenizer_is_refused(folder: Path, data_folder: Pa
         ("{lookup: 4, temperature: 0.5}", "sample.lookup: proposes tokens of greedy text"),
         ("{draft: there, cache: static}", "sample.cache: static cannot forget"),
         ("{compile: true, cache: int8}", "sample.compile: needs a cache that does not grow, and this one is int8"),
-        ("{compile: true, cache: dynamic}", "sample.compile: needs a cache that does not grow, and this one is dynamic"),
+        (
+            "{compile: true, cache: dynamic}",
+            "sample.compile: needs a cache that does not grow, and this one is dynamic",
+        ),
         ("{compile: true, lookup: 3}", "sample.compile: decodes one token at a time, and lookup reads several"),
         ("{compile: true, draft: there}", "sample.compile: decodes one token at a time, and draft reads several"),
         ("{compile: maybe}", "sample.compile: must be"),

@@ -46,7 +46,10 @@ def test_no_other_cut_has_a_cheaper_dearest_stage() -> None:
 
 def config(family: str, **more: Any) -> Any:
     return hf.configure(
-        recipes.override(tiny(family=family), "model.layers=4", *(f"model.config={{{k}: {v}}}" for k, v in more.items())), 96
+        recipes.override(
+            tiny(family=family), "model.layers=4", *(f"model.config={{{k}: {v}}}" for k, v in more.items())
+        ),
+        96,
     )
 
 
@@ -149,7 +152,11 @@ def test_a_v_comes_back_to_the_first_device() -> None:
             [],
             "that of chunked_loss allows one",
         ),
-        ("{pipeline_parallel: {micro_batches: 4, schedule: zero_bubble}, activation_checkpointing: {}}", [], "computed again"),
+        (
+            "{pipeline_parallel: {micro_batches: 4, schedule: zero_bubble}, activation_checkpointing: {}}",
+            [],
+            "computed again",
+        ),
         ("{pipeline_parallel: {micro_batches: 4, schedule: zbv}}", ["model.layers=3"], "are 4 stages"),
         ("{pipeline_parallel: {micro_batches: 4}, classification: {}}", [], "whole-examples"),
         (
@@ -169,7 +176,9 @@ def test_what_does_not_serve_is_refused_with_the_reason(techniques: str, sets: l
     recipe = recipes.override(tiny(), f"techniques={techniques}", *sets)
     tags = frozenset(tag for t in recipe.techniques.values() for tag in t.provided()) | {Tag.CPU}
     sizes = dict.fromkeys(Axis, 1) | {Axis.PIPELINE: 2, Axis.SHARD: 2 if "fsdp" in techniques else 1}
-    found = conflicts_of(recipe.techniques.values(), Context(recipe, hf.facts(hf.configure(recipe, 96)), DEVICE, tags, sizes))
+    found = conflicts_of(
+        recipe.techniques.values(), Context(recipe, hf.facts(hf.configure(recipe, 96)), DEVICE, tags, sizes)
+    )
     if words is None:
         assert not found
     else:

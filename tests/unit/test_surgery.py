@@ -71,7 +71,9 @@ def test_heads_that_are_alike_are_pooled_without_a_change(family: str, tmp_path:
     """Attention in which both heads of each group are the same is what one head for both computes: logits must be equal."""
     more = {"head_dim": 4} if family != "Qwen2" else {}
     torch.manual_seed(0)
-    model = shaken(getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SMALL, **more)))
+    model = shaken(
+        getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SMALL, **more))
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "k_proj" in name or "v_proj" in name:
@@ -140,7 +142,9 @@ def test_blocks_have_equal_parameters(family: str, activation: str) -> None:
     changed = build_on_meta(config)
     replaced = architecture.replace_feed_forward(changed, activation)
     assert (
-        (replaced == 2) == (activation.endswith("glu") == (family == "gpt2")) == bool(architecture.beyond_transformers(changed))
+        (replaced == 2)
+        == (activation.endswith("glu") == (family == "gpt2"))
+        == bool(architecture.beyond_transformers(changed))
     )
     matrices = [sum(p.numel() for n, p in m.named_parameters() if "mlp" in n and p.ndim == 2) for m in (plain, changed)]
     assert matrices[1] == pytest.approx(matrices[0], rel=0.01)
@@ -184,7 +188,9 @@ def test_what_is_kept_of_a_folder_is_what_was_asked(keep: str, tmp_path: Path) -
 
 def test_a_t5_ties_encoder_decoder_and_head() -> None:
     model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4, vocab_size=96, decoder_start_token_id=0)
+        transformers.T5Config(
+            d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4, vocab_size=96, decoder_start_token_id=0
+        )
     )
     for module in (model.lm_head, model.encoder.embed_tokens, model.decoder.embed_tokens):
         module.weight = torch.nn.Parameter(torch.randn(96, 16))

@@ -107,7 +107,10 @@ def test_formats_by_name_mark_what_proof_finds(own: Any, name: str) -> None:
 
     used = load_template(name, own)
     proven = Template(
-        re.sub(r"\{%-? *(end)?generation *%\}", "{%- if true %}{%- endif %}", used.text), "bare", used.variables, used.special
+        re.sub(r"\{%-? *(end)?generation *%\}", "{%- if true %}{%- endif %}", used.text),
+        "bare",
+        used.variables,
+        used.special,
     )
     for title, talk in TALKS.items():
         if title == "tools" and name not in ("chatml", "llama3", "mistral", "qwen"):
@@ -165,7 +168,10 @@ def test_over_random_conversations(own: Any, kind: str) -> None:
 
 def test_reasoning_in_history_is_found_by_a_seal(own: Any) -> None:
     talk = [
-        *(said("user", "Weather?"), said("assistant", "<think>\nhm\n</think>\n\nOne moment.", tool_calls=[call("weather")])),
+        *(
+            said("user", "Weather?"),
+            said("assistant", "<think>\nhm\n</think>\n\nOne moment.", tool_calls=[call("weather")]),
+        ),
         *(
             said("tool", "12"),
             said("assistant", "<think>\nah\n</think>\n\nTwelve."),
@@ -184,7 +190,10 @@ def test_weight_0_is_not_trained(own: Any) -> None:
 
 BROKEN = {
     "syntax": ("{% for m in messages %}\n{{ m.content }", r"line 2: not a Jinja template"),
-    "raises": ("{{ bos_token }}\n{{ raise_exception('no such thing') }}", r"line 2: does not render the row: no such thing"),
+    "raises": (
+        "{{ bos_token }}\n{{ raise_exception('no such thing') }}",
+        r"line 2: does not render the row: no such thing",
+    ),
     "key": ("\n\n{{ messages[0].content + 1 }}", r"line 3: does not render the row: can only concatenate str"),
     "mark in a macro": (
         "{% macro w(m) %}He says: {% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}{% for m in messages %}"
@@ -227,5 +236,7 @@ def test_templates_by_name_and_file(own: Any, tmp_path: Any) -> None:
 def test_a_template_without_end_of_turn_or_answer_says_so(own: Any) -> None:
     bare = Template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", special=tuple(SPECIAL))
     assert (bare.answers, bare.end_of_turn) == (True, None)
-    deaf = Template("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", special=tuple(SPECIAL))
+    deaf = Template(
+        "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", special=tuple(SPECIAL)
+    )
     assert (deaf.answers, deaf.end_of_turn) == (False, None)

@@ -37,12 +37,20 @@ def test_the_switch_goes_back_when_the_last_who_asked_is_gone() -> None:
     end = allow_tf32(first)
     allow_tf32(second)
     # Both of torch's names say so: its compiler asks by the older one, which raises if only the newer was set.
-    assert (PRODUCTS.fp32_precision, PRODUCTS.allow_tf32, torch.get_float32_matmul_precision()) == ("tf32", True, "high")
+    assert (PRODUCTS.fp32_precision, PRODUCTS.allow_tf32, torch.get_float32_matmul_precision()) == (
+        "tf32",
+        True,
+        "high",
+    )
     assert torch.backends.mkldnn.matmul.fp32_precision != "tf32", "products on the CPU stay as they are"
     del first
     assert PRODUCTS.fp32_precision == "tf32"
     del second
-    assert (PRODUCTS.fp32_precision, PRODUCTS.allow_tf32, torch.get_float32_matmul_precision()) == (before, False, "highest")
+    assert (PRODUCTS.fp32_precision, PRODUCTS.allow_tf32, torch.get_float32_matmul_precision()) == (
+        before,
+        False,
+        "highest",
+    )
     end()
     assert PRODUCTS.fp32_precision == before
 
@@ -87,7 +95,9 @@ def test_a_build_on_a_cpu_refuses_it() -> None:
 
 def test_data_sheets_have_it_at_half_of_bf16() -> None:
     rates = {name: accelerator(name).peaks().get("tf32") for name in ("A100-80GB", "H100", "L40S", "RTX-4090")}
-    assert rates == pytest.approx({"A100-80GB": 156e12, "H100": 494.7e12, "L40S": 183e12, "RTX-4090": 82.6e12}, rel=0.02)
+    assert rates == pytest.approx(
+        {"A100-80GB": 156e12, "H100": 494.7e12, "L40S": 183e12, "RTX-4090": 82.6e12}, rel=0.02
+    )
     assert not any("tf32" in accelerator(name).peaks() for name in ("T4", "V100-32GB", "MI300X"))
 
 
@@ -102,7 +112,13 @@ def test_a_plan_takes_its_rate_for_products_alone() -> None:
     assert seen["tf32"].flops["tf32"] + seen["tf32"].flops.get("fp32", 0) == seen["fp32"].flops["fp32"]
     kernels = {replace(k, dtype="fp32" if k.dtype == "tf32" else k.dtype): n for k, n in seen["tf32"].kernels.items()}
     assert kernels == dict(seen["fp32"].kernels)
-    assert {k.operator for k in seen["tf32"].kernels if k.dtype == "tf32"} <= {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
+    assert {k.operator for k in seen["tf32"].kernels if k.dtype == "tf32"} <= {
+        "mm",
+        "bmm",
+        "addmm",
+        "addmm_",
+        "baddbmm",
+    }
     large = replace(next(k for k in seen["tf32"].kernels if k.dtype == "tf32" and k.operator == "mm"), flops=10**12)
     assert gpu._product(replace(large, dtype="fp32")) / gpu._product(large) == pytest.approx(156 * 0.82 / 19.5)
     assert plans["tf32"]["matrix_rate"] == 156e12

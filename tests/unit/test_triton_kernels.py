@@ -26,7 +26,8 @@ from preheat.planning.dispatch_recorder import Recorder
 
 TRITON = find_spec("triton") is not None
 interpreted = pytest.mark.skipif(
-    not TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton (pip install triton) and TRITON_INTERPRET=1"
+    not TRITON or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton (pip install triton) and TRITON_INTERPRET=1",
 )
 
 
@@ -38,11 +39,16 @@ def test_nf4_is_dequantized_to_the_bits_of_the_plain_form(count: int, double: bo
     packed, look = nf4.quantize(torch.randn(count) * 0.02 + 0.001, double=double), nf4.tables()
     for dtype in (torch.float32, torch.float16):
         assert torch.equal(nf4.by_triton(*packed, *look, dtype)[:count], nf4.dequantize(packed, (count,), dtype, look))
-    half, plain = nf4.by_triton(*packed, *look, torch.bfloat16)[:count], nf4.dequantize(packed, (count,), torch.float32, look)
+    half, plain = (
+        nf4.by_triton(*packed, *look, torch.bfloat16)[:count],
+        nf4.dequantize(packed, (count,), torch.float32, look),
+    )
     assert ((half.float() - plain).abs() <= plain.abs() * 2**-7).all()  # the interpreter cuts bf16 off
 
 
-def reference(w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, lr: float, decay: float) -> tuple[Tensor, Tensor, Tensor]:
+def reference(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, lr: float, decay: float
+) -> tuple[Tensor, Tensor, Tensor]:
     w, g, m, v = (x.double() for x in (w, g, m, v))
     m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
     return w * (1 - lr * decay) - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8), m, v
@@ -57,7 +63,12 @@ def update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, master: Tensor | None = N
 
 def draw(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    return torch.randn(count).bfloat16(), torch.randn(count).bfloat16(), torch.randn(count) * 0.1, torch.rand(count) * 0.01
+    return (
+        torch.randn(count).bfloat16(),
+        torch.randn(count).bfloat16(),
+        torch.randn(count) * 0.1,
+        torch.rand(count) * 0.01,
+    )
 
 
 def difference(ours: Tensor, truth: Tensor) -> float:
@@ -163,7 +174,9 @@ print(json.dumps(wide))
 @pytest.mark.skipif(not TRITON, reason="triton is not installed; pip install triton")
 def test_kernels_compile_for_gpus_and_read_and_write_in_wide_pieces() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     wide = json.loads(done.stdout)
     assert wide["nf4"][1] == 2, "16 weights a thread, 8 a store"
@@ -182,7 +195,9 @@ def test_a_fused_update_of_a_half_parameter_is_one_operator_without_scratch(kind
         optimizer.step()
         (kernel,) = (k for k in recorder.kernels - before.kernels if not k.operator.startswith("profiler"))
     assert kernel.operator == "preheat::half_adamw_"
-    assert (kernel.bytes_read + kernel.bytes_written) / p.numel() == pytest.approx(moved, abs=2.01)  # the weight is given too
+    assert (kernel.bytes_read + kernel.bytes_written) / p.numel() == pytest.approx(
+        moved, abs=2.01
+    )  # the weight is given too
     assert recorder.log[entries:] == []
 
 
@@ -202,7 +217,10 @@ def test_failures_name_the_operator_and_the_switch(monkeypatch: pytest.MonkeyPat
         ):
             raise error
         assert str(error) in str(caught.value)
-    for other in (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), KeyError("a fault of ours")):
+    for other in (
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        KeyError("a fault of ours"),
+    ):
         with pytest.raises(type(other)), cuda_kernels.named_failures("nf4_values"):
             raise other
     monkeypatch.setenv("PREHEAT_PLAIN", "nf4_values, half_adamw")

@@ -97,7 +97,9 @@ def recipe_of(key: str, value: Any, more: dict[str, Any]) -> str:
     return yaml.safe_dump(values)
 
 
-@pytest.mark.parametrize(("key", "value", "unread", "read"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("key", "value", "unread", "read"), CASES, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_a_key_that_nothing_reads_is_named(key: str, value: Any, unread: dict[str, Any], read: dict[str, Any]) -> None:
     def told(more: dict[str, Any]) -> list[str]:
         try:
@@ -146,7 +148,9 @@ def test_a_file_is_named_with_its_line_and_a_default_is_not(tmp_path: Any, caplo
     with caplog.at_level(logging.WARNING):
         recipe = load(file, ["techniques.lion={}", "optimizer.eps=1e-6"])
     first, second = [record.getMessage() for record in caplog.records]
-    assert first == "--set optimizer.eps=1e-6: optimizer.eps: 1e-06 changes nothing: lion has no such term; leave it out"
+    assert (
+        first == "--set optimizer.eps=1e-6: optimizer.eps: 1e-06 changes nothing: lion has no such term; leave it out"
+    )
     assert second.startswith(f"{file}:4: schedule.decay: 0.1 changes nothing: it is for schedule.kind: wsd")
     assert stated(recipe) == {
         "model.size": "15M", "optimizer.eps": 1e-6, "schedule.decay": 0.1, "stop.steps": 5, "techniques.lion": {},

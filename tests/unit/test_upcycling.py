@@ -48,7 +48,9 @@ def test_the_first_loss_is_that_of_the_dense_model_and_transformers_opens_what_i
 
 
 def test_the_plan_counts_the_experts() -> None:
-    dense, made = (observe(tiny(t), vocabulary=96, device=DEVICE) for t in ("{}", "{upcycling: {experts: 8, chosen: 2}}"))
+    dense, made = (
+        observe(tiny(t), vocabulary=96, device=DEVICE) for t in ("{}", "{upcycling: {experts: 8, chosen: 2}}")
+    )
     block, router = 3 * 32 * 64, 8 * 32
     assert made.parameters - dense.parameters == 3 * (7 * block + router)
     assert made.model_flops - dense.model_flops == 3 * 6 * 4 * 32 * (block + router)
@@ -63,7 +65,10 @@ def test_the_plan_counts_the_experts() -> None:
         ),
         (tiny("{upcycling: {}}", family="mixtral"), "and the model is a mixtral"),
         (tiny("{upcycling: {experts: 4, chosen: 5}}"), "chosen: 5 is more than the 4 experts"),
-        (recipes.override(tiny("{upcycling: {}}"), "model.config={mlp_bias: true}"), "which has no mlp_bias as this llama has"),
+        (
+            recipes.override(tiny("{upcycling: {}}"), "model.config={mlp_bias: true}"),
+            "which has no mlp_bias as this llama has",
+        ),
         (tiny("{expert_balancing: {}}"), "balances experts, and llama has none"),
         (tiny("{upcycling: {}, lora: {}}"), "upcycling: cannot go with lora"),
         (
@@ -71,7 +76,9 @@ def test_the_plan_counts_the_experts() -> None:
             "upcycling: cannot go with feed_forward .ungated-mlp.",
         ),
         (
-            recipes.override(tiny("{expert_balancing: {}}", family="mixtral"), "model.config={router_aux_loss_coef: 0.1}"),
+            recipes.override(
+                tiny("{expert_balancing: {}}", family="mixtral"), "model.config={router_aux_loss_coef: 0.1}"
+            ),
             "says the same",
         ),
     ],

@@ -77,7 +77,9 @@ def by_transformers(folder: Path, rows: list[dict[str, Any]], images: Path) -> A
     model.train()
     total, count = torch.zeros(()), 0
     for row in rows:
-        seen = processor(images=[Image.open(images / name).convert("RGB") for name in row["images"]], return_tensors="pt")
+        seen = processor(
+            images=[Image.open(images / name).convert("RGB") for name in row["images"]], return_tensors="pt"
+        )
         counts = (seen["image_grid_thw"].prod(-1) // 4).tolist()
         text = tokenizer.apply_chat_template(
             [
@@ -104,7 +106,9 @@ def by_transformers(folder: Path, rows: list[dict[str, Any]], images: Path) -> A
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_rows_give_the_loss_and_gradients_of_transformers(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_packed_rows_give_the_loss_and_gradients_of_transformers(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     rows = questions(tmp_path)
     rows[0]["messages"][0]["content"] = "One <image>and two <image>: what colours?"
     rows[0]["images"] = ["red.png", "blue.png"]
@@ -172,7 +176,9 @@ def test_a_batch_without_images_is_text_and_its_blank_image_counts_for_nothing(
     assert difference({n: g for n, g in grads.items() if n not in tower}, other) < 1e-5
 
 
-TECHNIQUES = "{efficient_attention: {}, chunked_loss: {rows: 16}, activation_checkpointing: {}, gradient_accumulation: {}}"
+TECHNIQUES = (
+    "{efficient_attention: {}, chunked_loss: {rows: 16}, activation_checkpointing: {}, gradient_accumulation: {}}"
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -241,7 +247,10 @@ ANSWER = {"role": "assistant", "content": "This."}
         ({"messages": [USER, ANSWER], "images": ["none.png"]}, r"none.png: no such file"),
         ({"messages": [USER, ANSWER], "images": ["torn.png"]}, r"torn.png: is corrupt or no image"),
         ({"messages": [USER, ANSWER], "images": ["text.png"]}, r"text.png: is corrupt or no image"),
-        ({"messages": [USER, ANSWER], "images": ["long.png"]}, r"long.png has 402 x 2 pixels.*no side 200 times the other"),
+        (
+            {"messages": [USER, ANSWER], "images": ["long.png"]},
+            r"long.png has 402 x 2 pixels.*no side 200 times the other",
+        ),
         ({"messages": [USER, ANSWER], "images": ["huge.png"]}, r"huge.png: has more than the 89,478,485 pixels"),
         ({"messages": [USER, ANSWER], "images": ["red.png", "red.png"]}, r"has 2 images and 1 place for one"),
         ({"messages": [USER, ANSWER], "images": []}, r"has 0 images and 1 place for one"),
@@ -285,7 +294,10 @@ def test_layouts_with_parts_and_of_llava_are_the_same_rows(folders: dict[str, Pa
             "messages": [
                 {
                     "role": "user",
-                    "content": [{"type": "image", "image": row["images"][0]}, {"type": "text", "text": "What colour is it?"}],
+                    "content": [
+                        {"type": "image", "image": row["images"][0]},
+                        {"type": "text", "text": "What colour is it?"},
+                    ],
                 },
                 {"role": "assistant", "content": [{"type": "text", "text": row["messages"][1]["content"]}]},
             ]
@@ -318,7 +330,9 @@ def test_rows_cut_no_image(folders: dict[str, Path], tmp_path: Path) -> None:
     whole = data_of(recipe_of(folders["qwen3_vl"], source, length=256, more="preflight: {truncated: warn}")).train
     size = int(whole.tokens.ends[0])  # type: ignore[union-attr]
     for length in range(40, size, 3):
-        train = data_of(recipe_of(folders["qwen3_vl"], source, length=length, more="preflight: {truncated: warn}")).train
+        train = data_of(
+            recipe_of(folders["qwen3_vl"], source, length=length, more="preflight: {truncated: warn}")
+        ).train
         batch = collate([(0, train.row(0))])  # type: ignore[union-attr, arg-type]
         assert batch.images is not None
         assert sum(batch.images.sizes) == 4 * len(batch.images.places) > 0
@@ -373,7 +387,9 @@ def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Pa
 
 def test_many_layers_are_planned_by_few(folders: dict[str, Path], tmp_path: Path) -> None:
     recipe = recipe_of(
-        folders["qwen3_vl"], tmp_path, "{mixed_precision: {mode: bf16}, efficient_attention: {}, activation_checkpointing: {}}"
+        folders["qwen3_vl"],
+        tmp_path,
+        "{mixed_precision: {mode: bf16}, efficient_attention: {}, activation_checkpointing: {}}",
     )
     deep = replace(recipe, model=replace(recipe.model, weights="random", config={"num_hidden_layers": 29}))
     few, whole = (see(deep, vocabulary=None, device=GPU) for see in (observe_few, observe))

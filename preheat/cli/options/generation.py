@@ -40,7 +40,9 @@ TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help=HELP["top
 TopK = Annotated[int, typer.Option("--top-k", min=0, help=HELP["top_k"])]
 MinP = Annotated[float, typer.Option("--min-p", min=0.0, max=1.0, help=HELP["min_p"])]
 Penalty = Annotated[float, typer.Option("--repetition-penalty", min=0.01, help=HELP["repetition_penalty"])]
-Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help=HELP["stop"] + " May stand several times.")]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help=HELP["stop"] + " May stand several times.")
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -88,12 +90,16 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
     made: Sample = reader.flat(Sample, {**values, **asked}, ("sample",))
     reader.refuse()
     if problems := sample_problems(made):
-        said = [(f"sample.{name}" if name in asked else f"--{name.replace('_', '-')}", words) for name, words in problems]
+        said = [
+            (f"sample.{name}" if name in asked else f"--{name.replace('_', '-')}", words) for name, words in problems
+        ]
         raise RecipeError("; ".join(f"{name}: {words}" for name, words in said))
     return made
 
 
-def choose_template(opened: LoadedModel, model: str, setting: str | None, asked: bool | None) -> tuple[Template | None, str]:
+def choose_template(
+    opened: LoadedModel, model: str, setting: str | None, asked: bool | None
+) -> tuple[Template | None, str]:
     """The template to lay out chats with, and why, in words.
 
     Args:

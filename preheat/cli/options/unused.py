@@ -52,7 +52,9 @@ class Mode:
     @property
     def readable(self) -> str:
         """What it reads, for messages."""
-        named = [f"{key}*" if key.endswith(".") else key for key in self.keys or () if f"{key}." not in (self.keys or ())]
+        named = [
+            f"{key}*" if key.endswith(".") else key for key in self.keys or () if f"{key}." not in (self.keys or ())
+        ]
         return f"it reads {', '.join(named)}" if named else "leave it out"
 
 
@@ -178,7 +180,9 @@ class Command(typer.core.TyperCommand):
                 if parameter.name in mode.unread and source is not None and source.name == "COMMANDLINE":
                     value = context.params[parameter.name]
                     shown = (
-                        parameter.metavar or parameter.name if parameter.param_type_name == "argument" else parameter.opts[0]
+                        parameter.metavar or parameter.name
+                        if parameter.param_type_name == "argument"
+                        else parameter.opts[0]
                     )
                     value = value[0] if isinstance(value, list | tuple) and value else value
                     said = "" if isinstance(value, bool) else f" {quoted(value, 40)}"

@@ -13,15 +13,30 @@ from preheat.cli.views.output import bar, console, say
 from preheat.run_dir import to_json
 from preheat.training.observer import Watch
 
-__all__ = ["Alarms", "Json", "Live", "RecipeArgument", "Set", "console", "duration", "emit", "gflops", "picture", "rate"]
+__all__ = [
+    "Alarms",
+    "Json",
+    "Live",
+    "RecipeArgument",
+    "Set",
+    "console",
+    "duration",
+    "emit",
+    "gflops",
+    "picture",
+    "rate",
+]
 
 RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe (see: preheat recipes).")
+    str,
+    typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe (see: preheat recipes)."),
 ]
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a key of the recipe, e.g. --set batch.size=64. May stand several times."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the recipe, e.g. --set batch.size=64. May stand several times.",
     ),
 ]
 Base = Annotated[
@@ -98,7 +113,9 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     width = 36
     scale = width / max(peak, has if has < 2.5 * peak else 0.0, 1e-9)  # of the device, where that is not far more
     for category, gib in plan["memory"].items():
-        bars.add_row(f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan"))
+        bars.add_row(
+            f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan")
+        )
     total = Text(
         f"{f'{peak / has:.1%} of the {memory(has)} left' if has * 1024 >= 1 else 'nothing is left'} of {plan['device']['name']}",
         style="green" if plan["fits"] else "red",
@@ -118,7 +135,9 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     if plan["steps"]:
         speed.add_row("  to finish", f"{duration(plan['seconds_total'])} for {plan['steps']:,} steps")
     p = plan["parameters"]
-    head = Text(f"{name}: {p['total']:,} parameters, {p['trained']:,} trained, on {plan['device']['name']}", style="bold")
+    head = Text(
+        f"{name}: {p['total']:,} parameters, {p['trained']:,} trained, on {plan['device']['name']}", style="bold"
+    )
     verdict = Text("fits", style="bold green") if plan["fits"] else Text(falls_short(plan), style="bold red")
     if abs(plan.get("pace", 1.0) - 1) > 0.02:
         speed.add_row("  ", f"{plan['pace']:.2f} times as long as by the measured rates, as the last runs here took")
@@ -163,7 +182,9 @@ def _phases(plan: Mapping[str, Any]) -> Any:
         style = "bold" if phase == plan["peak_phase"] else None
         table.add_row(f"  {phase}", *map(size, found.values()), size(plan["phases"][phase]), style=style)
     if plan["export"]:
-        table.add_row("  export, later", *map(size, plan["export"].values()), size(sum(plan["export"].values())), style="dim")
+        table.add_row(
+            "  export, later", *map(size, plan["export"].values()), size(sum(plan["export"].values())), style="dim"
+        )
     return table
 
 
@@ -181,7 +202,9 @@ class Live(Alarms):
         from rich.progress import BarColumn
 
         self.screen, self.name = screen, name
-        self._bar = bar(screen, "{task.description}", BarColumn(bar_width=24), "{task.fields[words]}", auto_refresh=False)
+        self._bar = bar(
+            screen, "{task.description}", BarColumn(bar_width=24), "{task.fields[words]}", auto_refresh=False
+        )
         self._task: Any = None
         self._drawn = 0.0
         self._stage = ""

@@ -22,13 +22,17 @@ def whole_picture(made: Mapping[str, Any], name: str) -> Any:
         s = made["searched"]
         sure = ", dry-run with all its layers" if s["confirmed"] else ""
         parts.append(Text(f"{s['candidates']:,} candidates, {s['looked_at']} dry-run; the best{sure}:", style="dim"))
-        numbers = {"exact": "numbers as without", "rounding": "numbers rounded", "different": "other numbers"}[made["numerics"]]
+        numbers = {"exact": "numbers as without", "rounding": "numbers rounded", "different": "other numbers"}[
+            made["numerics"]
+        ]
         parts.append(Text(f"{made['chosen']} ({numbers})", style="bold cyan"))
     parts.append(picture(made, name))
     if settled := made.get("settled"):
         parts.append(Text(f"  chosen   {', '.join(f'{key}: {value}' for key, value in settled.items())}"))
     if found := made.get("longest_context"):
-        reached = f"{found['length']:,} tokens a row fit ({memory(found['peak_gib'])})" if found["length"] else "no row fits"
+        reached = (
+            f"{found['length']:,} tokens a row fit ({memory(found['peak_gib'])})" if found["length"] else "no row fits"
+        )
         parts.append(Text(f"  longest  {reached}; {found['limit']}"))
     if made["cost"]:
         parts.append(Text(f"  cost     {_cost(made['cost'])}"))
@@ -50,9 +54,7 @@ def _cost(cost: Mapping[str, Any] | None) -> str:
 
 def _energy(energy: Mapping[str, Any]) -> str:
     run = f", {energy['run']:,.3g} kWh for the run" if energy["run"] else ""
-    return (
-        f"at most {energy['million_tokens']:.3g} kWh a million tokens{run}: boards at full power, {energy['kilowatts']:,.3g} kW"
-    )
+    return f"at most {energy['million_tokens']:.3g} kWh a million tokens{run}: boards at full power, {energy['kilowatts']:,.3g} kW"
 
 
 def _alternatives(made: Mapping[str, Any]) -> Any:

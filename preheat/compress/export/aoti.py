@@ -64,7 +64,10 @@ def write(
             positions = facts(model.model.config).positions
             # Read anew: casting a model casts the frequencies of its rotary positions, too.
             cast = AutoModelForCausalLM.from_pretrained(
-                model.folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=remote_code.allowed()
+                model.folder,
+                dtype=getattr(torch, dtype),
+                local_files_only=True,
+                trust_remote_code=remote_code.allowed(),
             )
             compile_package(Logits(cast), file, positions)
             found = verify.compare(model.wanted, replay(file, model.rows), model.rows)

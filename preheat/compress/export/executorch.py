@@ -74,7 +74,9 @@ def write(
                 raise RecipeError(f"--length: {length:,} is more than the model's {positions:,} positions")
             notes = list(model.notes)
             if dtype == "8da4w" and (left := quantize(model.model)):
-                notes.append(f"{len(left)} matrices stay in fp32: their rows are no whole groups of {GROUP} ({left[0]})")
+                notes.append(
+                    f"{len(left)} matrices stay in fp32: their rows are no whole groups of {GROUP} ({left[0]})"
+                )
             file = folder / "model.pte"
             lower(model.model, file, length, quantized=dtype == "8da4w")
             rows = [row[:, : length - 1] for row in model.rows]
@@ -83,7 +85,11 @@ def write(
             verify.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
             made = {"path": str(out), "bytes": verify.size(folder, file.name), "dtype": dtype, "length": length}
-            made |= {"merged": model.merged, "read_by": model_card.version_of("executorch"), **verify.figures(found, bound)}
+            made |= {
+                "merged": model.merged,
+                "read_by": model_card.version_of("executorch"),
+                **verify.figures(found, bound),
+            }
             made |= {**model.held.told(found, partial(replay, file), longest=length - 1), "note": "; ".join(notes)}
             use = model.use(_LOAD, _STEP, positions=length)
         model_card.write(folder, run, made, title=f"ExecuTorch program, {dtype}", use=use, library="executorch")
@@ -112,7 +118,9 @@ def quantize(model: Any) -> list[str]:
         return True
 
     four: Any = torch.int4  # type: ignore[attr-defined]
-    quantize_(model, Int8DynamicActivationIntxWeightConfig(weight_dtype=four, weight_granularity=PerGroup(GROUP)), chosen)
+    quantize_(
+        model, Int8DynamicActivationIntxWeightConfig(weight_dtype=four, weight_granularity=PerGroup(GROUP)), chosen
+    )
     unwrap_tensor_subclass(model)
     return left
 
@@ -137,7 +145,9 @@ def lower(model: Any, file: Path, length: int, *, quantized: bool = False) -> No
     module: Any = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=length)
     ids = torch.zeros(1, 3, dtype=torch.int64)
     tokens = torch.export.Dim("tokens", min=1, max=length - 1)
-    partitioners = [XnnpackDynamicallyQuantizedPartitioner(), XnnpackPartitioner()] if quantized else [XnnpackPartitioner()]
+    partitioners = (
+        [XnnpackDynamicallyQuantizedPartitioner(), XnnpackPartitioner()] if quantized else [XnnpackPartitioner()]
+    )
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # torch's own
         warnings.filterwarnings(

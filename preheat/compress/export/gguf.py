@@ -229,7 +229,9 @@ def _add_rope(writer: Any, model: Any, gguf: Any) -> Any:
     writer.add_rope_dimension_count(_head_dim(config))
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise RunError("--to gguf: a part of each head is rotated, which llama.cpp's model of the family does not; use --to hf")
+        raise RunError(
+            "--to gguf: a part of each head is rotated, which llama.cpp's model of the family does not; use --to hf"
+        )
     if kind == "default":
         return None
     if kind == "linear":
@@ -239,7 +241,9 @@ def _add_rope(writer: Any, model: Any, gguf: Any) -> Any:
     if kind == "llama3":
         base = rope["rope_theta"] ** -(_arange(_head_dim(config)))
         return (base / model.model.rotary_emb.inv_freq.double()).float().numpy()
-    if kind == "yarn" and not {"attention_factor", "mscale", "mscale_all_dim"} & {k for k, v in rope.items() if v is not None}:
+    if kind == "yarn" and not {"attention_factor", "mscale", "mscale_all_dim"} & {
+        k for k, v in rope.items() if v is not None
+    }:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])

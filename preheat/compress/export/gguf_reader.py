@@ -42,7 +42,9 @@ def load(file: Path) -> tuple[Any, Any]:
         told, names = read_gguf_metadata(str(file))
         config = _config(told, set(names))
     except (ValueError, LookupError, TypeError, OSError, struct.error) as error:
-        raise RunError(f"{file}: is no whole GGUF file of a model that can be read ({shorten(str(error), 160)})") from None
+        raise RunError(
+            f"{file}: is no whole GGUF file of a model that can be read ({shorten(str(error), 160)})"
+        ) from None
     where = {"gguf_file": file.name, "local_files_only": True}
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that nothing turns off
         model: Any = AutoModelForCausalLM.from_pretrained(file.parent, config=config, dtype=torch.float32, **where)
@@ -77,7 +79,9 @@ def _config(told: dict[str, Any], tensors: set[str]) -> Any:
         "rope.dimension_count": None,
         "rope.freq_base": None,
     }
-    made = {name: told[f"{architecture}.{key}"] for key, name in table.items() if name and f"{architecture}.{key}" in told}
+    made = {
+        name: told[f"{architecture}.{key}"] for key, name in table.items() if name and f"{architecture}.{key}" in told
+    }
     rope = {key.removeprefix(f"{architecture}.rope."): value for key, value in told.items() if ".rope." in key}
     made["rope_parameters"] = {"rope_type": rope.get("scaling.type", "default"), "rope_theta": rope["freq_base"]}
     if "scaling.type" in rope:

@@ -134,7 +134,9 @@ def _parts(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
 def _prefixed(told: dict[str, Any]) -> bool:
     """Whether a space is put before the text."""
     parts = _parts(told["normalizer"], "normalizers") + _parts(told["pre_tokenizer"], "pretokenizers")
-    spaces = [part for part in parts if part["type"] == "Metaspace" or _SPACE in (part.get("content"), part.get("prepend"))]
+    spaces = [
+        part for part in parts if part["type"] == "Metaspace" or _SPACE in (part.get("content"), part.get("prepend"))
+    ]
     if not spaces:
         raise RunError(
             "--to gguf: its tokenizer falls back on bytes but does not write spaces as ▁, which llama.cpp has no name for"

@@ -68,7 +68,9 @@ class Held:
         for documents in self._parts():
             for logits, (_, labels) in zip(replay([tokens for tokens, _ in documents]), documents, strict=True):
                 total += float(
-                    torch.nn.functional.cross_entropy(logits[0].float().cpu(), labels[0], ignore_index=-100, reduction="sum")
+                    torch.nn.functional.cross_entropy(
+                        logits[0].float().cpu(), labels[0], ignore_index=-100, reduction="sum"
+                    )
                 )
                 count += int((labels != -100).sum())
         return math.exp(total / count)
@@ -105,7 +107,9 @@ def _held_of(opened: LoadedModel) -> Held:
         return Held(SAMPLES)
     try:
         data = replace(recipe.data, tokenizer=opened.tokenizer_folder)
-        rows = prepare(data, length=recipe.batch.length, seed=recipe.seed, add_tokens=recipe.model.add_tokens).validation
+        rows = prepare(
+            data, length=recipe.batch.length, seed=recipe.seed, add_tokens=recipe.model.add_tokens
+        ).validation
     except (DataError, RecipeError) as error:
         return Held(f"{SAMPLES}, since the run's data cannot be read here: {shorten(str(error), 160)}")
     if not isinstance(rows, Rows) or not len(rows):
@@ -123,5 +127,11 @@ def _held_of(opened: LoadedModel) -> Held:
             start += length
             if bool((labels != -100).any()):
                 documents.append((tokens, labels))
-    of = f"{limit:,} of its {len(rows):,} validation rows" if limit < len(rows) else f"all of its {len(rows):,} validation rows"
-    return Held(f"the run's own data, {of}: {measured.tokens:,} tokens", measured.metrics["perplexity"].value, documents)
+    of = (
+        f"{limit:,} of its {len(rows):,} validation rows"
+        if limit < len(rows)
+        else f"all of its {len(rows):,} validation rows"
+    )
+    return Held(
+        f"the run's own data, {of}: {measured.tokens:,} tokens", measured.metrics["perplexity"].value, documents
+    )

@@ -135,7 +135,9 @@ def write_held(
         texts = None if classifies else [*rows, *(seen["input_ids"] for seen in drawn)]
         found = verify.compare(wanted, verify.logits(again, rows, drawn), texts)
         hint = (
-            "raise --tolerance only if you know why" if kept == torch.float32 else "use --dtype float32, or raise --tolerance"
+            "raise --tolerance only if you know why"
+            if kept == torch.float32
+            else "use --dtype float32, or raise --tolerance"
         )
         verify.refuse_beyond(found, accepted, str(out), hint)
         if not classifies and tied != (again.get_input_embeddings().weight is again.get_output_embeddings().weight):

@@ -139,7 +139,10 @@ def to_executorch(
 
 def _observed(program: torch.export.ExportedProgram, images: Tensor) -> nn.Module:
     """The graph with its weights quantized and its activations' ranges fixed by what the images made of them."""
-    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+        XNNPACKQuantizer,
+        get_symmetric_quantization_config,
+    )
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
     quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
@@ -173,5 +176,7 @@ def _held(
     bound = verify.bound_of("vision", "int8" if int8 else "float32", tolerance)
     if difference.beyond(bound):
         file.unlink()
-    verify.refuse_beyond(difference, bound, str(file), "calibrate on more images like those to come, or raise the tolerance")
+    verify.refuse_beyond(
+        difference, bound, str(file), "calibrate on more images like those to come, or raise the tolerance"
+    )
     return difference

@@ -65,7 +65,9 @@ def _run(file: Path, tokenizer: Any, rows: list[Tensor], wanted: list[Tensor]) -
     letter = tokenizer.encode("a", add_special_tokens=False)[-1]
     pairs = []
     for row, logits in zip(rows, wanted, strict=True):
-        length = row.shape[1] - 1  # a text as long as all the model's positions leaves llama.cpp no room for a next piece
+        length = (
+            row.shape[1] - 1
+        )  # a text as long as all the model's positions leaves llama.cpp no room for a next piece
         for end in sorted({max(1, length * n // _PLACES) for n in range(1, _PLACES + 1)}):
             told = _next(server, row[0, :end].tolist(), letter)
             own = logits[0, end - 1].double().log_softmax(-1)[list(told)]
@@ -109,8 +111,12 @@ def _next(server: Any, ids: list[int], letter: int) -> dict[int, float]:
 def _same_tokens(server: Any, tokenizer: Any, file: Path) -> None:
     for text in verify.TEXTS:
         body = json.dumps({"content": text, "add_special": True}).encode()
-        asked = urllib.request.Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
+        asked = urllib.request.Request(
+            f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(asked) as answer:
             ids = json.load(answer)["tokens"]
         if ids != tokenizer.encode(text):
-            raise RunError(f"{file.name}: llama.cpp cuts {text[:24]!r}… into other tokens than the model; nothing was written")
+            raise RunError(
+                f"{file.name}: llama.cpp cuts {text[:24]!r}… into other tokens than the model; nothing was written"
+            )

@@ -66,9 +66,7 @@ class Plain:
         positions = positions or facts(self.model.config).positions
         asked = 'tokenizer.encode("Once upon a time")'
         if self.chats:
-            asked = (
-                'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)["input_ids"]'
-            )
+            asked = 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)["input_ids"]'
         going = f"len(ids + answer) < {min(positions or 256, 256)} and not ends.intersection(answer)"
         text = "tokenizer.decode(answer, skip_special_tokens=True)"
         if self.string:
@@ -113,7 +111,9 @@ def plain(run: str | Path, beside: Path, *, base: str | None = None) -> Iterator
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=remote_code.allowed()
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code.allowed())
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=remote_code.allowed()
+        )
         known = [n for n in sorted(tokenizer.added_tokens_decoder) if n < model.config.vocab_size][:32]
         rows = verify.rows(tokenizer, facts(model.config).positions, known)
         notes = [made["note"]] if made["note"] else []

@@ -96,11 +96,15 @@ def _measured(told: Reader) -> list[str]:
         last = metrics[-1]
         tokens = f" and {last['tokens']:,} tokens" if last.get("tokens") is not None else ""
         lines.append(f"- after {last['step']:,} steps{tokens}: training loss {last['loss']:.4f} nats a token")
-    losses = [(line["step"], line["validation_loss"]) for line in evaluations if line.get("validation_loss") is not None]
+    losses = [
+        (line["step"], line["validation_loss"]) for line in evaluations if line.get("validation_loss") is not None
+    ]
     if losses:
         lines.append(f"- validation loss {losses[-1][1]:.4f} at step {losses[-1][0]:,}")
     environment = told.environment
-    device, torch = ((environment.get(part) or {}).get(key) for part, key in (("machine", "device"), ("versions", "torch")))
+    device, torch = (
+        (environment.get(part) or {}).get(key) for part, key in (("machine", "device"), ("versions", "torch"))
+    )
     if device and torch:
         lines.append(f"- on {device}, with torch {torch}")
     return lines
@@ -111,7 +115,10 @@ def _compared(made: Mapping[str, Any]) -> list[str]:
     before, after = made["before"]["perplexity"], made["after"]["perplexity"]
     rows = [
         ("positions compared", f"{made['tokens']:,}, of prose, code, arithmetic and JSON"),
-        ("largest difference of a logit", f"{made['max_logit_difference']:.3g} (largest logit {made['largest_logit']:.3g})"),
+        (
+            "largest difference of a logit",
+            f"{made['max_logit_difference']:.3g} (largest logit {made['largest_logit']:.3g})",
+        ),
         ("mean difference of a logit", f"{made['mean_logit_difference']:.3g}"),
         ("same most likely token", f"{made['top1_agreement']:.1%} of positions"),
     ]

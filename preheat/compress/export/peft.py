@@ -94,7 +94,10 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         "fingerprint": opened.build.weights.fingerprint(),
         "nf4": {"double_quantization": double, "modules": list(packed)} if packed else None,
     }
-    read = {"dtype": torch.float32, "trust_remote_code": configs.runs_code(model.config, opened.recipe.model.trust_remote_code)}
+    read = {
+        "dtype": torch.float32,
+        "trust_remote_code": configs.runs_code(model.config, opened.recipe.model.trust_remote_code),
+    }
     source, notes = str(opened.build.weights.folder), [held.unfinished] if held.unfinished else []
     notes += [_PISSA] if pissa else []
     stated = read_generation(opened.build.weights.folder)[0] or GenerationConfig.from_model_config(model.config)
@@ -245,7 +248,11 @@ def _base(opened: LoadedModel, names: list[str], run: str | Path) -> str:
 def _short(names: list[str], model: nn.Module) -> set[str]:
     """Last parts of the names where these say it all, as peft's users write them; else the names."""
     last = {name.rpartition(".")[2] for name in names}
-    return last if {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last} == set(names) else set(names)
+    return (
+        last
+        if {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last} == set(names)
+        else set(names)
+    )
 
 
 def _pairs(model: nn.Module, config: Any) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
@@ -268,7 +275,9 @@ def _put_pairs(made: nn.Module, pairs: dict[tuple[str, str], tuple[Tensor, Tenso
 
     for name, module in made.named_modules():
         if isinstance(module, ParamWrapper):
-            first, second = pairs[name.removeprefix("base_model.model.").removesuffix(".base_layer"), module.parameter_name]
+            first, second = pairs[
+                name.removeprefix("base_model.model.").removesuffix(".base_layer"), module.parameter_name
+            ]
             module.lora_A["default"].weight.copy_(first)
             module.lora_B["default"].weight.copy_(second)
 

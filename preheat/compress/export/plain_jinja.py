@@ -63,7 +63,9 @@ def _written(template: Template) -> str:
 
     # As transformers' environment reads it: the lexer has cut the white space of what it gives.
     parts = list(jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lex(template.text))
-    made = [f"{{% set {name} = {json.dumps(value, ensure_ascii=False)} %}}" for name, value in template.variables.items()]
+    made = [
+        f"{{% set {name} = {json.dumps(value, ensure_ascii=False)} %}}" for name, value in template.variables.items()
+    ]
     tags = {"block_begin": "{%", "block_end": "%}", "variable_begin": "{{", "variable_end": "}}"}
     tags |= {"raw_begin": "{% raw %}", "raw_end": "{% endraw %}"}
     skipped = ""

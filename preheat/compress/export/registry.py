@@ -48,8 +48,12 @@ def _dtype_of(to: str, dtype: str | None) -> str | None:
 def require_settings(to: str, settings: Mapping[str, Any]) -> None:
     """Raises RecipeError for settings of an export that a file states: a value of another kind, or one that the format does not read."""
     tolerance, length = settings.get("tolerance"), settings.get("length")
-    if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0):
-        raise RecipeError(f"tolerance: {quoted(tolerance)} is no share of the largest logit; write a number such as 0.01")
+    if tolerance is not None and (
+        isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0
+    ):
+        raise RecipeError(
+            f"tolerance: {quoted(tolerance)} is no share of the largest logit; write a number such as 0.01"
+        )
     if length is None:
         return
     if to != "executorch":

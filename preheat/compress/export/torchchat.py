@@ -56,7 +56,12 @@ _PARTS = {
 
 
 def write(
-    run: str | Path, out: str | Path, *, dtype: str = "bfloat16", tolerance: float | None = None, base: str | None = None
+    run: str | Path,
+    out: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    tolerance: float | None = None,
+    base: str | None = None,
 ) -> dict[str, Any]:
     """Writes `out`/model.pth, params.json, tokenizer and a model card.
 
@@ -77,7 +82,9 @@ def write(
     bound = verify.bound_of("torchchat", dtype, tolerance)
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
-            params = _params(model.model.config, model.source) | {"tokenizer_prepend_bos": bool(beginning(model.tokenizer))}
+            params = _params(model.model.config, model.source) | {
+                "tokenizer_prepend_bos": bool(beginning(model.tokenizer))
+            }
             weights = _weights(model.model, params, model.source)
             torch.save({name: w.to(getattr(torch, dtype)) for name, w in weights.items()}, folder / "model.pth")
             (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
@@ -103,7 +110,10 @@ def _params(config: Any, source: Path) -> dict[str, Any]:
     Raises:
         RunError: blocks that it has not.
     """
-    heads, rope = config.num_attention_heads, dict(config.rope_parameters or {}) if hasattr(config, "rope_parameters") else None
+    heads, rope = (
+        config.num_attention_heads,
+        dict(config.rope_parameters or {}) if hasattr(config, "rope_parameters") else None,
+    )
     other = ""
     if rope is None or getattr(config, "hidden_act", None) != "silu" or not hasattr(config, "rms_norm_eps"):
         other = f"{config.model_type} has other blocks"
@@ -200,7 +210,11 @@ def _settle(folder: Path, model: Plain) -> list[str]:
     settings["chat_template"] = text = bare(load_template(None, tokenizer)) if tokenizer.chat_template else None
     if text is None:
         settings["chat_template"] = _PLAIN
-        why = "its chat template asks for more than Jinja alone has" if tokenizer.chat_template else "it has no chat template"
+        why = (
+            "its chat template asks for more than Jinja alone has"
+            if tokenizer.chat_template
+            else "it has no chat template"
+        )
         notes.append(f"{why}, and torchchat wants one; one that only joins the messages is written")
     file.write_text(to_json(settings, indent=2) + "\n", encoding="utf-8")
     return notes
@@ -234,7 +248,9 @@ def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: Mapping[str, 
     for layer in range(params["n_layers"]):
         at = f"layers.{layer}"
         parts = linear(norm(x, f"{at}.attention_norm.weight"), f"{at}.attention.wqkv")
-        q, k, v = (p.unflatten(-1, (-1, size)) for p in parts.split([heads * size, kv_heads * size, kv_heads * size], -1))
+        q, k, v = (
+            p.unflatten(-1, (-1, size)) for p in parts.split([heads * size, kv_heads * size, kv_heads * size], -1)
+        )
         q, k, v = (t.transpose(1, 2) for t in (rotated(q), rotated(k), v))
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + linear(seen.transpose(1, 2).flatten(-2), f"{at}.attention.wo")
@@ -249,6 +265,8 @@ def _frequencies(size: int, params: Mapping[str, Any]) -> Tensor:
     found = 1.0 / params["rope_base"] ** (torch.arange(0, size, 2).float() / size)
     if (scaling := params.get("rope_scaling")) is None:
         return found
-    trained, low, high = (scaling[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
+    trained, low, high = (
+        scaling[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    )
     smooth = ((trained * found / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * found / scaling["factor"] + smooth * found

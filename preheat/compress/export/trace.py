@@ -62,7 +62,9 @@ def to_onnx(program: torch.export.ExportedProgram, file: Path, inputs: tuple[str
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # torch's exporter, of torch
         try:
-            made: Any = torch.onnx.export(program, (), dynamo=True, verbose=False, input_names=inputs, output_names=("logits",))
+            made: Any = torch.onnx.export(
+                program, (), dynamo=True, verbose=False, input_names=inputs, output_names=("logits",)
+            )
         except torch.onnx.errors.OnnxExporterError as error:
             known = refused(error, "onnx", "use --to aoti, which has PyTorch's own, or --to gguf")
             if known is None:
@@ -82,7 +84,9 @@ def refused(error: BaseException, to: str, alternative: str) -> RunError | None:
     """
     seen: BaseException | None = error
     while seen is not None:
-        if found := re.search(r"(?:op='|Operator |Missing out variants: \{')(?:torch\._ops\.)?(\w+)(?:\.|::)(\w+)", str(seen)):
+        if found := re.search(
+            r"(?:op='|Operator |Missing out variants: \{')(?:torch\._ops\.)?(\w+)(?:\.|::)(\w+)", str(seen)
+        ):
             name = f"{found[1]}.{found[2]}"
             return RunError(f"--to {to}: the operator {name} has no form there; {alternative}")
         seen = seen.__cause__ or seen.__context__

@@ -161,7 +161,9 @@ def logits(model: Any, tokens: list[Tensor], seen: Sequence[Mapping[str, Tensor]
         if isinstance(module, PackedMap):  # what 4 bits stand for is defined in fp32
             module.nf4_pairs, module.nf4_levels = module.nf4_pairs.float(), module.nf4_levels.float()
     found = [plain_logits(model, row).cpu() for row in tokens]
-    found += [plain_logits(model, row["input_ids"], {k: v for k, v in row.items() if k != "input_ids"}).cpu() for row in seen]
+    found += [
+        plain_logits(model, row["input_ids"], {k: v for k, v in row.items() if k != "input_ids"}).cpu() for row in seen
+    ]
     model.to(torch.float32)
     return found
 
@@ -213,7 +215,9 @@ def compare(wanted: list[Tensor], found: list[Tensor], tokens: Sequence[Tensor] 
     Args:
         tokens: what the logits were made from, [rows, length] each, for the perplexity.
     """
-    pairs = [(a[..., : b.shape[-1]].double(), b[..., : a.shape[-1]].double()) for a, b in zip(wanted, found, strict=True)]
+    pairs = [
+        (a[..., : b.shape[-1]].double(), b[..., : a.shape[-1]].double()) for a, b in zip(wanted, found, strict=True)
+    ]
     apart = [(a - b).abs() for a, b in pairs]
     places = sum(a[..., 0].numel() for a in apart)
     same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
@@ -236,7 +240,9 @@ def _perplexities(pairs: list[tuple[Tensor, Tensor]], tokens: Sequence[Tensor]) 
     for both, row in zip(pairs, tokens, strict=True):
         for side, logits in enumerate(both):
             sums[side] += float(
-                torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), row[:, 1:].to(logits.device), reduction="sum")
+                torch.nn.functional.cross_entropy(
+                    logits[:, :-1].transpose(1, 2), row[:, 1:].to(logits.device), reduction="sum"
+                )
             )
     return math.exp(sums[0] / count), math.exp(sums[1] / count)
 

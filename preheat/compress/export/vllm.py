@@ -53,7 +53,11 @@ def write(
         with plain(run, folder, base=base) as model:
             left = pack(model.model.to(torch.bfloat16), 4 if dtype == "int4" else 8, folder)
             for file in model.folder.iterdir():
-                if file.name != "config.json" and file.suffix in (".json", ".jinja") and not (folder / file.name).exists():
+                if (
+                    file.name != "config.json"
+                    and file.suffix in (".json", ".jinja")
+                    and not (folder / file.name).exists()
+                ):
                     (folder / file.name).write_bytes(file.read_bytes())
             again = _load(folder)
             found = verify.compare(model.wanted, verify.logits(again, model.rows), model.rows)
@@ -61,7 +65,9 @@ def write(
             told = model.held.by(again, found)
             notes = list(model.notes)
             if left:
-                notes.append(f"{len(left)} matrices stay in bfloat16: their rows are no whole groups of {GROUP} ({left[0]})")
+                notes.append(
+                    f"{len(left)} matrices stay in bfloat16: their rows are no whole groups of {GROUP} ({left[0]})"
+                )
         made = {"path": str(out), "bytes": verify.size(folder), "dtype": dtype, "merged": model.merged}
         made |= {
             "read_by": model_card.version_of("compressed-tensors"),
@@ -69,7 +75,9 @@ def write(
             **told,
             "note": "; ".join(notes),
         }
-        model_card.write(folder, run, made, title=f"compressed-tensors, {dtype}", use="vllm serve .", library="transformers")
+        model_card.write(
+            folder, run, made, title=f"compressed-tensors, {dtype}", use="vllm serve .", library="transformers"
+        )
     return made
 
 
@@ -123,5 +131,8 @@ def _load(folder: Path) -> Any:
             "ignore", message="You passed `quantization_config`"
         )  # to be given full weights is asked for so
         return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, quantization_config=CompressedTensorsConfig(dequantize=True)
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            quantization_config=CompressedTensorsConfig(dequantize=True),
         )

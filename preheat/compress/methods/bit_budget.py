@@ -104,7 +104,9 @@ def sensitivity(
                 # Only what lies between the maps is differentiated, and no weight: the embedding's output begins it.
                 begun = model.get_input_embeddings()(batch).detach().requires_grad_()
                 logits = model(inputs_embeds=begun, use_cache=False).logits[:, :-1].float().flatten(0, 1)
-                torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum").backward(inputs=[begun])
+                torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum").backward(
+                    inputs=[begun]
+                )
                 tokens += batch[:, 1:].numel()
     finally:
         for handle in hooks:

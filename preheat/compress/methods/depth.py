@@ -26,7 +26,11 @@ __all__ = ["Depth", "prune_depth"]
 
 
 def prune_depth(
-    model: PreTrainedModel, rows: Sequence[Tensor], *, layers: float = 0.75, by: Literal["influence", "loss"] = "influence"
+    model: PreTrainedModel,
+    rows: Sequence[Tensor],
+    *,
+    layers: float = 0.75,
+    by: Literal["influence", "loss"] = "influence",
 ) -> tuple[str, int]:
     """Takes layers out of a transformers model, configuration and all, in place.
 
@@ -60,7 +64,11 @@ def prune_depth(
     wanted = structured_pruning.count_of("layers", layers, count, "layers")
     if wanted == count:
         raise RecipeError(f"layers: {layers:g} keeps all {count} layers; {(count - 1) / count:.3g} takes one out")
-    scores = structured_pruning.influences(model, rows) if by == "influence" else structured_pruning.losses_without(model, rows)
+    scores = (
+        structured_pruning.influences(model, rows)
+        if by == "influence"
+        else structured_pruning.losses_without(model, rows)
+    )
     kept = highest(scores, wanted)
     before = model.num_parameters()
     made = slicing.smaller(model, slicing.Kept(layers=kept))

@@ -45,7 +45,11 @@ def to_int4(model: PreTrainedModel, settings: Int4 | None = None) -> Change:
 
     beside = ", inputs in int8 with a scale for each token" if chosen.inputs == "int8" else ""
     return quantize(
-        model, chosen, "int4", make, f"int4, {'symmetric' if chosen.symmetric else 'with zeros'}, to the nearest{beside}"
+        model,
+        chosen,
+        "int4",
+        make,
+        f"int4, {'symmetric' if chosen.symmetric else 'with zeros'}, to the nearest{beside}",
     )
 
 

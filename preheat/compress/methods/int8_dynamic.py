@@ -34,7 +34,11 @@ def to_int8_dynamic(model: PreTrainedModel, settings: High | None = None) -> Cha
 
     words = "int8, inputs too, with a scale for each token"
     return quantize(
-        model, settings or Int8Dynamic(), "int8_dynamic", lambda name, module: Int8Linear.of(module, inputs="dynamic"), words
+        model,
+        settings or Int8Dynamic(),
+        "int8_dynamic",
+        lambda name, module: Int8Linear.of(module, inputs="dynamic"),
+        words,
     )
 
 

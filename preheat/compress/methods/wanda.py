@@ -28,7 +28,12 @@ __all__ = ["Wanda", "prune_by_wanda"]
 
 
 def prune_by_wanda(
-    model: PreTrainedModel, rows: Sequence[Tensor], *, sparsity: float = 0.5, pattern: str = "unstructured", keep: str = ""
+    model: PreTrainedModel,
+    rows: Sequence[Tensor],
+    *,
+    sparsity: float = 0.5,
+    pattern: str = "unstructured",
+    keep: str = "",
 ) -> tuple[str, int]:
     """Sets the weights of a transformers model's linear maps to zero that matter least over the rows, in place.
 

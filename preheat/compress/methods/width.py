@@ -68,7 +68,9 @@ def prune_width(
 
     require_rows(rows, "width")
     now = slicing.sizes_of(model.config)
-    wanted = structured_pruning.shares(now, model.config, heads=heads, channels=channels, hidden=hidden, multiple=multiple)
+    wanted = structured_pruning.shares(
+        now, model.config, heads=heads, channels=channels, hidden=hidden, multiple=multiple
+    )
     if wanted == now:
         raise RecipeError(
             f"heads: {heads:g}, channels: {channels:g}, hidden: {hidden:g}: leave the model as it is, to the next multiple; ask for smaller shares"
@@ -102,10 +104,14 @@ class Width(Method):
             if not 0 < share <= 1
         ]
         if not found and self.heads == self.channels == self.hidden == 1:
-            found.append("channels: 1.0, heads: 1.0 and hidden: 1.0 prune nothing; give one of them a share, as channels: 0.7")
+            found.append(
+                "channels: 1.0, heads: 1.0 and hidden: 1.0 prune nothing; give one of them a share, as channels: 0.7"
+            )
         return found
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return Change(
-            *prune_width(model, rows, heads=self.heads, channels=self.channels, hidden=self.hidden, multiple=self.multiple)
+            *prune_width(
+                model, rows, heads=self.heads, channels=self.channels, hidden=self.hidden, multiple=self.multiple
+            )
         )

@@ -70,7 +70,9 @@ class Images:
 
         try:
             with Image.open(file) as image:
-                made: Tensor = self.processor(images=image.convert(self.mode), return_tensors="pt")["pixel_values"][0].float()
+                made: Tensor = self.processor(images=image.convert(self.mode), return_tensors="pt")["pixel_values"][
+                    0
+                ].float()
         except (UnidentifiedImageError, OSError, ValueError) as error:
             raise DataError(
                 f"{file}: cannot be read as an image ({str(error).splitlines()[0][:160]}); mend it or take it out"
@@ -104,10 +106,14 @@ def read_folder(
     """
     root = Path(folder)
     if not root.is_dir():
-        raise DataError(f"--data {root}: no such folder; an image classifier needs one with a folder of images for each class")
+        raise DataError(
+            f"--data {root}: no such folder; an image classifier needs one with a folder of images for each class"
+        )
     mode = {3: "RGB", 1: "L"}.get(config.num_channels)
     if mode is None:
-        raise DataError(f"--data {root}: the model reads {config.num_channels} channels, and images are read with 3 or 1")
+        raise DataError(
+            f"--data {root}: the model reads {config.num_channels} channels, and images are read with 3 or 1"
+        )
 
     def images(by_class: dict[str, list[Path]]) -> Images:
         rows = _rows_of(by_class, config, root)
@@ -137,7 +143,9 @@ def _listed(root: Path) -> dict[str, list[Path]]:
     for folder in sorted(p for p in root.iterdir() if p.is_dir()):
         found[folder.name] = sorted(p for p in folder.iterdir() if p.suffix.lower() in _KINDS)
         if not found[folder.name]:
-            raise DataError(f"--data {folder}: has no image ({', '.join(sorted(_KINDS))}); add some, or take the folder out")
+            raise DataError(
+                f"--data {folder}: has no image ({', '.join(sorted(_KINDS))}); add some, or take the folder out"
+            )
     if len(found) < 2:
         raise DataError(
             f"--data {root}: has {len(found)} folders of images; a classifier needs one for each of two classes or more"

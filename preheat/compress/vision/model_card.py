@@ -39,7 +39,10 @@ def write(folder: Path, whole: Mapping[str, Any], number: int) -> None:
         )
     library = {".onnx": "onnx", ".pte": "executorch"}.get(suffix, "transformers")
     front = front_matter(
-        whole["source"], library=library, pipeline="image-classification", relation="quantized" if suffix else "finetune"
+        whole["source"],
+        library=library,
+        pipeline="image-classification",
+        relation="quantized" if suffix else "finetune",
     )
     text = f"""{front.yaml}
 

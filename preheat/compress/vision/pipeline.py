@@ -134,7 +134,9 @@ def _require(step: Step, start: Path, model: Any) -> None:
                 f"export to {step.export} has no setting '{strange[0]}' for an image classifier; it has dtype, tolerance"
             )
         if step.settings.get("dtype", "float32") not in verify.BOUNDS["vision"]:
-            raise RecipeError(f"dtype: {step.settings['dtype']}: an image classifier has {', '.join(verify.BOUNDS['vision'])}")
+            raise RecipeError(
+                f"dtype: {step.settings['dtype']}: an image classifier has {', '.join(verify.BOUNDS['vision'])}"
+            )
         require_settings(step.export, step.settings)
         require(step.export, *_NEEDED[step.export])
     else:
@@ -169,7 +171,9 @@ def _teacher(step: Step, start: Path, model: Any) -> training.Distil | None:
         RecipeError: other techniques than distillation, settings that are for language models, a teacher of other classes.
     """
     if strange := sorted(step.techniques.keys() - {"distillation"}):
-        raise RecipeError(f"techniques.{strange[0]}: is for language models; an image classifier's training has distillation")
+        raise RecipeError(
+            f"techniques.{strange[0]}: is for language models; an image classifier's training has distillation"
+        )
     if not step.techniques:
         return None
     settings: Mapping[str, Any] = step.techniques["distillation"] or {}
@@ -179,7 +183,9 @@ def _teacher(step: Step, start: Path, model: Any) -> training.Distil | None:
             f"techniques.distillation.{other[0]}: is for language models; here there are {', '.join(sorted(known))}"
         )
     if "teacher" not in settings:
-        raise RecipeError("techniques.distillation.teacher: is not stated; name the folder of an image classifier, or $start")
+        raise RecipeError(
+            "techniques.distillation.teacher: is not stated; name the folder of an image classifier, or $start"
+        )
     folder = start if settings["teacher"] == START else Path(settings["teacher"])
     teacher = open_classifier(folder, knob="techniques.distillation.teacher").requires_grad_(False)
     if teacher.config.num_labels != model.config.num_labels:
@@ -210,7 +216,9 @@ def _take(step: Step, number: int, state: _State, out: Path, seed: int, say: Cal
         with NewFolder(out / name) as folder:
             return made | _export(step, folder / _FILES[step.export], state)
     if step.compress is not None:
-        state.model, made["what"] = narrower(state.model, (pixels for pixels, _ in state.calibration.batches(32)), _share(step))
+        state.model, made["what"] = narrower(
+            state.model, (pixels for pixels, _ in state.calibration.batches(32)), _share(step)
+        )
         training.settle_norms(state.model, state.train)
     else:
         assert step.train is not None
@@ -257,7 +265,8 @@ def _export(step: Step, file: Path, state: _State) -> dict[str, Any]:
     run = open_it(file)
     found = torch.cat([run(state.held.pixels([n])) for n in range(len(state.held))])
     return {
-        "what": f"{step.export} in {kind}" + (f", ranges from {len(state.calibration)} images" if kind == "int8" else ""),
+        "what": f"{step.export} in {kind}"
+        + (f", ranges from {len(state.calibration)} images" if kind == "int8" else ""),
         "logits": {
             "largest": apart.largest,
             "mean": apart.mean,

@@ -171,7 +171,9 @@ _T5 = """{%- if tools %}{{- raise_exception('this format has no tools') }}{%- en
 
 
 def _phi(opening: str, separator: str, closing: str, after: str) -> str:
-    return _PHI.replace("OPEN", opening).replace("SEPARATOR", separator).replace("CLOSE", closing).replace("AFTER", after)
+    return (
+        _PHI.replace("OPEN", opening).replace("SEPARATOR", separator).replace("CLOSE", closing).replace("AFTER", after)
+    )
 
 
 FORMATS = {

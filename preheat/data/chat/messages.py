@@ -98,7 +98,9 @@ def _joined(parts: Sequence[Any], where: str) -> tuple[str, list[Any]]:
             images.append(file["url"] if isinstance(file, Mapping) and "url" in file else file)
             text = PLACE
         if not isinstance(text, str):
-            kind = quoted(part.get("type", "an object without text"), 40) if isinstance(part, Mapping) else kind_of(part)
+            kind = (
+                quoted(part.get("type", "an object without text"), 40) if isinstance(part, Mapping) else kind_of(part)
+            )
             raise Unreadable("fields", f"{where} has a part that is no text ({kind}); only text and images are read")
         texts.append(text)
     return "".join(texts), images
@@ -142,7 +144,9 @@ def tools_of(value: Any, field: str) -> list[dict[str, Any]] | None:
     found = _json(value, f"field '{field}'") if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         raise Unreadable("fields", f"field '{field}' is {kind_of(found)}, not a list of tools")
-    return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in found] or None
+    return [
+        dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in found
+    ] or None
 
 
 def order_problem(messages: Sequence[Mapping[str, Any]]) -> str | None:

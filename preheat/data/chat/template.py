@@ -61,7 +61,9 @@ def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, kn
     if setting is None:
         own = tokenizer.chat_template
         if not own:
-            raise DataError(f"{knob}: the tokenizer has no chat template of its own; name one ({SUGGESTIONS}) or a .jinja file")
+            raise DataError(
+                f"{knob}: the tokenizer has no chat template of its own; name one ({SUGGESTIONS}) or a .jinja file"
+            )
         name = "the tokenizer's own template"
         if isinstance(own, dict):
             text, with_tools = own.get("default") or next(iter(own.values())), own.get("tool_use")
@@ -83,7 +85,9 @@ def _read(setting: str, knob: str) -> tuple[str, str]:
         if path.is_dir():
             raise DataError(f"{knob} {shown(path)}: is a folder; name a .jinja file")
         if path.suffix not in (".jinja", ".j2", ".txt") and "/" not in setting:
-            raise DataError(f"{knob} {shown(setting)}: no template of that name; {nearest(setting[:40], list(FORMATS))}")
+            raise DataError(
+                f"{knob} {shown(setting)}: no template of that name; {nearest(setting[:40], list(FORMATS))}"
+            )
         raise missing(knob, path)
     try:
         return path.read_text(encoding="utf-8-sig"), shown(path)
@@ -151,7 +155,9 @@ class Template:
         """
         return self._render(messages, tools)
 
-    def pieces(self, messages: Sequence[Message], tools: Tools = None, train_on: TrainOn = "assistant") -> tuple[TextSpan, ...]:
+    def pieces(
+        self, messages: Sequence[Message], tools: Tools = None, train_on: TrainOn = "assistant"
+    ) -> tuple[TextSpan, ...]:
         """The conversation as text that is read and text that is trained on; joined it is what the template renders.
 
         Args:

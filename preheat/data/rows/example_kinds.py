@@ -41,7 +41,8 @@ def require_examples(recipe: Recipe, data: PreparedData, *, encoder: bool = Fals
     """
     asked = examples_of(recipe)
     owner = next(
-        (f"techniques.{t.name()}" for t in recipe.techniques.values() if t.examples() is not None), "next-token training"
+        (f"techniques.{t.name()}" for t in recipe.techniques.values() if t.examples() is not None),
+        "next-token training",
     )
     for side in (data.train, data.validation):
         if isinstance(side, Rows) and len(side.tokens.ends):

@@ -62,9 +62,14 @@ def kind_of(value: Any) -> str:
     """
     if value is None:
         return "null"
-    return {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}.get(
-        type(value), type(value).__name__
-    )
+    return {
+        dict: "an object",
+        list: "a list",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "text",
+    }.get(type(value), type(value).__name__)
 
 
 def expanded(knob: str, name: str | Path) -> Path:
@@ -89,7 +94,9 @@ def expanded(knob: str, name: str | Path) -> Path:
 def missing(knob: str, path: Path) -> DataError:
     """The error for a path that does not exist, with the nearest name that does."""
     if path.is_symlink():
-        return DataError(f"{knob} {shown(path)}: is a link to {shown(os.readlink(path))}, which does not exist; mend the link")
+        return DataError(
+            f"{knob} {shown(path)}: is a link to {shown(os.readlink(path))}, which does not exist; mend the link"
+        )
     parent, wanted = path.parent, path.name
     while not parent.is_dir() and parent != parent.parent:
         parent, wanted = parent.parent, parent.name
@@ -153,7 +160,9 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
             return chosen, f"{path}: {len(chosen)} files ({kinds})", _counted(left)
     left.update(map(_suffix, every))
     holds = f"; it holds {_counted(left)}" if left else ", it is empty"
-    raise DataError(f"{knob} {shown(path)}: the folder has no file that preheat reads ({', '.join(TEXT + ROWS)}){holds}")
+    raise DataError(
+        f"{knob} {shown(path)}: the folder has no file that preheat reads ({', '.join(TEXT + ROWS)}){holds}"
+    )
 
 
 def _under(knob: str, folder: Path) -> tuple[list[Path], Counter[str]]:

@@ -75,7 +75,9 @@ class Layout:
 
     def key(self) -> tuple[object, ...]:
         """All that decides what a row becomes."""
-        template = (self.template.text, self.template.with_tools, dict(self.template.variables)) if self.template else None
+        template = (
+            (self.template.text, self.template.with_tools, dict(self.template.variables)) if self.template else None
+        )
         seen = (self.eye.key(), str(self.folder)) if self.eye else None
         return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, seen
 
@@ -112,7 +114,9 @@ class Layout:
 
     def _document(self, row: Mapping[str, Any], notes: list[tuple[str, str]]) -> Document:
         if self.eye and self.kind not in ("sharegpt", "messages") and self._images(row):
-            raise Unreadable("images", f"has images, which the layout {self.kind} does not read; use sharegpt or messages")
+            raise Unreadable(
+                "images", f"has images, which the layout {self.kind} does not read; use sharegpt or messages"
+            )
         if self.kind == "text":
             return Document.of(self._text(row, "text", notes, empty=True))
         if self.kind == "classes":
@@ -150,7 +154,9 @@ class Layout:
     def _text(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]], *, empty: bool) -> str:
         value, name = self._value(row, role), self.columns[role]
         if not isinstance(value, str):
-            raise Unreadable("fields", f"field '{name}' is {kind_of(value)}, not text; mend the row or name another field")
+            raise Unreadable(
+                "fields", f"field '{name}' is {kind_of(value)}, not text; mend the row or name another field"
+            )
         if not empty and not value.strip():
             raise Unreadable("fields", f"field '{name}' is empty")
         self._look(f"field '{name}'", value, notes)
@@ -196,7 +202,9 @@ class Layout:
         plain = value.lower() if isinstance(value, str) else value
         known = _LIKED.get(plain) if isinstance(plain, str | bool | int | float) else None
         if known is None:
-            raise Unreadable("fields", f"field '{self.columns['label']}' is {quoted(value)}, neither true (liked) nor false")
+            raise Unreadable(
+                "fields", f"field '{self.columns['label']}' is {quoted(value)}, neither true (liked) nor false"
+            )
         return known
 
     # --- conversations
@@ -221,7 +229,11 @@ class Layout:
             talk.append({"role": "system", "content": system})
         history = self._optional(row, "history") or []
         for pair in history if isinstance(history, Sequence) and not isinstance(history, str) else [None]:
-            if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(t, str) and t.strip() for t in pair):
+            if (
+                not isinstance(pair, Sequence)
+                or len(pair) != 2
+                or not all(isinstance(t, str) and t.strip() for t in pair)
+            ):
                 raise Unreadable("fields", f"field '{self.columns['history']}' is no list of pairs of texts")
             talk += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
         return [*talk, {"role": "user", "content": asked}, {"role": "assistant", "content": values["output"]}]
@@ -314,7 +326,9 @@ class Layout:
 
     def _judged(self, chat: Document) -> Document:
         if chat.images:
-            raise Unreadable("images", f"has images, which the layout {self.kind} does not read; use sharegpt or messages")
+            raise Unreadable(
+                "images", f"has images, which the layout {self.kind} does not read; use sharegpt or messages"
+            )
         return chat
 
 
@@ -369,7 +383,9 @@ def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: 
         columns["images"] = "image"  # as LLaVA's rows have it
     special = tuple(more.pop("special", ()))
     strange = kind == "text" and data.layout == "auto" and isinstance(first, Mapping) and columns["text"] not in names
-    return Layout(kind, columns, why, special=special, strange=strange, _firsts=frozenset(t[0] for t in special), **more)
+    return Layout(
+        kind, columns, why, special=special, strange=strange, _firsts=frozenset(t[0] for t in special), **more
+    )
 
 
 def _recognised(stated: Mapping[str, str], names: Sequence[str], first: Any) -> tuple[str, str]:
@@ -381,7 +397,9 @@ def _recognised(stated: Mapping[str, str], names: Sequence[str], first: Any) -> 
         return all(stated.get(role, role) in names for role in roles)
 
     def fields(*roles: str) -> str:
-        return f"recognised by the field{'s' * (len(roles) > 1)} " + " and ".join(stated.get(role, role) for role in roles)
+        return f"recognised by the field{'s' * (len(roles) > 1)} " + " and ".join(
+            stated.get(role, role) for role in roles
+        )
 
     for kind in ("preference", "unpaired", "classes", "prompt", "alpaca"):
         needs = LAYOUTS[kind][0]

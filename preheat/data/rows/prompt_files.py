@@ -56,5 +56,7 @@ def _prompt(row: Any, where: str) -> str | list[Mapping[str, Any]]:
             f'{where}: is no prompt; write {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}'
         )
     if row[-1]["role"] == "assistant":
-        raise DataError(f"{where}: the chat ends with the assistant's message, so there is nothing to answer; leave it out")
+        raise DataError(
+            f"{where}: the chat ends with the assistant's message, so there is nothing to answer; leave it out"
+        )
     return row

@@ -57,7 +57,13 @@ def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
     """
     found = {v for v in values if isinstance(v, str | int) and (not isinstance(v, str) or v.strip())}
     if not 2 <= len(found) <= 10_000:
-        some = "has one value" if len(found) == 1 else "has no value" if not found else f"has {len(found):,} different values"
+        some = (
+            "has one value"
+            if len(found) == 1
+            else "has no value"
+            if not found
+            else f"has {len(found):,} different values"
+        )
         raise DataError(
             f"{where}: the field of the label {some} in all rows; classes are 2 or more, name their field by data.columns.label"
         )

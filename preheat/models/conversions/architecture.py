@@ -59,7 +59,9 @@ def set_kv_heads(config: Any, kv_heads: int) -> None:
             f"{config.model_type} has no key-value heads of its own (its projections are fused); use a llama or qwen3"
         )
     if kv_heads >= now:
-        raise ValueError(f"kv_heads: {kv_heads} is not fewer than the {now} that the model has; pooling only takes heads away")
+        raise ValueError(
+            f"kv_heads: {kv_heads} is not fewer than the {now} that the model has; pooling only takes heads away"
+        )
     if now % kv_heads:
         fits = [n for n in range(1, now) if now % n == 0]
         raise ValueError(f"kv_heads: {kv_heads} does not divide the model's {now} key-value heads; use one of {fits}")
@@ -78,7 +80,9 @@ def key_value_projections(model: Any) -> list[str]:
     modules = dict(model.named_modules())
     for name in found:
         if not isinstance(modules.get(name), nn.Linear):
-            raise ValueError(f"{type(model).__name__} has no {name}: its projections are fused, which preheat cannot pool")
+            raise ValueError(
+                f"{type(model).__name__} has no {name}: its projections are fused, which preheat cannot pool"
+            )
     return found
 
 
@@ -307,9 +311,13 @@ def scale_rope(config: Any, kind: str, factor: float, original: int | None, **ya
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
     if not rope or "rope_theta" not in rope:
-        raise ValueError(f"{config.model_type} has no rotary positions that are alike in all layers; use a llama or qwen")
+        raise ValueError(
+            f"{config.model_type} has no rotary positions that are alike in all layers; use a llama or qwen"
+        )
     if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"the model's rotary positions are scaled already ({rope['rope_type']}); leave the technique out")
+        raise ValueError(
+            f"the model's rotary positions are scaled already ({rope['rope_type']}); leave the technique out"
+        )
     original = original or text.max_position_embeddings
     scaled: dict[str, Any] = {**rope, "rope_type": kind, "factor": float(factor)}
     if kind == "base":
@@ -333,7 +341,9 @@ def has_rotary(model: Any) -> bool:
 def rope_of_longest(config: Any) -> str:
     """The kind of rotary positions whose frequencies follow the longest position of a call; "" where they do not."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one for all layers, or one a kind of them
+    parts = [
+        part for part in (rope, *rope.values()) if isinstance(part, dict)
+    ]  # one for all layers, or one a kind of them
     return next((kind for kind in ("dynamic", "longrope") if any(part.get("rope_type") == kind for part in parts)), "")
 
 

@@ -25,7 +25,14 @@ _KEPT = (
         "head_dim",
         "intermediate_size",
     ),
-    *("hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_parameters", "sliding_window"),
+    *(
+        "hidden_act",
+        "max_position_embeddings",
+        "initializer_range",
+        "rms_norm_eps",
+        "rope_parameters",
+        "sliding_window",
+    ),
     *("attention_dropout", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "dtype"),
 )
 
@@ -44,7 +51,9 @@ def expert_config(config: Any, experts: int, chosen: int) -> Any:
 
     family = config.model_type
     if family not in BECOMES:
-        raise ValueError(f"makes experts of the feed-forward block of a {', '.join(BECOMES)}, and the model is a {family}")
+        raise ValueError(
+            f"makes experts of the feed-forward block of a {', '.join(BECOMES)}, and the model is a {family}"
+        )
     if chosen > experts:
         raise ValueError(f"chosen: {chosen} is more than the {experts} experts of a layer; lower it")
     strange = [key for key in ("attention_bias", "mlp_bias") if getattr(config, key, False)]
@@ -81,7 +90,8 @@ def expert_matrices(name: str, read: Callable[[str], Tensor], experts: int, redr
 
     layer, _, leaf = name.partition(".experts.")
     parts = [
-        read(f"{layer}.{part}.weight") for part in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[leaf]
+        read(f"{layer}.{part}.weight")
+        for part in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[leaf]
     ]
     block = torch.cat(parts)
     stack = block.expand(experts, *block.shape)
@@ -112,7 +122,9 @@ def upcycle(model: Any, experts: int, chosen: int, redrawn: float, seed: int) ->
     from transformers import AutoModelForCausalLM
 
     held = dict(model.named_parameters())
-    made = AutoModelForCausalLM.from_config(expert_config(model.config, experts, chosen), dtype=model.dtype).to(model.device)
+    made = AutoModelForCausalLM.from_config(expert_config(model.config, experts, chosen), dtype=model.dtype).to(
+        model.device
+    )
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if name in held:

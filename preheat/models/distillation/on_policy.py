@@ -126,14 +126,19 @@ class OnPolicy:
         if not self.part.training:
             return batch
         if is_in_torch_dispatch_mode():
-            return replace(batch, beside=(*batch.beside, batch.tokens.new_zeros(batch.tokens.shape, dtype=torch.float32)))
+            return replace(
+                batch, beside=(*batch.beside, batch.tokens.new_zeros(batch.tokens.shape, dtype=torch.float32))
+            )
         device = batch.tokens.device
         host = replace(batch, tokens=batch.tokens.cpu(), labels=batch.labels.cpu())
         assert host.mask.documents is not None, "rows of the data have the lengths of their documents beside them"
         answers = answers_of(host.labels, host.mask.documents, self._drawn(host.rows))
         made = with_answers(host, answers, self._write(host, answers) if answers else [])
         return replace(
-            made, tokens=made.tokens.to(device), labels=made.labels.to(device), beside=tuple(t.to(device) for t in made.beside)
+            made,
+            tokens=made.tokens.to(device),
+            labels=made.labels.to(device),
+            beside=tuple(t.to(device) for t in made.beside),
         )
 
     def _seed(self, rows: Sequence[int]) -> random.Random:

@@ -221,7 +221,9 @@ def spreading_problems(recipe: Recipe, teacher: Path, layers: int, found: int) -
             "layers: spread is for a student made of the teacher: set model.path to the teacher, and model.config: {num_hidden_layers: N}"
         )
     elif layers >= found:
-        why.append(f"layers: spread needs fewer layers than the teacher's {found}; set model.config: {{num_hidden_layers: N}}")
+        why.append(
+            f"layers: spread needs fewer layers than the teacher's {found}; set model.config: {{num_hidden_layers: N}}"
+        )
     others = [name for name, t in recipe.techniques.items() if t.stage <= Stage.ADAPT]
     if others:
         why.append(

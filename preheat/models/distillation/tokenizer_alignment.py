@@ -139,13 +139,17 @@ class TokenAligner:
         # What is cut off within a letter, at either end of a row, the teacher does not read.
         words = text.decode("utf-8", errors="ignore")
         begun = [self.teacher.begins] if self.teacher.begins is not None else []
-        cut = (begun + self.teacher.tokenizer(words, add_special_tokens=False, verbose=False).input_ids)[: self.positions]
+        cut = (begun + self.teacher.tokenizer(words, add_special_tokens=False, verbose=False).input_ids)[
+            : self.positions
+        ]
         read, ends = self.teacher.ends(cut)
         if not text.startswith(read):
             return [], []
         of = {end: place for place, end in enumerate(ends)}
         special = [not self.student.pieces[n] for n in numbers]
-        return cut, [(place, of[end]) for place, end in enumerate(own) if end in of and (place == 0 or not special[place])]
+        return cut, [
+            (place, of[end]) for place, end in enumerate(own) if end in of and (place == 0 or not special[place])
+        ]
 
     def _batch(self, batch: Batch, cut: Sequence[Sequence[Sequence[int]]]) -> Batch:
         import torch

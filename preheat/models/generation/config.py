@@ -40,14 +40,18 @@ def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[
     try:
         values = json.loads(file.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
-        raise RunError(f"{file}: cannot be read ({shorten(str(error))}); mend it or take it out of the folder") from None
+        raise RunError(
+            f"{file}: cannot be read ({shorten(str(error))}); mend it or take it out of the folder"
+        ) from None
     if not isinstance(values, dict):
         raise RunError(f"{file}: is {quoted(values)} and no settings by name; mend it or take it out of the folder")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(key)
         numbers = value if isinstance(value, list) else [value]
         if not all(number is None or (type(number) is int and number >= 0) for number in numbers):
-            raise RunError(f"{file}: {key} is {quoted(value)}, and no token's number; mend it or take it out of the folder")
+            raise RunError(
+                f"{file}: {key} is {quoted(value)}, and no token's number; mend it or take it out of the folder"
+            )
     for key in ("_from_model_config", "transformers_version"):
         values.pop(key, None)
     chosen: dict[str, Any] = {}
@@ -61,11 +65,15 @@ def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[
             chosen[key] = values[key]
     notes = []
     if left:
-        names = ", ".join(f"{shorten(key, 40)} {quoted(values[key], 30)}" for key in left[:6]) + (" …" if left[6:] else "")
+        names = ", ".join(f"{shorten(key, 40)} {quoted(values[key], 30)}" for key in left[:6]) + (
+            " …" if left[6:] else ""
+        )
         notes.append(f"the base's {_FILE} contradicts itself, so these of its settings were left out: {names}")
     if greedy := [key for key in _GREEDY if chosen.get(key) not in _NEUTRAL]:
         names = ", ".join(f"{key} {quoted(chosen[key], 30)}" for key in greedy)
-        notes.append(f"the base's {_FILE} sets {names}: transformers obeys that, preheat generate only what it is told itself")
+        notes.append(
+            f"the base's {_FILE} sets {names}: transformers obeys that, preheat generate only what it is told itself"
+        )
     return GenerationConfig(**chosen), notes
 
 

@@ -189,7 +189,9 @@ def generate(
         for rows in batches:
             torch.manual_seed(seed)
             before = {row: () if model.config.is_encoder_decoder else prompts[row] for row in rows}
-            listeners = [IncrementalDetokenizer(tokenizer, before[row], settings.stop, _told(on_text, row)) for row in rows]
+            listeners = [
+                IncrementalDetokenizer(tokenizer, before[row], settings.stop, _told(on_text, row)) for row in rows
+            ]
             _write(
                 model,
                 [prompts[row] for row in rows],
@@ -222,7 +224,10 @@ def settled(settings: Sample, model: PreTrainedModel, passes: int) -> Sample:
     if settings.compile == "auto":
         long = model.device.type == "cuda" and passes >= _PASSES
         taken = (
-            long and settings.cache in ("auto", "static") and not settings.speculates and not model.config.is_encoder_decoder
+            long
+            and settings.cache in ("auto", "static")
+            and not settings.speculates
+            and not model.config.is_encoder_decoder
         )
         whole = getattr(model, "_can_compile_fullgraph", False)  # as transformers knows of this family
         return replace(settings, compile=bool(taken and whole and not _uncompilable(model, settings)))
@@ -461,7 +466,11 @@ def _write(
         timed.begun = time.perf_counter()
     try:
         model.generate(
-            ids, attention_mask=mask, generation_config=how, stopping_criteria=StoppingCriteriaList([Listener()]), **more
+            ids,
+            attention_mask=mask,
+            generation_config=how,
+            stopping_criteria=StoppingCriteriaList([Listener()]),
+            **more,
         )
     except BaseException:
         if kept is not None:

@@ -223,7 +223,8 @@ def _over_cache(
     from preheat.models.generation.decode_attention import cached_attention, of_use
 
     plain = (
-        not any(more.get(name) for name in ("dropout", "softcap", "output_attentions")) and more.get("position_bias") is None
+        not any(more.get(name) for name in ("dropout", "softcap", "output_attentions"))
+        and more.get("position_bias") is None
     )
     if plain and of_use(query, key, value, attention_mask):
         return cached_attention(

@@ -72,7 +72,12 @@ def _qwen3_vl(
         "out_hidden_size": shape[0],
         "deepstack_visual_indexes": deep,
     }
-    marks = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
+    marks = {
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+    }
     config = {"model_type": kind, "tie_word_embeddings": tied, "text_config": text, "vision_config": vision, **marks}
     return Preset(hub, hub, parameters, OWN, APACHE, config)
 

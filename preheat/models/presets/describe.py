@@ -12,7 +12,9 @@ __all__ = ["needs"]
 _RMS_AROUND = "RMSNorm with 1 + weight, before and after each block"
 _LAYER_NORM = ("bloom", "gpt2", "gpt_neox", "phi")
 _TOGETHER = "queries, keys and values in one matrix"
-_PROJECTIONS = dict.fromkeys(("bloom", "gpt2", "gpt_neox"), _TOGETHER) | {"phi3": f"{_TOGETHER}, gate and up in another"}
+_PROJECTIONS = dict.fromkeys(("bloom", "gpt2", "gpt_neox"), _TOGETHER) | {
+    "phi3": f"{_TOGETHER}, gate and up in another"
+}
 _CAPS = {"attn_logit_softcapping": "attention scores", "final_logit_softcapping": "logits"}
 
 
@@ -28,7 +30,9 @@ def needs(preset: Preset) -> dict[str, str]:
         windows = f"{window:,} tokens in all layers{but}"
     capped = [f"{words} {c[key]:g}" for key, words in _CAPS.items() if c.get(key)]
     biased = kind in _LAYER_NORM
-    tied = preset.config.get("tie_word_embeddings", kind in ("gpt2", "bloom"))  # which transformers ties without being told
+    tied = preset.config.get(
+        "tie_word_embeddings", kind in ("gpt2", "bloom")
+    )  # which transformers ties without being told
     return {
         "shape": f"{c['num_hidden_layers']} layers of width {width:,}, {_heads(c)}, feed-forward {_inner(c):,}, vocabulary {c['vocab_size']:,}",
         "experts": _experts(c),

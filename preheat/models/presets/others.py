@@ -140,7 +140,17 @@ MODELS = {
     "bloom-7b1": _bloom("bloom-7b1", 7_069_016_064, 4096, 30, 32),
     "bloom-176b": _bloom("bloom", 176_247_271_424, 14336, 70, 112),
     "deepseek-v2-lite": _deepseek(
-        "DeepSeek-V2-Lite", "DeepSeek-V2-Lite-Chat", 15_706_484_224, 2048, 10944, 27, 16, 16, q_lora_rank=None, **_V2, **_LITE
+        "DeepSeek-V2-Lite",
+        "DeepSeek-V2-Lite-Chat",
+        15_706_484_224,
+        2048,
+        10944,
+        27,
+        16,
+        16,
+        q_lora_rank=None,
+        **_V2,
+        **_LITE,
     ),
     "deepseek-v2": _deepseek(
         "DeepSeek-V2", "DeepSeek-V2-Chat", 235_741_434_880, 5120, 12288, 60, 128, 128, q_lora_rank=1536, **_V2, **_WHOLE

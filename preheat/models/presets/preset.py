@@ -58,7 +58,9 @@ class Preset:
         return found
 
 
-def sizes(width: int, feed_forward: int, layers: int, heads: int, kv_heads: int | None = None, **more: Any) -> dict[str, Any]:
+def sizes(
+    width: int, feed_forward: int, layers: int, heads: int, kv_heads: int | None = None, **more: Any
+) -> dict[str, Any]:
     """Keys of config.json; more of them may follow. Families without grouped queries state no `kv_heads`."""
     grouped = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
     return {

@@ -37,10 +37,31 @@ _NOT_ADDED = {
     "target_parameters": "changes parameters that are no linear maps",
     "alora_invocation_tokens": "acts only after certain tokens",
 }
-_STARTS_AS_BASE = (True, False, "gaussian", "eva", "orthogonal")  # values of init_lora_weights that leave the base as it is
+_STARTS_AS_BASE = (
+    True,
+    False,
+    "gaussian",
+    "eva",
+    "orthogonal",
+)  # values of init_lora_weights that leave the base as it is
 _FREE = {  # settings that change nothing in what the adapter computes, or are compared by the tensors
-    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights", "init_weights"),
+    *(
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
+    *(
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "init_lora_weights",
+        "init_weights",
+    ),
     *("lora_dropout", "dropout", "rank_dropout", "module_dropout", "fan_in_fan_out", "runtime_config", "eva_config"),
     *(
         "loftq_config",
@@ -168,7 +189,9 @@ class AdapterFolder:
         twice = {*_tied(model), *(f"{name}.base_layer.weight" for name in (*names_of(model), *_heads(model)))}
         left = [key for key in theirs if key not in twice and not any(_matches(key, ours) for ours in wanted)]
         if left:
-            raise self.fault(f"has {left[0]}, for which the model has no place; is it for other targets or another base?")
+            raise self.fault(
+                f"has {left[0]}, for which the model has no place; is it for other targets or another base?"
+            )
         for name in _heads(model):
             self._scaled_alike(name, model.get_submodule(name))
 
@@ -196,7 +219,9 @@ class AdapterFolder:
             held: Any = base_of(model, name)
             value = theirs.get(f"{name}.base_layer.weight")
             if value is not None and not torch.equal(share_of(value, held.weight).to(held.weight), local(held.weight)):
-                raise self.fault(f"holds other values of {name} than its base; merge it with peft and name the merged model")
+                raise self.fault(
+                    f"holds other values of {name} than its base; merge it with peft and name the merged model"
+                )
 
 
 def read_folder(path: str | Path, knob: str) -> AdapterFolder:
@@ -228,10 +253,14 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
         kind = values["peft_type"]
         written = json.loads((path / BASE).read_bytes()) if (path / BASE).is_file() else {}
     except (ValueError, KeyError, TypeError) as error:
-        raise RecipeError(f"{knob}: {path}: its configuration cannot be read ({type(error).__name__}: {error})") from None
+        raise RecipeError(
+            f"{knob}: {path}: its configuration cannot be read ({type(error).__name__}: {error})"
+        ) from None
     cls = next((cls for known, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if known.value == kind), None)
     if cls is None:
-        raise RecipeError(f"{knob}: {path} is of the kind {kind!r}, which the installed peft does not know; update peft")
+        raise RecipeError(
+            f"{knob}: {path} is of the kind {kind!r}, which the installed peft does not know; update peft"
+        )
     known = {f.name for f in dataclasses.fields(cls)}
     if unknown := sorted(key for key in values if key not in known and values[key]):
         raise RecipeError(f"{knob}: {path} sets {unknown[0]}, which the installed peft does not know; update peft")

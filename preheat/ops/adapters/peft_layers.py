@@ -135,11 +135,20 @@ def added_linear() -> type[nn.Module]:
     class AddedLinear(Linear):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             names = self.active_adapters
-            if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not self._is_plain(names[0]):
+            if (
+                args
+                or kwargs
+                or self.disable_adapters
+                or self.merged
+                or len(names) != 1
+                or not self._is_plain(names[0])
+            ):
                 return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
             down, up = self.lora_A[names[0]], self.lora_B[names[0]].weight
             result = self.base_layer(x)
-            small = down(self.lora_dropout[names[0]](self._cast_input_dtype(x, down.weight.dtype))) * self.scaling[names[0]]
+            small = (
+                down(self.lora_dropout[names[0]](self._cast_input_dtype(x, down.weight.dtype))) * self.scaling[names[0]]
+            )
             return add_product(result, small, up)
 
         def _is_plain(self, name: str) -> bool:

@@ -19,7 +19,9 @@ _QUERIES = 128  # of a block: few enough that a causal mask skips nearly half of
 _SCRATCH = 1 << 20  # scores of a tile: with their gradients they stay in a core's share of the cache
 
 
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None) -> Tensor:
+def blocked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
+) -> Tensor:
     """Attention as batched matrix products over blocks of queries, scores made again in the backward pass.
 
     On a CPU in bf16 this runs at the rate of matrix products, which torch's fused kernel does not reach there: measured
@@ -84,7 +86,9 @@ class _Tiles:
     makes and keeps a kernel for each).
     """
 
-    def __init__(self, q: Tensor, k: Tensor, mask: MaskSpec, scale: float, softcap: float | None, *, backward: bool = False):
+    def __init__(
+        self, q: Tensor, k: Tensor, mask: MaskSpec, scale: float, softcap: float | None, *, backward: bool = False
+    ):
         self.q, self.k, self.scale, self.causal, self.softcap = q, k, scale, mask.causal, softcap
         self.heads, self.groups, self.length, _ = q.shape
         size, total = min(_QUERIES, self.length), k.shape[1]

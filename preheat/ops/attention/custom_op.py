@@ -40,7 +40,9 @@ _KNOWN: dict[Any, _Known] = {
     blocked_attention: _Known(blocked_passes, False, lambda *_, **__: True),
     sdpa_attention: _Known(sdpa_passes, True, sdpa_has_passes),
 }
-_ALIVE: weakref.WeakValueDictionary[int, OpaqueAttention] = weakref.WeakValueDictionary()  # a graph knows a kernel's number
+_ALIVE: weakref.WeakValueDictionary[int, OpaqueAttention] = (
+    weakref.WeakValueDictionary()
+)  # a graph knows a kernel's number
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ def flash_package_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, sca
     rows, heads, length, _ = q.shape
     window = mask.window if mask.window is not None and mask.window < length else None
     if window is not None and mask.global_tokens:
-        raise ValueError(f"FlashAttention {version} has no global tokens (asked for {mask.global_tokens}); use blocks or flex")
+        raise ValueError(
+            f"FlashAttention {version} has no global tokens (asked for {mask.global_tokens}); use blocks or flex"
+        )
     if isinstance(q, FakeTensor):
         return blocked_attention(q, k, v, mask, scale)
     q, k, v = in_compute_dtype(q, k, v)

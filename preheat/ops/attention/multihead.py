@@ -17,11 +17,16 @@ from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.sdpa import in_compute_dtype, packed, sdpa_attention, sees, starts_of
 from preheat.ops.attention.varlen import varlen_serves
 
-__all__ = ["BLOCKS_UP_TO", "EfficientAttention", "attend_any", "attention_in_chunks", "best_attention", "convert_multihead"]
+__all__ = [
+    "BLOCKS_UP_TO",
+    "EfficientAttention",
+    "attend_any",
+    "attention_in_chunks",
+    "best_attention",
+    "convert_multihead",
+]
 
-BLOCKS_UP_TO = (
-    2048  # tokens: up to there blocks are faster than torch's kernel in bf16 on a CPU; benchmarks/results/attention_cpu.md
-)
+BLOCKS_UP_TO = 2048  # tokens: up to there blocks are faster than torch's kernel in bf16 on a CPU; benchmarks/results/attention_cpu.md
 _QUERIES = 128
 
 
@@ -99,7 +104,9 @@ class _Chunks(torch.autograd.Function):
         ctx.drawn = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, ctx.devices)] if dropout else []
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         for begin, end, keys, piece in _pieces(q, k, *ctx.settings):
-            out[:, :, begin:end] = piece(q[:, :, begin:end], k[:, :, :keys], v[:, :, :keys], _part(bias, begin, end, keys))
+            out[:, :, begin:end] = piece(
+                q[:, :, begin:end], k[:, :, :keys], v[:, :, :keys], _part(bias, begin, end, keys)
+            )
         return out
 
     @staticmethod
@@ -108,7 +115,8 @@ class _Chunks(torch.autograd.Function):
         q, k, v, bias = ctx.saved_tensors
         learned = bias is not None and ctx.needs_input_grad[3]
         made: list[Any] = [
-            torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v, *([bias] * learned))
+            torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
+            for t in (q, k, v, *([bias] * learned))
         ]
         with torch.random.fork_rng(ctx.devices, enabled=bool(ctx.drawn)):
             if ctx.drawn:
@@ -142,7 +150,9 @@ def _pieces(
     for begin in range(0, length, queries):
         end = min(begin + queries, length)
         piece = functools.partial(_piece, mask=mask, scale=scale, dropout=dropout, starts=starts, begin=begin)
-        with torch.autocast(q.device.type, enabled=False):  # the tensors have their dtype; backward knows of no autocast
+        with torch.autocast(
+            q.device.type, enabled=False
+        ):  # the tensors have their dtype; backward knows of no autocast
             yield begin, end, end if mask.causal else total, piece
 
 
@@ -168,9 +178,13 @@ def _piece(
     rows, heads, n, _ = q.shape
     shared, keys = k.shape[1:3]
     # Heads that share a key stand one below the other, so that keys are not repeated.
-    scores = torch.matmul(q.reshape(rows, shared, -1, q.shape[3]), k.transpose(-1, -2)).view(rows, heads, n, keys) * scale
+    scores = (
+        torch.matmul(q.reshape(rows, shared, -1, q.shape[3]), k.transpose(-1, -2)).view(rows, heads, n, keys) * scale
+    )
     i, j = torch.arange(begin, begin + n, device=q.device)[:, None], torch.arange(keys, device=q.device)[None, :]
-    where: tuple[Any, ...] = () if starts is None else (starts[:, None, begin : begin + n, None], starts[:, None, None, :keys])
+    where: tuple[Any, ...] = (
+        () if starts is None else (starts[:, None, begin : begin + n, None], starts[:, None, None, :keys])
+    )
     scores = scores.masked_fill(~sees(mask, i, j, *where), float("-inf"))
     if bias is not None:
         scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
@@ -299,7 +313,8 @@ def _joined(attn_mask: Tensor | None, padding: Tensor | None, heads: int) -> Ten
     if all(p.dtype == torch.bool for p in parts):
         return parts[0] & parts[1]
     floats = [
-        p if p.dtype != torch.bool else torch.zeros_like(p, dtype=torch.float32).masked_fill(~p, float("-inf")) for p in parts
+        p if p.dtype != torch.bool else torch.zeros_like(p, dtype=torch.float32).masked_fill(~p, float("-inf"))
+        for p in parts
     ]
     return floats[0] + floats[1]
 
@@ -319,9 +334,13 @@ def convert_multihead(model: nn.Module) -> int:
     found = [(name, m) for name, m in found if not isinstance(m, EfficientMultiheadAttention)]
     for name, module in found:
         if type(module) is not nn.MultiheadAttention:
-            raise ValueError(f"{name}: {type(module).__name__} changes torch's MultiheadAttention, so it cannot be replaced")
+            raise ValueError(
+                f"{name}: {type(module).__name__} changes torch's MultiheadAttention, so it cannot be replaced"
+            )
         if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
-            raise ValueError(f"{name}: bias_k, bias_v and add_zero_attn have no efficient kernel; build it without them")
+            raise ValueError(
+                f"{name}: bias_k, bias_v and add_zero_attn have no efficient kernel; build it without them"
+            )
     for _, module in found:
         module.__class__ = EfficientMultiheadAttention
     return len(found)

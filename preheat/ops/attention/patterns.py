@@ -23,7 +23,9 @@ def within_window(kernel: Kernel, window: int, global_tokens: int = 0) -> Kernel
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
         _whole(q, k)
         narrow = min(window, mask.window or window)
-        return kernel(q, k, v, replace(mask, window=narrow, global_tokens=max(global_tokens, mask.global_tokens)), scale)
+        return kernel(
+            q, k, v, replace(mask, window=narrow, global_tokens=max(global_tokens, mask.global_tokens)), scale
+        )
 
     return attend
 

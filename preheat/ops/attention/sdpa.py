@@ -41,11 +41,15 @@ KERNELS: dict[str, SDPBackend | list[SDPBackend]] = {
     "preferred": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
 }
 _FLASH = {"flash", "preferred"}  # documents and windows are attended by flash attention's variable-length form
-_FLASH_DIM = 8  # CUDA's kernel wants heads of a multiple of this; torch pads others, above the operator that is called here
+_FLASH_DIM = (
+    8  # CUDA's kernel wants heads of a multiple of this; torch pads others, above the operator that is called here
+)
 _STATISTICS = 32  # the efficient kernel pads its statistics to a multiple of this
 
 
-def sees(mask: MaskSpec, query: Tensor, key: Tensor, query_starts: Tensor | int = 0, key_starts: Tensor | int = 0) -> Tensor:
+def sees(
+    mask: MaskSpec, query: Tensor, key: Tensor, query_starts: Tensor | int = 0, key_starts: Tensor | int = 0
+) -> Tensor:
     """Which query may look at which key, elementwise over places in a row: the one definition of MaskSpec.
 
     Args:
@@ -104,7 +108,9 @@ def in_compute_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 def refuse_masks(mask: MaskSpec, length: int, who: str) -> None:
     """Raises where a kernel without windows is asked for one, or documents are not causal."""
     if mask.window is not None and mask.window < length:
-        raise ValueError(f"{who} has no sliding window (asked for {mask.window} at {length} tokens); use blocks or flex")
+        raise ValueError(
+            f"{who} has no sliding window (asked for {mask.window} at {length} tokens); use blocks or flex"
+        )
     if packed(mask) and not mask.causal:
         raise ValueError(f"{who} keeps documents apart only where attention is causal")
 
@@ -254,6 +260,20 @@ def flash_backward(
     else:
         state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers, which no dropout asks for
         made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            state,
+            state,
+            scale=scale,
         )
     return made  # type: ignore[no-any-return]

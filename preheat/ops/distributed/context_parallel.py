@@ -66,14 +66,18 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
     tokens, labels, positions = batch.tokens, batch.labels, batch.positions
     if more:
         if not batch.mask.causal:
-            raise ValueError(f"rows of {length} places cannot be cut in equal pieces for {degree} devices, nor padded unseen")
+            raise ValueError(
+                f"rows of {length} places cannot be cut in equal pieces for {degree} devices, nor padded unseen"
+            )
         documents = tuple((*row[:-1], row[-1] + more) for row in documents)
         # The last position again, not the next ones: a table of learned positions may end here.
         tokens, positions = (torch.cat([t, t[:, -1:].expand(rows, more)], dim=1) for t in (tokens, positions))
         labels = torch.cat([labels, labels.new_full((rows, more), IGNORED)], dim=1)
     places = to_device(places_of(length + more, degree, rank, zigzag=zigzag), tokens.device)
     tokens, labels, positions = (t.index_select(1, places) for t in (tokens, labels, positions))
-    return replace(batch, tokens=tokens, labels=labels, positions=positions, mask=replace(batch.mask, documents=documents))
+    return replace(
+        batch, tokens=tokens, labels=labels, positions=positions, mask=replace(batch.mask, documents=documents)
+    )
 
 
 def landed(t: Tensor) -> Tensor:

@@ -31,7 +31,9 @@ def share_of(value: Tensor, like: Tensor) -> Tensor:
 
 def spread_as(share: Tensor, like: DTensor) -> DTensor:
     """This device's share as part of a tensor that is spread as `like` is."""
-    return DTensor.from_local(share, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        share, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def whole(t: Tensor) -> Tensor:
@@ -57,7 +59,9 @@ def square_sum(tensors: Iterable[Tensor], squares: Any) -> Tensor:
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for t in tensors:
         if isinstance(t, DTensor):
-            assert not any(isinstance(p, Partial) for p in t.placements), "a gradient that is not summed yet has no norm"
+            assert not any(isinstance(p, Partial) for p in t.placements), (
+                "a gradient that is not summed yet has no norm"
+            )
             cut = tuple(n for n, p in enumerate(t.placements) if not p.is_replicate())
             groups[(t.device_mesh, cut)].append(t.to_local())
         else:

@@ -78,7 +78,9 @@ def shard_fully(
     }
     listed, alone = list(layers), set[nn.Parameter]()
     for layer in listed:
-        for inner, own in _with_own_mesh(layer):  # by rows of each matrix: over its first dimension it is shared out already
+        for inner, own in _with_own_mesh(
+            layer
+        ):  # by rows of each matrix: over its first dimension it is shared out already
             if own.size() == 1 and gather is None and not offload:
                 alone |= set(inner.parameters())  # FSDP would copy what is whole here for each use
             else:

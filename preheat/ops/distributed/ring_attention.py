@@ -72,7 +72,10 @@ class _Ring(torch.autograd.Function):
                 own_v[rows, :, keys] += slopes[2]
             if carried is not None:
                 own += landed(carried)
-            carried, held = _passed_on(own, ctx.group), landed(coming)  # after the last step they are back where they belong
+            carried, held = (
+                _passed_on(own, ctx.group),
+                landed(coming),
+            )  # after the last step they are back where they belong
         assert carried is not None
         grad_k, grad_v = _pair(landed(carried), k, v)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
@@ -100,7 +103,9 @@ def ring_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[..., T
     kind = pieces_like(kernel)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
+    ) -> Tensor:
         q, k, v = in_compute_dtype(q, k, v)
         return _Ring.apply(q, k, v, kind(mask, scale, softcap, degree, rank), group)
 

@@ -126,7 +126,9 @@ class FlashPieces:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, source: int) -> Iterator[PartialAttention]:
         for rows, queries, keys, causal in self.where(source):
-            out, lse = flash_forward(q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], causal=causal, scale=self.scale)
+            out, lse = flash_forward(
+                q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], causal=causal, scale=self.scale
+            )
             yield PartialAttention(rows, queries, out, lse)
 
     def backward(
@@ -135,7 +137,9 @@ class FlashPieces:
         """`out` and `lse` are of all keys: probabilities made with them are those of the whole row."""
         for rows, queries, keys, causal in self.where(source):
             g, q_, out_, lse_ = (t[rows, :, queries] for t in (grad, q, out, lse))
-            slopes = flash_backward(g, q_, k[rows, :, keys], v[rows, :, keys], out_, lse_, causal=causal, scale=self.scale)
+            slopes = flash_backward(
+                g, q_, k[rows, :, keys], v[rows, :, keys], out_, lse_, causal=causal, scale=self.scale
+            )
             yield Slopes(rows, queries, keys, *slopes)
 
 
@@ -193,7 +197,9 @@ class ProductPieces:
             and all((s == starts[0][:, :1]).all() for s in starts)
         )
 
-    def _scores(self, q: Tensor, k: Tensor, queries: slice, keys: slice, may: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _scores(
+        self, q: Tensor, k: Tensor, queries: slice, keys: slice, may: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys of a block, [rows * shared, n, dim], and their scores in fp32: capped, hidden ones -inf."""
         rows, shared = k.shape[:2]
         block = _grouped(q, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1)
@@ -209,7 +215,9 @@ class ProductPieces:
         for queries, keys, may in self._blocks(source, q.device):
             _, _, scores = self._scores(q, k, queries, keys, may)
             lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-            chances = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()  # a query that sees nothing: -inf, not NaN
+            chances = scores.sub_(
+                lse.clamp(min=torch.finfo(lse.dtype).min)
+            ).exp_()  # a query that sees nothing: -inf, not NaN
             out = torch.bmm(chances.to(v.dtype), v[:, :, keys].flatten(0, 1))
             shape = (q.shape[0], q.shape[1], queries.stop - queries.start)
             yield PartialAttention(slice(None), queries, out.view(*shape, -1), lse.view(shape))
@@ -224,7 +232,8 @@ class ProductPieces:
             block, near, scores = self._scores(q, k, queries, keys, may)
             bend = None if self.softcap is None else 1 - (scores / self.softcap).clamp(min=-1).square()
             g, made, total = (
-                _grouped(t, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1) for t in (grad, out, lse.unsqueeze(-1))
+                _grouped(t, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1)
+                for t in (grad, out, lse.unsqueeze(-1))
             )
             chances = scores.sub_(total).exp_()
             slopes = torch.bmm(g, v[:, :, keys].flatten(0, 1).transpose(1, 2)).float()
@@ -254,4 +263,6 @@ def pieces_like(kernel: Callable[..., Tensor]) -> type[FlashPieces] | type[Produ
     if plain in (reference_attention, blocked_attention):
         return ProductPieces
     words = name if plain is sdpa_attention else getattr(plain, "__name__", str(plain))
-    raise ValueError(f"a ring puts partial results together, which the kernel {words} does not give; flash and blocks do")
+    raise ValueError(
+        f"a ring puts partial results together, which the kernel {words} does not give; flash and blocks do"
+    )

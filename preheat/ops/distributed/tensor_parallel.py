@@ -52,7 +52,8 @@ class _Whole(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         def enter(_: Any, inputs: Any, mesh: Any) -> Any:
             return tuple(
-                x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs
+                x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+                for x in inputs
             )
 
         def leave(_: Any, made: Any, mesh: Any) -> Any:

@@ -98,7 +98,9 @@ class RegularizedCrossEntropy:
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
         (labels,) = aligned
         logits = logits.float()
-        plain = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none", label_smoothing=self.smoothing)
+        plain = functional.cross_entropy(
+            logits, labels, ignore_index=IGNORED, reduction="none", label_smoothing=self.smoothing
+        )
         return plain + torch.where(labels != IGNORED, self.z * torch.logsumexp(logits, dim=-1).square(), 0.0)
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

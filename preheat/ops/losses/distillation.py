@@ -97,7 +97,11 @@ def divergence(student: Tensor, teacher: Tensor | Likeliest, direction: Directio
     if isinstance(teacher, Likeliest):
         logq = teacher.values
         among = torch.zeros_like(logp, dtype=torch.bool).scatter_(-1, teacher.indices, True)
-        rest = logp.masked_fill(among, -torch.inf).logsumexp(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+        rest = (
+            logp.masked_fill(among, -torch.inf)
+            .logsumexp(dim=-1, keepdim=True)
+            .clamp(min=torch.finfo(torch.float32).min)
+        )
         logp = torch.cat([logp.gather(-1, teacher.indices), rest], dim=-1)
     else:
         logq = torch.log_softmax(teacher.float(), dim=-1)
@@ -119,7 +123,9 @@ def distance(states: Tensor, teacher: Tensor) -> Tensor:
     return (states - teacher).square().sum(dim=-1) / teacher.square().sum(dim=-1).clamp(min=1e-12)
 
 
-def mapped_distance(states: Sequence[Tensor], teacher: Sequence[Tensor], maps: Sequence[Tensor], labels: Tensor) -> Tensor:
+def mapped_distance(
+    states: Sequence[Tensor], teacher: Sequence[Tensor], maps: Sequence[Tensor], labels: Tensor
+) -> Tensor:
     """The sum over trained places of the distance between the student's hidden states, through linear maps, and the teacher's; the mean over layers.
 
     Args:
@@ -169,14 +175,18 @@ class CommonHead:
         temperature: logits are divided by it.
     """
 
-    def __init__(self, head: Callable[[Tensor], Tensor], own: Tensor, theirs: Tensor, top: int, temperature: float = 1.0):
+    def __init__(
+        self, head: Callable[[Tensor], Tensor], own: Tensor, theirs: Tensor, top: int, temperature: float = 1.0
+    ):
         self.head, self.own, self.theirs = head, own, theirs
         self.top, self.temperature = min(top, len(own)), temperature
 
     def __call__(self, states: Tensor) -> Likeliest:
         """[n, width] -> the distribution of each place by the student's numbers."""
         logits = self.head(states).float() / self.temperature
-        values, at = (logits.index_select(-1, self.theirs) - logits.logsumexp(dim=-1, keepdim=True)).topk(self.top, dim=-1)
+        values, at = (logits.index_select(-1, self.theirs) - logits.logsumexp(dim=-1, keepdim=True)).topk(
+            self.top, dim=-1
+        )
         return Likeliest(_with_rest(values), self.own[at])
 
 
@@ -289,7 +299,9 @@ class Distilled:
         if isinstance(teacher, Likeliest):
             apart, slope = _of_likeliest(tempered, teacher, self.direction)
         else:
-            apart, slope = _of_all(tempered, torch.log_softmax(teacher.float() / self.temperature, dim=-1), self.direction)
+            apart, slope = _of_all(
+                tempered, torch.log_softmax(teacher.float() / self.temperature, dim=-1), self.direction
+            )
         slope.mul_(apart_share * self.temperature)
         if self.mixture < 1 or self.partly:
             p = logp.exp_()

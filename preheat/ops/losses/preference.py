@@ -37,7 +37,9 @@ class AnswerIndex:
         documents, device = batch.mask.documents, batch.tokens.device
         assert documents is not None, "answers have their lengths beside them"
         held = (
-            [len(row) for row in batch.liked] if batch.liked else [len(row) // batch.group * batch.group for row in documents]
+            [len(row) for row in batch.liked]
+            if batch.liked
+            else [len(row) // batch.group * batch.group for row in documents]
         )
         count = sum(held)
         sizes = [size for row in documents for size in row]

@@ -153,7 +153,9 @@ class ActivationOffload:
         link: makes the copies; by the layers' device, when a layer first runs, where not given.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], *, stay: int = 1, least: int = 1 << 16, link: HostCopy | None = None):
+    def __init__(
+        self, layers: Sequence[nn.Module], *, stay: int = 1, least: int = 1 << 16, link: HostCopy | None = None
+    ):
         assert stay >= 1, "a layer's copies are settled when the next one has run"
         self.link, self.least, self.count = link, least, len(layers) - stay
         self._last: _Pass | None = None

@@ -36,7 +36,9 @@ class HostAdamW(Guarded):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         device = self.param_groups[0]["params"][0].device
         self.link = link or link_for(device)
-        self._buffers: dict[Tensor, Tensor] = {}  # gradients on the host, then weights of the device's dtype on their way back
+        self._buffers: dict[
+            Tensor, Tensor
+        ] = {}  # gradients on the host, then weights of the device's dtype on their way back
         self.prepare()
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the weights have arrived before anything is computed of them

@@ -111,7 +111,15 @@ def launch(
     if not count:
         return
     adamw_kernel[(programs,)](
-        *(weight, grad, mean, square, mean if master is None else master, step, step if found_inf is None else found_inf),
+        *(
+            weight,
+            grad,
+            mean,
+            square,
+            mean if master is None else master,
+            step,
+            step if found_inf is None else found_inf,
+        ),
         *(rate, 1.0 - rate * decay, 1.0 - beta1, beta2, 1.0 - beta2, math.log(beta1), math.log(beta2), eps),
         *(seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF, base, shift, count),
         MASTER=master is not None,

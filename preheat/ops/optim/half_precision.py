@@ -67,7 +67,9 @@ class LossScale:
         4.0
     """
 
-    def __init__(self, device: Any, *, start: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000):
+    def __init__(
+        self, device: Any, *, start: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+    ):
         self.growth, self.backoff, self.interval = growth, backoff, interval
         self.scale = torch.full((), start, dtype=torch.float32, device=device)
         self.finite_steps = torch.zeros((), dtype=torch.int32, device=device)

@@ -73,7 +73,9 @@ def quantize(x: Tensor, tables: _Tables, block: int) -> tuple[Tensor, Tensor]:
     if rest := -count % block:
         x = torch.nn.functional.pad(x, (0, rest))
     blocks = x.view(-1, block)
-    scales = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())  # on a CPU torch takes 20 times as long for the infinity norm
+    scales = torch.maximum(
+        blocks.amax(1), blocks.amin(1).neg_()
+    )  # on a CPU torch takes 20 times as long for the infinity norm
     shares = (blocks / scales.clamp(min=1e-38).unsqueeze(1)).view(-1)[:count]
     codes = tables.codes.index_select(0, shares.half().view(torch.int16).to(torch.int32) & 0xFFFF)
     return (codes if tables.bits == 8 else codes[::2] | (codes[1::2] << 4)), scales

@@ -43,7 +43,9 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float)
         for _, p in named:
             if (p.ndim >= 2) == matrix:
                 groups[(matrix, p.device_mesh if isinstance(p, DTensor) else None)].append(p)
-    return [{"params": params, "weight_decay": weight_decay if matrix else 0.0} for (matrix, _), params in groups.items()]
+    return [
+        {"params": params, "weight_decay": weight_decay if matrix else 0.0} for (matrix, _), params in groups.items()
+    ]
 
 
 def adamw_state(p: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -60,7 +62,13 @@ def prepare_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def adamw_(
-    value: Tensor, slope: Tensor, mean: Tensor, square: Tensor, step: Tensor, group: dict[str, Any], found_inf: Tensor | None
+    value: Tensor,
+    slope: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    step: Tensor,
+    group: dict[str, Any],
+    found_inf: Tensor | None,
 ) -> None:
     """One update of AdamW by torch's fused kernel, in place; none where `found_inf` is 1. `group`: lr, betas, eps, weight_decay."""
     adamw(
@@ -82,7 +90,9 @@ def adamw_(
     )
 
 
-def fused_adamw(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+def fused_adamw(
+    groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+) -> torch.optim.AdamW:
     """torch's fused AdamW with its state created."""
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     prepare_state(optimizer)
@@ -130,7 +140,10 @@ class Guarded(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     same[
-                        p.shape, p.dtype, p.grad.dtype, (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+                        p.shape,
+                        p.dtype,
+                        p.grad.dtype,
+                        (p.device_mesh, p.placements) if isinstance(p, DTensor) else None,
                     ].append(p)
             for parameters in same.values():
                 for p in fold_identical(parameters, wholly=True):
@@ -355,7 +368,9 @@ class Muon(Guarded):
         momentum = state["momentum"] * group["momentum"] + grad
         update = torch.add(grad, momentum, alpha=group["momentum"])
         if isinstance(like, DTensor):  # whole on every device, in the precision that is computed in
-            update = share_of(orthogonalize(whole(spread_as(update.to(self.dtype), like)), group["steps"], self.dtype), like)
+            update = share_of(
+                orthogonalize(whole(spread_as(update.to(self.dtype), like)), group["steps"], self.dtype), like
+            )
         else:
             update = orthogonalize(update, group["steps"], self.dtype)
         keep_(p, decayed.add_(update, alpha=-group["lr"] * 0.2 * side**0.5), self.found_inf)

@@ -32,7 +32,9 @@ def stochastic_round_(
     assert target.shape == value.shape
     count = value.numel() if of is None else of
     # One 64-bit draw holds four sets of 16 bits: a quarter of the cost of single draws.
-    draws = torch.empty(-(-count // 4), dtype=torch.int64, device=value.device).random_(-(2**63), None, generator=generator)
+    draws = torch.empty(-(-count // 4), dtype=torch.int64, device=value.device).random_(
+        -(2**63), None, generator=generator
+    )
     bits = value.view(torch.int32)
     bits += draws.view(torch.int16)[skip : skip + value.numel()].view(value.shape).to(torch.int32).bitwise_and_(0xFFFF)
     bits &= -0x10000  # what is left is a bf16 number, so the cast below is exact

@@ -68,7 +68,9 @@ class ZeROAdamW(torch.optim.Optimizer):
         if stage not in (1, 2, 3):
             raise ValueError(f"stage: {stage} is none of ZeRO's; use 1 (states), 2 (and gradients) or 3 (and weights)")
         if stage == 3 and module is None:
-            raise ValueError("stage: 3 shards the weights too, so it needs module=, the model whose parameters these are")
+            raise ValueError(
+                "stage: 3 shards the weights too, so it needs module=, the model whose parameters these are"
+            )
         self.stage, self.world = stage, _world()
         self._rank = torch.distributed.get_rank() if self.world > 1 else 0
         self._owner: dict[Tensor, int] = {}
@@ -77,7 +79,9 @@ class ZeROAdamW(torch.optim.Optimizer):
         self._reduced = False  # stage 1: whether this step's gradients have been averaged
         listed = [p[1] if isinstance(p, tuple) else p for p in params]
         on_host = (
-            next(iter(listed[0]["params"] if isinstance(listed[0], dict) else listed)).device.type == "cpu" if listed else True
+            next(iter(listed[0]["params"] if isinstance(listed[0], dict) else listed)).device.type == "cpu"
+            if listed
+            else True
         )
         if self.world == 1:
             _say("ZeRO on one process: nothing is sharded, this is AdamW; start several with torchrun")

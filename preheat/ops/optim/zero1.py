@@ -59,7 +59,9 @@ class SharedOut:
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        return {whole: self.optimizer.state[share] for whole, share in self.shares.items() if share in self.optimizer.state}
+        return {
+            whole: self.optimizer.state[share] for whole, share in self.shares.items() if share in self.optimizer.state
+        }
 
     @property
     def found_inf(self) -> Any:
@@ -96,7 +98,12 @@ class SharedOut:
 
 
 def share_out(
-    make: Callable[..., Any], groups: Iterable[dict[str, Any]], mesh: Any, *, modules: Iterable[nn.Module] = (), **settings: Any
+    make: Callable[..., Any],
+    groups: Iterable[dict[str, Any]],
+    mesh: Any,
+    *,
+    modules: Iterable[nn.Module] = (),
+    **settings: Any,
 ) -> SharedOut:
     """The optimizer `make(groups, **settings)`, made over this device's shares of the parameters.
 

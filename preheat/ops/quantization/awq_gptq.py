@@ -120,7 +120,9 @@ def gptq(
     diagonal[unused] = diagonal.mean().clamp(min=1e-12)
     order = diagonal.argsort(descending=True)
     diagonal += damping * diagonal.mean()
-    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(curve[order][:, order])), upper=True).float()
+    upper = torch.linalg.cholesky(
+        torch.cholesky_inverse(torch.linalg.cholesky(curve[order][:, order])), upper=True
+    ).float()
     left, codes = original[:, order].clone(), torch.empty_like(original, dtype=torch.uint8)
     columns = order.tolist()
     for start in range(0, len(columns), block):

@@ -44,7 +44,9 @@ def four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
         scales, zeros: bf16 [out, in / group], the group a multiple of 32; zeros None: symmetric.
     """
     out = x.new_empty(x.shape[0], codes.shape[0])
-    _call("preheat_four_bits", (x, codes, scales, zeros), out, codes.shape[0], x.shape[1], x.shape[1] // scales.shape[1])
+    _call(
+        "preheat_four_bits", (x, codes, scales, zeros), out, codes.shape[0], x.shape[1], x.shape[1] // scales.shape[1]
+    )
     return out
 
 
@@ -59,5 +61,6 @@ def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int)
 @functools.cache
 def _made() -> ctypes.CDLL | None:
     return quick_library(
-        Path(__file__).with_suffix(".cpp"), "maps in eight and four bits are computed by aten, in two to three times the time"
+        Path(__file__).with_suffix(".cpp"),
+        "maps in eight and four bits are computed by aten, in two to three times the time",
     )

@@ -150,16 +150,22 @@ def _require_lora(name: str, module: Any) -> None:
     from peft.tuners.lora import Linear
 
     if type(module) not in (Linear, added_linear()) or module.use_dora.get("default", False):
-        raise ValueError(f"{name}: only a plain LoRA (variant lora, rslora or pissa) can be rounded together with its base")
+        raise ValueError(
+            f"{name}: only a plain LoRA (variant lora, rslora or pissa) can be rounded together with its base"
+        )
     if not isinstance(module.lora_dropout["default"], nn.Identity):
-        raise ValueError(f"{name}: an adapter with dropout cannot be rounded together with its base; set its dropout to 0")
+        raise ValueError(
+            f"{name}: an adapter with dropout cannot be rounded together with its base; set its dropout to 0"
+        )
     if isinstance(module.get_base_layer(), PackedMap):
         raise ValueError(f"{name}: its base stands packed already; train the adapter on the full base")
 
 
 def unfake_(model: nn.Module) -> int:
     """Makes maps of `fake_` plain ones again, in place: their weights as they are, not rounded. Returns how many."""
-    plain: dict[type[nn.Module], type[nn.Module]] = {fake: real for real, fake in _FAKE.items()} | {_adapted(): added_linear()}
+    plain: dict[type[nn.Module], type[nn.Module]] = {fake: real for real, fake in _FAKE.items()} | {
+        _adapted(): added_linear()
+    }
     found = [m for m in model.modules() if type(m) in plain]
     for module in found:
         module.__class__ = plain[type(module)]

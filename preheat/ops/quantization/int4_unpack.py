@@ -32,7 +32,12 @@ def unpack4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     if made is None:
         return group_values(Groups(unpack(codes, columns), scales, zeros)).to(HALF)
     out = torch.empty(rows, columns, dtype=HALF)
-    held = [codes.contiguous(), scales.to(HALF).contiguous(), None if zeros is None else zeros.to(HALF).contiguous(), out]
+    held = [
+        codes.contiguous(),
+        scales.to(HALF).contiguous(),
+        None if zeros is None else zeros.to(HALF).contiguous(),
+        out,
+    ]
     places = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in held]
     made.preheat_unpack(*places, *map(ctypes.c_int64, (rows, columns, group)), torch.get_num_threads())
     return out

@@ -104,7 +104,11 @@ class QuantizedMap(nn.Module):
 
     def _few(self, x: Tensor, device: str = "cpu") -> bool:
         """Whether the kernels for packed weights are of use, which have no gradients."""
-        return x.device.type == device and x.shape[0] <= FEW[self.kind] and not (x.requires_grad and torch.is_grad_enabled())
+        return (
+            x.device.type == device
+            and x.shape[0] <= FEW[self.kind]
+            and not (x.requires_grad and torch.is_grad_enabled())
+        )
 
     def _by_kernel(self, x: Tensor, operator: Operator) -> bool:
         """Whether few rows go through a kernel on CUDA; a compiler does better without."""
@@ -176,7 +180,9 @@ class Int8Linear(QuantizedMap):
             with named_failures("int8_product"), torch.cuda.device_of(x):
                 return eight_bits_product(x, self.codes, self.scales)
         quick = _quick(x)
-        return F.linear(x.to(quick), self.codes.to(quick)).mul_(self.scales.to(quick)).to(x.dtype)  # codes are exact in bf16
+        return (
+            F.linear(x.to(quick), self.codes.to(quick)).mul_(self.scales.to(quick)).to(x.dtype)
+        )  # codes are exact in bf16
 
     def rounded_product(self, x: Tensor) -> Tensor:
         cuda = x.device.type == "cuda"
@@ -253,14 +259,18 @@ class Int4Linear(QuantizedMap):
             with named_failures("int4_product"):
                 if self._ready is None:
                     self._ready = tiles(self)
-                return torch.ops.aten._weight_int4pack_mm(x.contiguous(), self._ready[0], self.form["group"], self._ready[1])
+                return torch.ops.aten._weight_int4pack_mm(
+                    x.contiguous(), self._ready[0], self.form["group"], self._ready[1]
+                )
         if not few or self.form["group"] not in _KERNEL_GROUPS or self.out_features % 16 or x.dtype != HALF:
             return super().product(x)
         if self._ready is None:  # in this CPU's order, beside the neutral one that a prompt is multiplied from
             made = self.groups()
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(made.codes.int(), 1)
             self._ready = packed, _grid(made.scales, made.zeros)
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self._ready[0], self.form["group"], self._ready[1])
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x.contiguous(), self._ready[0], self.form["group"], self._ready[1]
+        )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Int4Linear:
         self._ready = None  # parameters move or get another precision

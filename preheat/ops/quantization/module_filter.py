@@ -45,7 +45,9 @@ def kept_names(names: Iterable[str], keep: str | Sequence[str], roles: Mapping[s
         matched = [name for name in names if name in roles[entry]] if entry in roles else _matching(names, entry)
         if not matched and entry not in roles:
             known = sorted({name.rpartition(".")[2] for name in names} | set(roles))
-            raise ValueError(f"keep: {entry!r} matches no linear map or embedding of the model; {nearest(entry, known)}")
+            raise ValueError(
+                f"keep: {entry!r} matches no linear map or embedding of the model; {nearest(entry, known)}"
+            )
         found.update(matched)
     return found
 

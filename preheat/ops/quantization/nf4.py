@@ -118,9 +118,13 @@ def quantize(value: Tensor, *, double: bool = True) -> Packed:
     mean = scale.mean()
     centred = _blocks(scale - mean, SCALES)
     largest = centred.abs().amax(dim=1)
-    small = _nearest(centred / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None], dynamic_levels().to(value.device))
+    small = _nearest(
+        centred / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None], dynamic_levels().to(value.device)
+    )
     return Packed(
-        packed, small.to(torch.uint8).view(-1)[: scale.numel()].clone(), torch.cat([largest, mean[None]]).view(torch.int32)
+        packed,
+        small.to(torch.uint8).view(-1)[: scale.numel()].clone(),
+        torch.cat([largest, mean[None]]).view(torch.int32),
     )
 
 
@@ -132,10 +136,14 @@ def dequantize(packed: Packed, shape: tuple[int, ...], dtype: torch.dtype, look:
 
 # One operator, so that a dry run of a large model does not walk through its chunks one by one, and sees the one kernel that CUDA runs.
 @torch.library.custom_op("preheat::nf4_values", mutates_args=())
-def _values(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+def _values(
+    codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
+) -> Tensor:
     if codes.is_cuda and not is_plain("nf4_values"):
         with named_failures("nf4_values"):
-            theirs = _has_bitsandbytes() and dtype in _THEIRS and codes.numel() < 1 << 30  # they count weights in 32 bits
+            theirs = (
+                _has_bitsandbytes() and dtype in _THEIRS and codes.numel() < 1 << 30
+            )  # they count weights in 32 bits
             return (by_bitsandbytes if theirs else by_triton)(codes, scales, ranges, pairs, levels, dtype)
     codes = codes.view(-1, BLOCK // 2)
     out = torch.empty(codes.shape[0], BLOCK, dtype=dtype, device=codes.device)
@@ -147,7 +155,9 @@ def _values(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor,
 
 
 @_values.register_fake
-def _(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+def _(
+    codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
+) -> Tensor:
     return codes.new_empty(codes.numel() * 2, dtype=dtype)
 
 
@@ -252,7 +262,9 @@ class PackedMap(nn.Module):
         finally:
             self.nf4_draft = None
         with torch.no_grad():
-            for old, value in zip((*self._packed(), *self._tables()), (*new, *tables(self.nf4_codes.device)), strict=True):
+            for old, value in zip(
+                (*self._packed(), *self._tables()), (*new, *tables(self.nf4_codes.device)), strict=True
+            ):
                 if old is not None and value is not None:
                     local(old).copy_(share_of(value, old))
 

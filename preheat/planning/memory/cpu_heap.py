@@ -92,7 +92,9 @@ def replay(log: Iterable[tuple[int, int, str]]) -> int:
     for turn, entries in enumerate([load, *[step] * _STEPS]):
         living: dict[int, None] = {}  # in order
         for block, size, _ in entries:
-            key = block if turn == 0 or block in lasting else -1 - block  # the step's own blocks, apart from those that last
+            key = (
+                block if turn == 0 or block in lasting else -1 - block
+            )  # the step's own blocks, apart from those that last
             if size > 0:
                 heap.allocate(key, size)
                 living[key] = None

@@ -103,7 +103,13 @@ class Caching:
             piece, grown = pool.stretch(need, _SMALL_SEGMENT if small else _LARGE_SEGMENT)
             self.reserved = self.reserved + grown if self.limit is None else min(self.reserved + grown, self.limit)
             return piece
-        size = _SMALL_SEGMENT if small else _LARGE_SEGMENT if need < _OWN_SEGMENT else -(-need // _ROUND_LARGE) * _ROUND_LARGE
+        size = (
+            _SMALL_SEGMENT
+            if small
+            else _LARGE_SEGMENT
+            if need < _OWN_SEGMENT
+            else -(-need // _ROUND_LARGE) * _ROUND_LARGE
+        )
         if self.limit is not None and self.reserved + size > self.limit:
             self._give_back()
             if self.reserved + size > self.limit:
@@ -165,7 +171,9 @@ def replay_caching(
     for turn, entries in enumerate([load, *[step] * steps]):
         living: dict[int, None] = {}  # in order
         for block, size, _ in entries:
-            key = block if turn == 0 or block in lasting else -1 - block  # the step's own blocks, apart from those that last
+            key = (
+                block if turn == 0 or block in lasting else -1 - block
+            )  # the step's own blocks, apart from those that last
             if size > 0 and not held.holds(key):
                 if held.allocate(key, size, streams.get(block, "")):
                     living[key] = None

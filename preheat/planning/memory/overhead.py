@@ -41,7 +41,12 @@ def process_overhead(recipe: Recipe, seen: Observation, device: Device) -> dict[
     if device.kind == "cpu":
         products = sum(kernel.dtype == "bf16" and kernel.operator.startswith(_PRODUCTS) for kernel in seen.kernels)
         kernels = _CPU_PRODUCT * products
-        return {"process": _CPU_BASE, "kernels": kernels, "allocator": kept, "saving": _copy_to_save(recipe, seen, device)}
+        return {
+            "process": _CPU_BASE,
+            "kernels": kernels,
+            "allocator": kept,
+            "saving": _copy_to_save(recipe, seen, device),
+        }
     return {"context": CONTEXT, "workspaces": _CUBLAS, "allocator": kept}
 
 
@@ -74,7 +79,9 @@ def _held(seen: Observation, device: Device) -> int:
     """Bytes had from the system, at most. Whether segments of fixed sizes can be given back in time only a log tells."""
     if gives_back(seen, device):
         limited = (
-            replay_caching(seen.log, seen.streams, expandable=device.expandable, limit=_room(device)) if seen.log else None
+            replay_caching(seen.log, seen.streams, expandable=device.expandable, limit=_room(device))
+            if seen.log
+            else None
         )
         if limited.fits if limited else device.expandable:
             return limited.reserved if limited else _room(device)

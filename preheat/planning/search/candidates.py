@@ -55,7 +55,9 @@ def words(added: Iterable[Technique], micro: int | None = None) -> str:
         plain = type(t)()
         said = [f"{key} {value}" for key, value in vars(t).items() if value != getattr(plain, key)]
         parts.append(t.name() + (f" ({', '.join(said)})" if said else ""))
-    return ", ".join(parts or ["nothing added"]) + (f"; {micro} row{'s' if micro > 1 else ''} at a time" if micro else "")
+    return ", ".join(parts or ["nothing added"]) + (
+        f"; {micro} row{'s' if micro > 1 else ''} at a time" if micro else ""
+    )
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,9 @@ class Space:
         kept = {name: t for name, t in single_device(made.techniques).items() if t.micro_batch_count() == 1}
         parallel = replace(made.parallel, devices=1)
         model = made.model
-        if getattr(self.config.get_text_config(), "first_k_dense_replace", None):  # so that a look at one layer sees experts
+        if getattr(
+            self.config.get_text_config(), "first_k_dense_replace", None
+        ):  # so that a look at one layer sees experts
             model = replace(model, config={**model.config, "first_k_dense_replace": 0})
         return replace(made, model=model, techniques=kept, parallel=parallel, batch=replace(made.batch, size=1))
 

@@ -47,7 +47,9 @@ def longest(
     while True:
         size = max(tokens // length, space.world)
         recipe = replace(space.recipe, batch=replace(batch, length=length, size=size))
-        found = search(replace(space, recipe=recipe), rates=rates, in_use=in_use, seconds=seconds / 3, confirm=False, tell=tell)
+        found = search(
+            replace(space, recipe=recipe), rates=rates, in_use=in_use, seconds=seconds / 3, confirm=False, tell=tell
+        )
         if not found.best.plan["fits"]:
             if best is not None:
                 best.rejected.append((f"rows of {length:,} tokens", too_large(found.best.plan)))
@@ -77,7 +79,9 @@ def longest_as_stated(
     """
     how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "rates": rates, "in_use": in_use, "world": world}
     sizes = context_of(recipe, hf.configure(recipe, vocabulary), device, world).sizes
-    rows = math.prod(sizes[axis] for axis in DATA) * math.prod(t.micro_batch_count() for t in recipe.techniques.values())
+    rows = math.prod(sizes[axis] for axis in DATA) * math.prod(
+        t.micro_batch_count() for t in recipe.techniques.values()
+    )
     made: dict[str, Any] = {"length": 0, "peak_gib": None, "limit": ""}
     length, doubled = recipe.batch.length, 0
     while doubled < DOUBLINGS:

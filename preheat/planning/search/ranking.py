@@ -150,7 +150,9 @@ def estimate(
     memory = of_all(seen.states) / sharded + gathered + micro * alive / context
     working = rows * (seen.seconds[0] * layers + seen.seconds[1] / pipeline) / (tensor * context)
     waiting, beside = _sent(batch, model, sizes, micros, micro, weights, tags, rates)
-    time = (working + waiting + max(beside - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(seen.update) / sharded
+    time = (working + waiting + max(beside - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(
+        seen.update
+    ) / sharded
     return Guess(memory, time, batch.size * batch.length / time)
 
 
@@ -182,6 +184,8 @@ def _sent(
     half = 0.5 if Tag.BF16_ALL_GATHER in tags else 1.0
     gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1)
     beside = gathers * once("all_gather_into_tensor", weights * half, Axis.SHARD)
-    beside += (micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1) * once("reduce_scatter_tensor", weights, Axis.SHARD)
+    beside += (micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1) * once(
+        "reduce_scatter_tensor", weights, Axis.SHARD
+    )
     beside += once("all_reduce", weights / sizes[Axis.SHARD], Axis.REPLICATE)
     return waiting, beside

@@ -74,7 +74,9 @@ def too_large(plan: Mapping[str, Any]) -> str:
     most = sorted(plan["memory"].items(), key=lambda item: -item[1])[:2]
     what = ", ".join(f"{category} {size:.1f}" for category, size in most)
     return "; ".join(
-        filter(None, (f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: {what}", fragmentation_hint(plan)))
+        filter(
+            None, (f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: {what}", fragmentation_hint(plan))
+        )
     )
 
 

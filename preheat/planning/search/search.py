@@ -145,7 +145,9 @@ class _Search:
         confirmed = False
         layers = self.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
         if confirm and fitting:
-            quick = self._took * layers / (9 if is_serial() else 5) <= _CONFIRM * self.seconds  # 4 layers and 5 were looked at
+            quick = (
+                self._took * layers / (9 if is_serial() else 5) <= _CONFIRM * self.seconds
+            )  # 4 layers and 5 were looked at
             best, confirmed = self._confirm(best, "whole" if quick else "enough")
             confirmed &= quick
         guesses = self._guesses(candidates)
@@ -172,7 +174,9 @@ class _Search:
             for layout, _ in sorted(layouts, key=lambda pair: math.prod(pair[1][axis] for axis in DATA)):
                 if (shape := _shape(layout)) not in some:
                     found = [k for k in best if self._go_together(k, layout)]
-                    firsts = (next((k for k in order[::every] if self._go_together(k, layout)), None) for order in others)
+                    firsts = (
+                        next((k for k in order[::every] if self._go_together(k, layout)), None) for order in others
+                    )
                     some[shape] = found or [k for k in firsts if k is not None]
             tried = [self._of(layout, sizes, some[_shape(layout)]) for layout, sizes in layouts]
             self.guessed += sum(map(len, tried))
@@ -216,7 +220,10 @@ class _Search:
 
     def _of(self, layout: Settings, sizes: dict[Axis, int], kinds: Iterable[Combination]) -> list[Candidate]:
         stated, batch = tuple(self.space.recipe.techniques.values()), self.space.recipe.batch
-        fixed, rows = math.prod(t.micro_batch_count() for t in stated), batch.size // math.prod(sizes[axis] for axis in DATA)
+        fixed, rows = (
+            math.prod(t.micro_batch_count() for t in stated),
+            batch.size // math.prod(sizes[axis] for axis in DATA),
+        )
         cuts = self._ways_to_cut(layout)
         made = []
         for kind in kinds:
@@ -247,7 +254,9 @@ class _Search:
         if any(t.is_parallel() for t in self.space.recipe.techniques.values()):
             self.space.context(self.space.recipe)
         size, world = self.space.recipe.batch.size, self.space.world
-        simplest = sorted(self._clash, key=lambda pair: len(pair[0]) + len(pair[1]))  # before layouts that nobody asked for
+        simplest = sorted(
+            self._clash, key=lambda pair: len(pair[0]) + len(pair[1])
+        )  # before layouts that nobody asked for
         reasons = [problem for problem in dict.fromkeys(map(self._clash.get, simplest)) if problem is not None]
         # What the recipe states itself binds; what it lacks, a search might have added.
         stated = [
@@ -390,7 +399,9 @@ class _Search:
         except RecipeError as error:  # what only a build finds out
             self._reject(words(c.added), str(error).splitlines()[0])
             return None
-        plan = describe(recipe, seen, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use)
+        plan = describe(
+            recipe, seen, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use
+        )
         made = EvaluatedPlan(recipe, plan, worst(c.added), c.micro, c.added)
         self.seen.append(made)
         self._took = time.perf_counter() - began
@@ -422,7 +433,9 @@ class _Search:
             self.seen[self.seen.index(s)] = confirmed
             if plan["fits"]:
                 return confirmed, True
-            self._reject(words(s.added, s.micro), f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers")
+            self._reject(
+                words(s.added, s.micro), f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers"
+            )
         return best, False
 
     def _others(self, best: EvaluatedPlan) -> list[EvaluatedPlan]:
@@ -438,9 +451,12 @@ class _Search:
             if s.plan["fits"] and s is not found.best and found.best.plan["fits"]:
                 share = s.plan["tokens_per_second"] / found.best.plan["tokens_per_second"] - 1
                 late = s.plan["seconds_to_start"] - found.best.plan["seconds_to_start"]
-                waits = f", but {late:.0f} s later to its first step, in a run this short" if share > 0 and late > 0 else ""
+                waits = (
+                    f", but {late:.0f} s later to its first step, in a run this short" if share > 0 and late > 0 else ""
+                )
                 self._reject(
-                    words(s.added, s.micro), f"fits in {s.plan['peak_gib']:.1f} GiB, {share:+.0%} tokens a second{waits}"
+                    words(s.added, s.micro),
+                    f"fits in {s.plan['peak_gib']:.1f} GiB, {share:+.0%} tokens a second{waits}",
                 )
 
 

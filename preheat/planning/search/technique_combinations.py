@@ -143,7 +143,9 @@ class _Kinds:
         singles = [(self.space.single(added), _of_the_ends(added)) for added in tried if not self._problems(added)]
         how = {"vocabulary": self.space.vocabulary, "device": self.space.device, "world": 1, "how": "step"}
         prefetch(
-            {"recipe": of_layers(recipe, layers), **how} for recipe, ends in singles for layers in ((1,) if ends else (1, 2))
+            {"recipe": of_layers(recipe, layers), **how}
+            for recipe, ends in singles
+            for layers in ((1,) if ends else (1, 2))
         )
 
     def _try(self, t: Technique, base: Settings, under: LayerCost) -> Option | None:
@@ -170,7 +172,9 @@ class _Kinds:
 
     def _place(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Settings | None:
         """Of the base as much as goes with a setting, and one other choice where it needs that: another precision, for one."""
-        others = [c.setting for choice in choices for c in choice if c.setting is not None and type(c.setting) is not type(t)]
+        others = [
+            c.setting for choice in choices for c in choice if c.setting is not None and type(c.setting) is not type(t)
+        ]
         places = []
         for first in (Settings(), *((other,) for other in others)):
             place = first
@@ -225,7 +229,9 @@ class _Kinds:
         ]
         kept = []
         for n, (memory, time) in enumerate(sizes):
-            better = (m <= memory * 1.002 and s <= time * 1.002 and (m < memory * 0.99 or s < time * 0.99) for m, s in sizes)
+            better = (
+                m <= memory * 1.002 and s <= time * 1.002 and (m < memory * 0.99 or s < time * 0.99) for m, s in sizes
+            )
             equal = (abs(m / memory - 1) < 0.01 and abs(s / time - 1) < 0.01 for m, s in sizes[:n])
             if not any(better) and not any(equal):
                 kept.append(choices[n])

@@ -42,5 +42,7 @@ def formula_of(operator: Any) -> Any:
         return lambda q, k, v, *_, out_val: _attention_flops(q, k, v)
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return lambda _, q, k, v, *more, out_val: _attention_flops(q, k, v) * 5 // 2
-    packet = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}.get(packet, packet)  # torch lists no in-place products
+    packet = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}.get(
+        packet, packet
+    )  # torch lists no in-place products
     return flop_registry.get(packet)

@@ -24,11 +24,13 @@ from preheat.planning.dry_run import Observation
 
 __all__ = ["Roofline", "Seconds", "fused_share", "link_seconds"]
 
-_BANDWIDTH = 0.85  # of the memory's, that kernels over large tensors reach (device copies on H100 and H200: 0.82 to 0.90)
-_LINK = (
-    0.8  # of a link's, that collectives of large buffers reach (8 H100s: 361 of 450 GB/s, nccl-tests in stas00/ml-engineering)
+_BANDWIDTH = (
+    0.85  # of the memory's, that kernels over large tensors reach (device copies on H100 and H200: 0.82 to 0.90)
 )
-_NETWORK = 25e9  # bytes a second a device, where the catalogue has none: 200 Gbit/s, as of hosts with eight of them at 1,600
+_LINK = 0.8  # of a link's, that collectives of large buffers reach (8 H100s: 361 of 450 GB/s, nccl-tests in stas00/ml-engineering)
+_NETWORK = (
+    25e9  # bytes a second a device, where the catalogue has none: 200 Gbit/s, as of hosts with eight of them at 1,600
+)
 _HOST_LINK = 31.5e9  # bytes a second to the host's memory, where the catalogue has none: PCI Express 4.0 x16
 # Bytes a second of an optimizer on the host: a billion parameters in 0.22 s (ZeRO-Offload, arXiv:2101.06840, CPU-Adam), 28 bytes each.
 _HOST_MEMORY = 127e9
@@ -78,7 +80,9 @@ _POINTWISE = frozenset(
     ]
 )
 _TILE = 128  # rows and columns of the result that one processor makes at a time
-_ATTENTION: Mapping[str, tuple[float, float]] = {  # share of the best matrix rate, forward and backward, causal work only
+_ATTENTION: Mapping[
+    str, tuple[float, float]
+] = {  # share of the best matrix rate, forward and backward, causal work only
     # FlashAttention 2 (arXiv:2307.08691, figures 4 and 6: heads of 128 at 2k to 8k on an A100, H100), and 3 (2407.08608) not assumed
     "ampere": (0.62, 0.52),
     "ada": (0.62, 0.52),
@@ -212,7 +216,9 @@ class Roofline:
         if devices == 1:
             return 0.0
         side, times = _COLLECTIVES.get(kernel.operator.rpartition("::")[2].removesuffix(".default"), ("in", 1.0))
-        size = max(kernel.bytes_read, kernel.bytes_written) if side == "out" else kernel.bytes_read or kernel.bytes_written
+        size = (
+            max(kernel.bytes_read, kernel.bytes_written) if side == "out" else kernel.bytes_read or kernel.bytes_written
+        )
         share = times * (devices - 1) / devices
         within = min(devices, max(self.per_host // stride, 1))  # of the group, on one host
         link = (self.device.link or _NETWORK) * (within - 1 if self.device.link_each else 1) * _LINK

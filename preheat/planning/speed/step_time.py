@@ -181,7 +181,9 @@ def step_seconds(observation: Observation, rates: Rates) -> float:
     if rates.of_gpu:
         return rates.pace * _gpu_seconds(observation, rates)
     host = rates.launch * (_HOST_SHARE * observation.slowed - 1)
-    return rates.pace * sum((kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items())
+    return rates.pace * sum(
+        (kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items()
+    )
 
 
 def _gpu_seconds(observation: Observation, rates: Rates) -> float:

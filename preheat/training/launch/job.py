@@ -114,7 +114,9 @@ class Job:
         if self.processes == 0:
             return "--gpus-per-node: 0, so say how many processes a host runs on its CPUs: --processes-per-node"
         if self.gpus_per_node and self.processes > self.gpus_per_node:
-            return f"--processes-per-node: {self.processes} on {self.gpus_per_node} GPUs; a process needs a GPU of its own"
+            return (
+                f"--processes-per-node: {self.processes} on {self.gpus_per_node} GPUs; a process needs a GPU of its own"
+            )
         if recipe.hardware.device == "cpu" and self.gpus_per_node:
             return f"hardware.device: the recipe runs on CPUs, and --gpus-per-node is {self.gpus_per_node}; use 0 with --processes-per-node"
         if recipe.hardware.device == "cuda" and not self.gpus_per_node:
@@ -128,9 +130,7 @@ class Job:
         started = f"--nodes {self.nodes} x {per} {self.processes}"
         devices = self.recipe.parallel.devices
         if devices is not None and devices != self.world:
-            return (
-                f"parallel.devices: {devices}, but {started} is {self.world}; a mesh that does not multiply: change one of them"
-            )
+            return f"parallel.devices: {devices}, but {started} is {self.world}; a mesh that does not multiply: change one of them"
         try:
             sizes = self.mesh()
         except ValueError as error:

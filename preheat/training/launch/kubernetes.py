@@ -116,7 +116,9 @@ def _metadata(job: Job, name: str) -> dict[str, Any]:
 
 
 def _script(job: Job, is_first: str, endpoint: str) -> str:
-    command = agent(job, endpoint=endpoint, first="$first", identity=job.label, recipe="/preheat/recipe.yaml", out='"$run"')
+    command = agent(
+        job, endpoint=endpoint, first="$first", identity=job.label, recipe="/preheat/recipe.yaml", out='"$run"'
+    )
     return "\n".join([
         "#!/bin/bash",
         f"run={quoted(str(job.folder('/runs')))}",
@@ -155,6 +157,9 @@ def _pod(job: Job, container: str, port: int | None = None) -> dict[str, Any]:
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": job.storage}},
             {"name": "files", "configMap": {"name": f"{job.label}-files"}},
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},  # NCCL and loaders share memory; a container has 64 MiB of it
+            {
+                "name": "memory",
+                "emptyDir": {"medium": "Memory"},
+            },  # NCCL and loaders share memory; a container has 64 MiB of it
         ],
     }

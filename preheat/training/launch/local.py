@@ -105,7 +105,12 @@ class _Launched:
             listening = stack.enter_context(listen())
             port = listening.getsockname()[1]
             shared = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), **local_group()}
-            shared |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", LAUNCHED: "1"}
+            shared |= {
+                "MASTER_ADDR": LOOPBACK,
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                LAUNCHED: "1",
+            }
             stack.callback(self._kill)
             for rank in range(self.world):
                 place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
@@ -148,7 +153,8 @@ class _Launched:
         """The process that failed; of several, one that was killed: what the others say follows from it."""
         codes = {rank: process.returncode for rank, process in enumerate(self.started) if process.returncode}
         return next(
-            (rank for rank, code in codes.items() if code < 0), next((r for r, c in codes.items() if not _stopped(c)), None)
+            (rank for rank, code in codes.items() if code < 0),
+            next((r for r, c in codes.items() if not _stopped(c)), None),
         )
 
     def _ended(self, failed: int | None, why: str = "") -> Ended:
@@ -191,7 +197,11 @@ def explain_abort(store: Any, world: int, running: Sequence[int]) -> str:
         at = f" in step {place['step']} ({place['phase']}), at {place['line']}" if place else ""
         places.append(f"rank {rank}{at}")
     others = ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
-    lost = f"it waited for {others}" if places and len(running) < world else "a process on another host is lost, or all waited"
+    lost = (
+        f"it waited for {others}"
+        if places and len(running) < world
+        else "a process on another host is lost, or all waited"
+    )
     return f", as torch's watchdog does if an NCCL collective loses a process or exceeds parallel.timeout: {lost}; start again with --resume"
 
 

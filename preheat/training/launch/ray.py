@@ -42,7 +42,9 @@ def write(job: Job) -> str:
         | job.environment()
         | ({remote_code.VARIABLE: "1"} if remote_code.allowed() else {}),
     }
-    head = f'"""{job.recipe.name} on {job.nodes} hosts of {job.processes} processes; preheat launch wrote this file."""\n'
+    head = (
+        f'"""{job.recipe.name} on {job.nodes} hosts of {job.processes} processes; preheat launch wrote this file."""\n'
+    )
     settings = "\n".join(f"{name} = {_literal(value)}" for name, value in values.items())
     return f"{head}{_IMPORTS}\n{settings}\n{_WORK}"
 

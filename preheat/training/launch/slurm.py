@@ -97,5 +97,7 @@ def _step(job: Job) -> str:
     """srun takes the batch's number of cores only when it is told."""
     cores = f" --cpus-per-task={job.cpus_per_node}" if job.cpus_per_node else ""
     return cores + (
-        f' --container-image={quoted(job.image)} --container-mounts="$PWD" --container-workdir="$PWD"' if job.image else ""
+        f' --container-image={quoted(job.image)} --container-mounts="$PWD" --container-workdir="$PWD"'
+        if job.image
+        else ""
     )

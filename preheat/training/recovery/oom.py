@@ -109,7 +109,9 @@ class Recovery:
         session, kind = self.session, self.session.device.kind
         asked, held = asked_bytes(str(error)), held_bytes(kind) - session.claimed
         beside = sum(
-            size for what, size in session.plan["overhead"].items() if what in ("process", "kernels", "context", "workspaces")
+            size
+            for what, size in session.plan["overhead"].items()
+            if what in ("process", "kernels", "context", "workspaces")
         )
         most = session.device.memory - session.imports
         room = None if asked is None else min(held + asked, most)
@@ -233,7 +235,11 @@ class Recovery:
             self._unsaved = failure.step
             session.saving.apart = True
             return True
-        before = "the last whole checkpoint stands" if any(session.saving.folder.glob("step-*")) else "there is none before it"
+        before = (
+            "the last whole checkpoint stands"
+            if any(session.saving.folder.glob("step-*"))
+            else "there is none before it"
+        )
         words = f"step {failure.step} cannot be saved for want of memory ({failure.words}); {before}"
         if failure.where is Phase.LAST_SAVING:
             raise RunError(words)
@@ -260,7 +266,9 @@ def _allocator(session: Session) -> dict[str, int]:
     stats = torch.cuda.memory_stats()
     whole = {"stats": stats, "segments": torch.cuda.memory_snapshot()}
     session.writer.text("memory_snapshot.json", to_json(whole, default=str))
-    free = [block["size"] for segment in whole["segments"] for block in segment["blocks"] if block["state"] == "inactive"]
+    free = [
+        block["size"] for segment in whole["segments"] for block in segment["blocks"] if block["state"] == "inactive"
+    ]
     return {
         "allocated": stats["allocated_bytes.all.current"],
         "reserved": stats["reserved_bytes.all.current"],

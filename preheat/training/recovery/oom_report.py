@@ -53,7 +53,9 @@ def diagnose(run: str | Path) -> dict[str, Any]:
             f"{run}: records no lack of memory in its events, and plan.json is damaged ({reader.damaged['plan.json']})"
         )
     if not failures and plan.get("fits", True):
-        raise RunError(f"{run}: records no lack of memory; where the system killed it, lower hardware.memory and plan it again")
+        raise RunError(
+            f"{run}: records no lack of memory; where the system killed it, lower hardware.memory and plan it again"
+        )
     failure = failures[-1] if failures else None
     before = events[: events.index(failure)] if failure else events
     recipe = recipes.parse(reader.recipe_text, where=f"{run}/recipe.yaml")
@@ -105,7 +107,9 @@ def _machine(recipe: Recipe, environment: Mapping[str, Any]) -> tuple[Device, Ra
     if kind == "cuda" and not torch.cuda.is_available():
         machine = environment.get("machine") or {}
         if not {"device", "memory_gib"} <= machine.keys():
-            raise RunError("environment.json of the run does not say which GPU it had; run this on a machine with that GPU")
+            raise RunError(
+                "environment.json of the run does not say which GPU it had; run this on a machine with that GPU"
+            )
         roofline = Roofline.of(machine["device"])
         memory = round(machine["memory_gib"] * GIB)
         segments = environment.get("segments") or recipe.hardware.segments
