@@ -43,7 +43,7 @@ test-pairs: $(INSTALLED)
 	@PREHEAT_PAIRS=all $(RUN) -m pytest tests/contract -k "pairs or together"
 
 test-presets: $(INSTALLED)
-	@PREHEAT_PRESETS=all $(RUN) -m pytest tests/unit/test_presets.py
+	@PREHEAT_PRESETS=all $(RUN) -m pytest tests/unit/models/test_presets.py
 
 test-scale: $(INSTALLED)
 	@PREHEAT_SCALE=all $(RUN) -m pytest tests/distributed tests/e2e/test_out_of_memory.py

@@ -216,7 +216,7 @@ def compiled(row: Row) -> bool:
 def keeps_as_transformers(row: Row) -> bool:
     """Who tunes without a compiler and recomputes nothing has transformers' own norms and, with adapters, dropout: both keep copies.
 
-    Else norms are one operator: in tools for pretraining, and what a compiler fuses keeps as little (tests/unit/test_compile.py).
+    Else norms are one operator: in tools for pretraining, and what a compiler fuses keeps as little (tests/unit/techniques/test_compile.py).
     """
     return not compiled(row) and row["method"] != "pretrain" and row["activation_checkpointing"] != "full"
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Compile", "CompiledLayers", "compile_layers"]
 
-# Families of which a layer of each kind was made one graph (tests/unit/test_compile.py); of another it may be several, which serve as well.
+# Families of which a layer of each kind was made one graph (tests/unit/techniques/test_compile.py); of another it may be several, which serve as well.
 _ONE_GRAPH = frozenset(
     ("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 )

@@ -71,7 +71,9 @@ def test_alone_fused_operators() -> None:
 def test_alone_liger() -> None:
     """Liger's kernels by Triton's interpreter, where both are installed; its RMSNorm and SwiGLU do not run there."""
     if importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None:
-        pytest.skip("liger-kernel and triton are not installed; tests/unit/test_model_kernels.py tests what calls them")
+        pytest.skip(
+            "liger-kernel and triton are not installed; tests/unit/models/test_kernel_swap.py tests what calls them"
+        )
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", LIGER_BY_INTERPRETER]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

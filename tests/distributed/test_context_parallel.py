@@ -27,7 +27,7 @@ from preheat.planning.dry_run import observe
 from preheat.techniques.context_parallel import exchanged
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
-from ..unit.test_attention import random_documents
+from ..unit.ops.test_attention import random_documents
 from .processes import ALL, processes
 
 SPREAD = (*DATA, Axis.CONTEXT)

@@ -17,7 +17,7 @@ from preheat.hardware.link_rates import LinkRate, bus_factor, load_links, second
 from preheat.hardware.nettest import expected, sizes_of
 from preheat.hardware.rates import load
 
-from ..unit.test_hardware import made_up
+from ..unit.hardware.test_hardware import made_up
 
 SIZES = ["--sizes", "1KiB,256KiB,4MiB", "--budget", "0.1", "--repeats", "5"]
 

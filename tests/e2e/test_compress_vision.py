@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ..unit.test_image_classifiers import new_classifier, tinted
+from ..unit.compress.test_image_classifiers import new_classifier, tinted
 from .conftest import Command
 
 CHAIN = """\

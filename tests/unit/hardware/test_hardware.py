@@ -1,0 +1,792 @@
+"""Hardware: the catalogue, the probe of this machine, and its measured rates."""
+
+import dataclasses
+import io
+import json
+import mmap
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from preheat.core import Device
+from preheat.errors import RecipeError, RunError
+from preheat.hardware import probe as probing
+from preheat.hardware import segments
+from preheat.hardware.benchmark_rates import FULL, GPU, _host_link, calibrate, grid_of, rates
+from preheat.hardware.catalogue import accelerator, accelerators
+from preheat.hardware.link_rates import links_at, load_links
+from preheat.hardware.oom import asked_bytes, is_oom
+from preheat.hardware.rates import (
+    LAYOUTS,
+    MOVERS,
+    AttentionRate,
+    MatrixRate,
+    MovedRate,
+    Rates,
+    _noted,
+    load,
+    note_run,
+    stored_at,
+)
+from preheat.hardware.timing import Stopwatch
+
+from ...conftest import SMALL, tiny
+
+
+def made_up(**changes: object) -> Rates:
+    values: dict = {
+        "hardware": "made up",
+        "torch": "2.13.0",
+        "threads": 2,
+        "peak_matrix_rate": {"fp32": 2e11},
+        "bandwidth": 2e10,
+        "launch": 1e-6,
+        "adamw": {"fp32": 1e-9},
+        "matrix": (
+            MatrixRate("fp32", "forward", 100, 100, 100, 1e9),
+            MatrixRate("fp32", "forward", 10000, 100, 100, 4e9),
+            MatrixRate("fp32", "grad_input", 100, 100, 100, 1e9),
+            MatrixRate("fp32", "grad_weight", 100, 100, 100, 1e9),
+        ),
+        "moved": (MovedRate("mul", "fp32", 1000, 1e9), MovedRate("mul", "fp32", 100_000, 4e9)),
+        "attention": (
+            AttentionRate("fp32", "forward", 256, 6, 48, 1e9),
+            AttentionRate("fp32", "backward", 256, 6, 48, 1e9),
+        ),
+        "contended": False,
+        "seconds": 1.0,
+        "near": 5e10,
+    }
+    return Rates(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("H100", "H100"),
+        ("h100 sxm", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("Tesla T4", "T4"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_catalogue_knows_what_people_and_drivers_say(said: str, meant: str) -> None:
+    assert accelerator(said) == accelerators()[meant]
+
+
+def test_catalogue_is_in_si_units_and_consistent() -> None:
+    h100 = accelerator("H100")
+    assert (h100.memory, h100.bandwidth, h100.bf16) == (80 * 2**30, 3.35e12, 989e12)
+    assert accelerator("T4").bf16 is None
+    for one in accelerators().values():
+        assert one.achieved_bf16 is None or one.achieved_bf16 < one.bf16, one.name
+        assert one.achieved_fp8 is None or one.achieved_fp8 < one.fp8, one.name
+        assert one.bf16 is None or one.fp32 is None or one.fp32 < one.bf16, one.name
+
+
+def test_catalogue_names_the_nearest() -> None:
+    with pytest.raises(RecipeError, match=r"no accelerator 'gaudi-4' in the catalogue; did you mean 'Gaudi[23]'"):
+        accelerator("gaudi-4")
+    with pytest.raises(RecipeError, match=r"known: A100-40GB, .*V100-32GB"):
+        accelerator("abacus")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("12GiB", 12 * 2**30), ("12 GB", 12 * 10**9), ("1.5gib", 3 * 2**29), ("800MiB", 800 * 2**20)]
+)
+def test_probe_takes_the_stated_memory(text: str, size: int) -> None:
+    assert probing.probe("cpu", memory=text).memory == size
+
+
+@pytest.mark.parametrize("text", ["12", "GiB", "-1GiB", "0GiB", "12 gigs", ""])
+def test_bad_memory_is_one_clear_line(text: str) -> None:
+    with pytest.raises(RecipeError, match=f"hardware.memory: '{text}' is not an amount of memory; write") as caught:
+        probing.probe("cpu", memory=text)
+    assert "\n" not in str(caught.value)
+
+
+def test_probe_of_this_cpu() -> None:
+    found = probing.probe("cpu")
+    assert found.kind == "cpu"
+    assert found.name
+    assert 2**28 < found.memory <= 2**46
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU that torch has; returns what its allocator is told."""
+    heard: list[str] = []
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", heard.append)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: heard[-1] if heard else "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    facts = SimpleNamespace(name="a GPU", total_memory=1 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    monkeypatch.setattr(segments, "_maps_pages", lambda index: True)
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked", "grows", "told", "says"),
+    [
+        ("", "fixed", False, [], False),
+        ("", "auto", True, ["expandable_segments:True"], False),
+        ("", "expandable", True, ["expandable_segments:True"], False),
+        ("max_split_size_mb:64", "auto", True, ["max_split_size_mb:64,expandable_segments:True"], False),
+        ("expandable_segments:True", "auto", True, [], False),
+        ("expandable_segments:True", "fixed", True, [], True),  # the environment goes before the recipe
+        ("expandable_segments:False", "expandable", False, [], True),
+        ("expandable_segments:False", "auto", False, [], True),
+        ("expandable_segments:False", "fixed", False, [], False),
+        ("backend:cudaMallocAsync", "auto", False, [], True),  # it has no segments
+    ],
+)
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_a_gpu_s_allocator(
+    variable: str,
+    environment: str,
+    asked: str,
+    grows: bool,
+    told: list[str],
+    says: bool,
+    a_gpu: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if environment:
+        monkeypatch.setenv(variable, environment)
+    device = probing.probe("cuda", segments=asked)
+    assert (device.expandable, a_gpu) == (grows, told)
+    assert (
+        f"{variable} of the environment goes before hardware.segments ({asked}): '{environment}'" == device.notice
+    ) == says
+    assert says or not device.notice
+
+
+@pytest.mark.parametrize(
+    ("where", "attribute", "value", "why"),
+    [
+        ("preheat.hardware.segments.sys", "platform", "win32", "Linux"),
+        ("torch.version", "hip", "6.4", "ROCm 7"),
+        ("platform", "release", lambda: "5.15.167-Microsoft-standard-WSL2", "subsystem for Linux"),
+        ("preheat.hardware.segments", "_maps_pages", lambda index: False, "page by page"),
+    ],
+)
+def test_auto_keeps_fixed_segments_where_growing_ones_are_not_to_be_had(
+    where: str, attribute: str, value: Any, why: str, a_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{where}.{attribute}", value)
+    device = probing.probe("cuda", segments="auto")
+    assert (device.expandable, a_gpu) == (False, [])
+    assert why in device.notice
+    assert probing.probe("cuda", segments="expandable").expandable  # who asks for them has them
+
+
+def test_fixed_segments_after_a_run_with_growing_ones(a_gpu: list[str]) -> None:
+    assert probing.probe("cuda", segments="auto").expandable
+    assert not probing.probe("cuda", segments="fixed").expandable
+    assert a_gpu == ["expandable_segments:True", "expandable_segments:False"]
+
+
+def test_a_driver_is_asked_whether_it_maps_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def __init__(self, name: str):
+            assert name == "libcuda.so.1"
+
+        def cuInit(self, flags: int) -> int:
+            return 0
+
+        def cuDeviceGet(self, device: Any, index: int) -> int:
+            return 0 if index < 2 else 101
+
+        def cuDeviceGetAttribute(self, answer: Any, attribute: int, device: Any) -> int:
+            answer._obj.value = attribute == 102
+            return 0
+
+    monkeypatch.setattr(segments.ctypes, "CDLL", Driver)
+    assert [segments._maps_pages(index) for index in range(3)] == [True, True, False]
+    monkeypatch.setattr(segments.ctypes, "CDLL", Mock(side_effect=OSError("no driver")))
+    assert not segments._maps_pages(0)
+
+
+def test_cuda_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert probing.probe("auto").kind == "cpu"
+    with pytest.raises(RecipeError, match=r"hardware\.device: cuda is asked for"):
+        probing.probe("cuda")
+
+
+def test_control_groups_limit_memory_also_through_their_parents(tmp_path: Path) -> None:
+    for path, text in {
+        "a/b/memory.max": "max\n",
+        "a/memory.max": "3000\n",
+        "memory/job/memory.limit_in_bytes": "2000\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "cpu/job/memory.limit_in_bytes": "1\n",  # another controller's folder
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert probing._group_limits("0::/a/b\n", tmp_path) == [3000]
+    assert min(probing._group_limits("4:memory:/job\n3:cpu:/job\n", tmp_path)) == 2000
+    assert probing._group_limits("4:cpu,memory:/elsewhere\n", tmp_path) == [9223372036854771712]
+
+
+def test_resident_memory_follows_an_allocation() -> None:
+    size = 64 * 2**20
+    reset = probing.reset_peak()
+    before, peak_before = probing.resident_bytes(), probing.peak_resident_bytes()
+    block = mmap.mmap(-1, size)  # the system's own: whether malloc gives memory back depends on what ran before
+    for start in range(0, size, 2**20):
+        block[start : start + 2**20] = b"x" * 2**20
+    assert probing.resident_bytes() - before > 0.9 * size
+    assert probing.peak_resident_bytes() >= probing.resident_bytes() - 2**20
+    block.close()
+    assert probing.resident_bytes() - before < 0.5 * size
+    if reset:
+        assert probing.peak_resident_bytes() - peak_before > 0.9 * size
+        assert probing.reset_peak()
+        assert probing.peak_resident_bytes() - before < 0.5 * size
+
+
+def test_rates_are_interpolated_between_the_measured_shapes() -> None:
+    made = made_up()
+    assert made.matrix_rate("fp32", "forward", 100, 100, 100) == 1e9
+    assert made.matrix_rate("fp32", "forward", 1000, 100, 100) == pytest.approx(2e9)  # half way in logarithms
+    assert made.moved_rate("mul", "fp32", 10_000) == pytest.approx(2e9)
+    assert [made.moved_rate("mul", "fp32", size) for size in (100, 1000, 10**9)] == [
+        1e9,
+        1e9,
+        4e9,
+    ]  # the ends hold beyond
+    with pytest.raises(RunError, match="no rate of matrix products in bf16 was measured on made up"):
+        made.matrix_rate("bf16", "forward", 1, 1, 1)
+
+
+def test_finished_runs_tell_plans_their_pace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    made = made_up()
+    where = (made.hardware, made.torch, made.threads)
+    made.store()
+
+    def pace(*ratios: float) -> float:
+        for ratio in ratios:
+            note_run(*where, ratio)
+        found = load(*where)
+        assert found is not None
+        return found.pace
+
+    assert pace(1.2, 1.5) == 1.0  # too few
+    assert pace(1.3) == 1.3
+    assert pace(*[0.9] * 9) == 0.9  # the last nine
+    (file,) = tmp_path.glob("runs-*.json")
+    file.write_text("{")
+    assert pace() == 1.0
+    assert pace(2, 2, 2) == 2
+    made.store()  # measured anew: they were beside other rates
+    assert pace() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("speeds", "owner", "world", "told"),
+    [
+        (
+            [1.0] + [20.0] * 4,
+            "plain",
+            1,
+            [5.0],
+        ),  # 20 s of steps, the first aside; the rates alone said 100 tokens a second
+        ([1.0] + [20.0] * 3, "plain", 1, []),
+        ([1.0] + [20.0] * 4, "length_curriculum", 1, []),
+        ([1.0] + [20.0] * 4, "plain", 2, []),
+    ],
+)
+def test_a_run_of_enough_steps_of_one_shape_is_noted(
+    speeds: list[float], owner: str, world: int, told: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from preheat.training.throughput import ThroughputMeter
+
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    plan = {"tokens_per_step": 100, "tokens_per_second": 50.0, "pace": 2.0, "device": {"name": "made up"}}
+    session: Any = SimpleNamespace(
+        plan=plan, build=SimpleNamespace(owner=lambda slot: owner), ranks=SimpleNamespace(world=world)
+    )
+    meter = ThroughputMeter(session)
+    meter.speeds = speeds
+    meter.teach()
+    assert [json.loads(file.read_text())["ratios"] for file in tmp_path.glob("runs-*.json")] == ([told] if told else [])
+
+
+def test_what_checkpointing_costs_the_host_and_the_pace_are_in_a_step() -> None:
+    from preheat.planning.dry_run import observe
+    from preheat.planning.speed.step_time import step_seconds
+
+    def seconds(mode: str, **changes: object) -> tuple[float, int]:
+        measured = made_up(
+            peak_matrix_rate={"fp32": 7e10},
+            matrix=tuple(MatrixRate("fp32", layout, 100, 100, 100, 1e15) for layout in LAYOUTS),
+            moved=tuple(MovedRate(mover, "fp32", 1000, 1e15) for mover in MOVERS),
+            adamw={"fp32": 0.0},
+            **changes,
+        )
+        seen = observe(
+            tiny(f"{{activation_checkpointing: {{mode: {mode}}}}}"), vocabulary=96, device=Device("cpu", "a CPU", 2**33)
+        )
+        return step_seconds(seen, measured), sum(seen.kernels.values())
+
+    for mode, times in (("full", 1.8), ("selective", 3.2)):
+        found, kernels = seconds(mode)
+        assert found == pytest.approx(8 * times * 1e-6 * kernels, rel=0.02)  # kernels that take no time
+    assert seconds("full", pace=1.5)[0] == pytest.approx(1.5 * seconds("full")[0])
+
+
+def test_our_norm_and_what_low_bits_look_up_have_rates_of_their_own() -> None:
+    """A plan took them for copies: recipes with `fused_operators` and `low_bit_adamw` were a fifth and more too quick."""
+    from preheat.planning.dry_run import Kernel, observe
+    from preheat.planning.speed.step_time import kernel_seconds
+
+    rates = {"copy": 1e12, "look_up": 1e10, "where": 2e10, "embedding": 1e12, "mul": 1e12}
+    moved = tuple(MovedRate(mover, "fp32", 1000, rate) for mover, rate in rates.items())
+
+    def seconds(operator: str, dtype: str, shapes: tuple[tuple[int, ...], ...], near: float | None = 5e10) -> float:
+        kernel = Kernel(operator, dtype, flops=0, bytes_read=8 * 10**6, bytes_written=4 * 10**6, shapes=shapes)
+        return kernel_seconds(kernel, made_up(moved=moved, near=near)) - 1e-6
+
+    rows = ((1000, 1000), (1000,))
+    assert seconds("preheat::rms_norm", "bf16", rows) == pytest.approx(39e-6 + 28e6 / 5e10)
+    assert seconds("preheat::rms_norm_backward", "bf16", rows) == pytest.approx(39e-6 + 84e6 / 5e10)
+    assert seconds("preheat::rms_norm", "fp32", rows, near=None) == pytest.approx(
+        12e6 / 1e12 - 1e-6
+    )  # a GPU's is one kernel
+    assert seconds("index_select", "int", ((256,), (10**6,))) == pytest.approx(8e6 / 1e10)
+    assert seconds("index_select", "fp32", ((256, 64), (10**6,))) == pytest.approx(12e6 / 1e12)
+    assert seconds("where", "int", ((), (10**6,), (10**6,))) == pytest.approx(12e6 / 2e10)
+    seen = observe(tiny("{fused_operators: {}}"), vocabulary=96, device=Device("cpu", "a CPU", 2**33))
+    assert {"preheat::rms_norm", "preheat::rms_norm_backward"} <= {kernel.operator for kernel in seen.kernels}
+
+
+def test_rates_come_back_as_stored_and_only_for_the_same_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
+    made = made_up()
+    assert load("made up", "2.13.0", 2) is None
+    path = made.store()
+    assert [path] == list((tmp_path / "cache").iterdir())  # nothing is left beside it
+    assert load("made up", "2.13.0", 2) == made
+    assert load("made up", "2.13.0", 1) is None
+    assert load("made up", "2.11.0", 2) is None
+    # A file under this machine's name that is of another version, or that was cut, counts as none.
+    for other in ({"torch": "2.11.0"}, {"threads": 4}, {"format": 0}):
+        path.write_text(json.dumps({"format": 1, **dataclasses.asdict(made), **other}))
+        assert load("made up", "2.13.0", 2) is None, other
+    path.write_text(path.read_text()[:100])
+    assert load("made up", "2.13.0", 2) is None
+    path.write_text(json.dumps({"format": 1, **dataclasses.asdict(made), "hardware": "another"}))
+    with pytest.raises(
+        RecipeError, match=r"calibration-\w+\.json: was measured on another, and this is made up; delete it"
+    ):
+        load("made up", "2.13.0", 2)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"zzz": 1},
+        {"matrix": ["x"]},
+        {"matrix": None},
+        {"matrix": []},
+        {"moved": [{"operator": "mul", "dtype": "fp32", "bytes": 0, "rate": 1e9}]},
+        {"attention": {"dtype": "fp32"}},
+        {"peak_matrix_rate": {"fp32": 0}},
+        {"peak_matrix_rate": {}},
+        {"peak_matrix_rate": 0},
+        {"adamw": {"fp32": -1.0}},
+        {"adamw": {}},
+        {"launch": float("nan")},
+        {"bandwidth": float("inf")},
+        {"bandwidth": 10**400},
+        {"near": "fast\x1b[31m"},
+        {"contended": "no"},
+        {"seconds": True},
+    ],
+    ids=str,
+)
+def test_a_damaged_calibration_counts_as_none_and_is_named(
+    damage: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    path = made_up().store()
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    assert load("made up", "2.13.0", 2) is None
+    (line,) = caplog.messages
+    assert line.startswith(f"{path}: is damaged (")
+    assert "\x1b" not in line
+
+
+@pytest.mark.parametrize(
+    "text", ["null", "[" * 100_000, "3", '{"format', "9" * 5000, "\ud800"], ids=lambda text: text[:8]
+)
+def test_what_is_no_calibration_counts_as_none(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    for path in (made_up().store(), links_at("made up", "2.13.0"), tmp_path / "runs.json"):
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert load("made up", "2.13.0", 2) is None
+    assert load_links("made up", "2.13.0") == ()
+    assert _noted(tmp_path / "runs.json") == []
+
+
+def test_a_damaged_calibration_is_measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    whole = dataclasses.replace(made_up(), torch=torch.__version__, threads=1)
+    whole.store().write_text("null")
+    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_apart", lambda *_: whole.store())
+    assert rates(Device("cpu", "made up", 2**30), 1) == whole
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(RunError, match=r"cannot store the calibration there .*; set PREHEAT_CACHE"):
+        made_up().store()
+
+
+def test_rates_are_measured_once_and_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    device = Device("cpu", "made up", 2**30)
+    with pytest.raises(
+        RunError, match="made up with 1 threads are not measured yet; run: preheat calibrate --threads 1"
+    ):
+        rates(device, 1, measure=False)
+    told: list[float] = []
+    first = rates(device, 1, progress=lambda what, done: told.append(done), grid=SMALL)
+    assert told[-1] == 1.0
+    assert rates(device, 1, measure=False) == rates(device, 1) == first  # a second measurement would not be equal
+    monkeypatch.setenv(
+        "PREHEAT_CACHE", str(tmp_path / next(tmp_path.iterdir()).name)
+    )  # a file, where a folder is wanted
+    with pytest.raises(RunError, match=r"failed: .*set PREHEAT_CACHE"):
+        rates(device, 2, grid=SMALL)
+
+
+def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    device, others = Device("cpu", "made up", 2**30), 9.0
+    monkeypatch.setattr("preheat.hardware.timing.OtherProcesses.cores", lambda self: others)
+    busy = dataclasses.replace(made_up(), torch=torch.__version__, threads=1, contended=True)
+    busy.store()
+    assert rates(device, 1, grid=SMALL) == busy  # it still is
+    others = 0.0
+    assert rates(device, 1, measure=False) == busy
+    quiet = dataclasses.replace(busy, contended=False, bandwidth=9e10)
+    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_apart", lambda *_: quiet.store())
+    assert rates(device, 1) == rates(device, 1, measure=False) == quiet
+
+
+def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was() -> None:
+    draws, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    told: list[float] = []
+    found = calibrate(Device("cpu", "here", 2**30), 1, lambda what, done: told.append(done), grid=SMALL)
+    assert torch.equal(draws, torch.random.get_rng_state())
+    assert torch.get_num_threads() == threads
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    assert {row.operator for row in found.moved} == set(MOVERS)
+    assert {(row.dtype, row.layout) for row in found.matrix} == {
+        (dtype, layout) for dtype in ("bf16", "fp32") for layout in LAYOUTS
+    }
+    rows = [row.flops for row in (*found.matrix, *found.attention)] + [row.rate for row in found.moved]
+    scalars = [found.bandwidth, found.launch, *found.adamw.values(), *found.peak_matrix_rate.values()]
+    assert min(rows + scalars) > 0
+    assert stored_at("here", found.torch, 1) != stored_at("here", found.torch, 2)
+
+
+def test_matrix_rate_is_that_of_a_direct_timing() -> None:
+    found = calibrate(Device("cpu", "here", 2**30), 1, grid=SMALL)
+    x, w = torch.randn(256, 256), torch.randn(256, 256)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            _ = x @ w.t()
+            times.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    direct = 2 * 256**3 / min(times)
+    assert direct / 3 < found.matrix_rate("fp32", "forward", 256, 256, 256) < direct * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+def test_a_kept_heap_hands_freed_pages_out_again() -> None:
+    """In a process of its own: 64 MiB in blocks below glibc's limit, made and freed again and again, cost no page fault anew."""
+    code = """
+import resource, sys, torch
+from preheat.hardware.cpu_allocator import keep_heap
+if sys.argv[1] == "keep":
+    assert keep_heap() is None
+def step():
+    return [torch.zeros(2 << 20) for _ in range(8)]
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    kept, default = (
+        int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("keep", "default")
+    )
+    assert kept < max(default, 1000) / 10  # by default some thousands, where the system gives pages one by one
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="the heap is for Linux with glibc"
+)
+def test_without_a_compiler_the_reason_is_told_and_tensors_live_on(tmp_path: Path) -> None:
+    code = "import torch; from preheat.hardware.cpu_allocator import *; print(out_of_reach(), keep_heap(), give_back('cpu'), torch.ones(1 << 20).sum().item())"
+    where = {**os.environ, "PATH": str(tmp_path), "PREHEAT_CACHE": str(tmp_path), "CXX": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=where)
+    assert done.stdout.split("\n")[0] == " ".join(
+        ["no C++ compiler was found; install g++, or name one in CXX"] * 2 + ["True", "1048576.0"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("bf16", "techniques", "warned"),
+    [
+        (8e9, "{mixed_precision: {mode: bf16}}", True),
+        (8e9, "{}", False),
+        (4e11, "{mixed_precision: {mode: bf16}}", False),
+    ],
+)
+def test_a_plan_tells_of_a_cpu_that_is_slower_in_bf16(bf16: float, techniques: str, warned: bool) -> None:
+    from rich.console import Console
+
+    from preheat.cli.views.console import picture
+    from preheat.planning.plan import plan
+
+    dtypes = ("fp32", "bf16")
+    measured = made_up(
+        peak_matrix_rate={"fp32": 7e10, "bf16": bf16},
+        adamw=dict.fromkeys(dtypes, 1e-9),
+        matrix=tuple(MatrixRate(d, layout, 100, 100, 100, 1e9) for d in dtypes for layout in LAYOUTS),
+        moved=tuple(MovedRate(mover, d, 1000, 1e9) for d in dtypes for mover in MOVERS),
+    )
+    made = plan(tiny(techniques), vocabulary=96, device=Device("cpu", "a CPU", 2**33), rates=measured)
+    assert made["fp32_rate"] == (7e10 if warned else None)
+    screen = Console(width=200, file=io.StringIO())
+    with screen.capture() as caught:
+        screen.print(picture(made, "tiny"))
+    assert ("a CPU is slow in bf16: 8 GFLOP/s, and 70 in fp32" in caught.get()) == warned
+
+
+@pytest.mark.parametrize(
+    ("capability", "set_first"), [("AVX2", ["techniques.mixed_precision.mode=fp32"]), ("AVX512", [])]
+)
+def test_the_demo_computes_in_fp32_where_bf16_would_take_an_hour(
+    capability: str, set_first: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from preheat.cli.demo import _at_hand
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    assert _at_hand() == set_first
+
+
+@pytest.mark.parametrize(("rate", "sizes"), [(3e8, [256]), (3e10, [256, 2048]), (1e12, [256, 2048, 4096])])
+def test_a_large_product_that_would_take_too_long_is_left_out(rate: float, sizes: list[int]) -> None:
+    from preheat.hardware.benchmark_rates import FULL, _peak
+
+    made: list[int] = []
+
+    def random(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        made.append(shape[0])
+        return torch.empty(0, dtype=dtype)
+
+    def seconds(call: object, budget: float) -> float:
+        return 2 * made[-1] ** 3 / rate
+
+    assert _peak(seconds, random, torch.bfloat16, FULL) == pytest.approx(rate)  # type: ignore[arg-type]
+    assert sorted(set(made)) == sizes
+
+
+@pytest.mark.parametrize(
+    "text", ["9" * 400 + "GiB", "1e5GiB", "0GiB", "-1GiB", "12", "12 parsecs", "x" * 5000, "\x1b[31m"]
+)
+def test_amounts_of_memory_that_are_none(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"hardware\.memory: ") as caught:
+        probing.parse_memory(text)
+    assert len(str(caught.value)) < 250
+    assert "\x1b" not in str(caught.value)
+
+
+def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
+    from preheat.engine.device import resolve_device
+    from preheat.recipe import parse
+
+    with pytest.raises(RecipeError, match=r"hardware.threads: 4,096 are too many"):
+        resolve_device(parse("hardware: {threads: 4096}\nstop: {steps: 1}"))
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB"
+            ),
+            True,
+        ),
+        (
+            torch.OutOfMemoryError(
+                "HIP out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 64 GiB"
+            ),
+            True,
+        ),
+        (
+            torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+            True,
+        ),
+        (torch.AcceleratorError("HIP error: out of memory"), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"), False),
+        (RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN Frontend error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), False),
+        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"), True),
+        (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"), True),
+        (
+            torch.distributed.DistBackendError(
+                "NCCL error in: ../ProcessGroupNCCL.cpp:1970, unhandled cuda error (run with NCCL_DEBUG=INFO for details), "
+                "NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+            ),
+            True,
+        ),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1"), False),
+        (ValueError("out of memory"), False),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_says_that_a_gpu_is_out_of_memory(error: Exception, lacks: bool) -> None:
+    assert is_oom(error) == lacks
+    assert asked_bytes(str(error)) == (20 << 20 if "Tried" in str(error) else None)
+
+
+def test_a_gpu_s_times_are_its_own_and_not_those_of_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the first GPU waiting took the host 0.6 ms; timed by the host's clock a launch of 9 microseconds became 185."""
+    wall = device = 0.0
+
+    def wait() -> None:
+        nonlocal wall
+        wall += 6e-4
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            self.at = -1.0
+
+        def record(self) -> None:
+            self.at = device
+
+        def synchronize(self) -> None:
+            wait()
+
+        def elapsed_time(self, end: "Event") -> float:
+            return (end.at - self.at) * 1e3
+
+    def call() -> None:
+        nonlocal wall, device
+        wall, device = wall + 9e-6, device + 9e-6
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr("preheat.hardware.timing.time.perf_counter", lambda: wall)
+    assert Stopwatch(cuda=True)(call) == pytest.approx(9e-6)
+    assert Stopwatch(cuda=False)(call) == pytest.approx(9e-6)
+
+
+def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    large, small = (grid_of(Device("cuda", "a GPU", memory << 30)) for memory in (80, 12))
+    assert (4096, 14336) in large.layers
+    assert max(large.rows) == 16384
+    assert {head_dim for *_, head_dim in large.attention} == {128}
+    assert small.layers == GPU.layers
+    assert (
+        10 * 4 * max(small.elements) < 12 << 30 > 5 * small.most
+    )  # ten tensors in fp32; a product's, and results that are kept
+    assert grid_of(Device("cpu", "a processor", 80 << 30)) == FULL
+    speeds = _host_link(Stopwatch(cuda=False), torch.zeros(2**16))
+    assert min(speeds) > 0
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    gpu = made_up(near=None, to_host=2e10, to_device=3e10)
+    path = gpu.store()
+    assert load("made up", "2.13.0", 2) == gpu
+    stored = json.loads(path.read_text())
+    assert stored["format"] == 10
+    path.write_text(json.dumps(stored | {"to_host": -1}))
+    assert load("made up", "2.13.0", 2) is None
+    path.write_text(json.dumps(stored | {"format": 7}))  # measured at a CPU's sizes
+    assert load("made up", "2.13.0", 2) is None
+    made_up().store()
+    assert json.loads(path.read_text())["format"] == 7
+    assert "to_host" not in path.read_text()  # a CPU's file is what it was
+    assert load("made up", "2.13.0", 2) == made_up()
+
+
+def test_tf32_is_measured_of_products_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A CPU stands for the GPU, whose switch is on meanwhile and off behind."""
+    from preheat.hardware import benchmark_rates as calibrating
+    from preheat.planning.dispatch_recorder import Kernel
+    from preheat.planning.speed.step_time import kernel_seconds
+
+    products: Any = torch.backends.cuda.matmul
+    before, seen = products.fp32_precision, []
+    measure = calibrating._matrix
+
+    def matrix(*args: Any) -> Any:
+        seen.append((args[2], products.fp32_precision == "tf32"))
+        return measure(*args)
+
+    monkeypatch.setattr(calibrating, "_matrix", matrix)
+    monkeypatch.setattr(calibrating, "has_tf32", lambda device: True)
+    monkeypatch.setattr(calibrating, "_moved", lambda *args: [])
+    monkeypatch.setattr(calibrating, "_attention", lambda *args: [])
+    found = calibrate(Device("cpu", "here", 2**30), 1, grid=SMALL)
+    assert seen == [("bf16", False), ("fp32", False), ("tf32", True)]
+    assert products.fp32_precision == before
+    rows = {(r.layout, r.n, r.k, r.m) for r in found.matrix if r.dtype == "tf32"}
+    assert rows == {(r.layout, r.n, r.k, r.m) for r in found.matrix if r.dtype == "fp32"}
+    assert found.peak_matrix_rate["tf32"] >= max(r.flops for r in found.matrix if r.dtype == "tf32")
+
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    plain = made_up(near=None, to_host=2e10, to_device=3e10)
+    ten = tuple(dataclasses.replace(row, dtype="tf32", flops=10 * row.flops) for row in plain.matrix)
+    gpu = dataclasses.replace(plain, matrix=plain.matrix + ten, peak_matrix_rate={"fp32": 2e11, "tf32": 2e12})
+    gpu.store()
+    assert load("made up", "2.13.0", 2) == gpu
+    kernel = Kernel("mm", "fp32", 2 * 100**3, 0, 0, ((100, 100), (100, 100)), (False, True))
+    in_tf32 = dataclasses.replace(kernel, dtype="tf32")
+    assert kernel_seconds(kernel, gpu) == pytest.approx(10 * kernel_seconds(in_tf32, gpu))
+    assert kernel_seconds(in_tf32, plain) == kernel_seconds(kernel, plain)  # never measured: as if it were fp32
+    dataclasses.replace(gpu, matrix=plain.matrix).store()
+    assert load("made up", "2.13.0", 2) is None

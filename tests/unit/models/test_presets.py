@@ -1,0 +1,222 @@
+"""Presets are the published models: their parameters by count, planned at their real size without a download."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from preheat import recipe as recipes
+from preheat.core import Device
+from preheat.engine.builder import build
+from preheat.errors import RecipeError
+from preheat.models import configs, hf
+from preheat.models.presets import PRESETS, needs, on_hub, require_weights
+from preheat.planning.dry_run import Observation, observe
+from preheat.recipe import Recipe, parse
+
+from ...conftest import DEVICE
+
+GIB = 2**30
+GPU = Device("cuda", "a GPU of 24 GiB", 24 * GIB, (8, 9))
+QLORA = "{nf4: {}, lora: {}, mixed_precision: {mode: bf16}, activation_checkpointing: {}, efficient_attention: {}, chunked_loss: {}}"
+LORA = "{lora: {}, mixed_precision: {mode: bf16}, efficient_attention: {}, chunked_loss: {}}"
+ALL = os.environ.get("PREHEAT_PRESETS") == "all"
+FITTING = [
+    n
+    for n, p in PRESETS.items()
+    if p.parameters < 10e9 and p.config["model_type"] in ("gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+]
+WHOLE = FITTING if ALL else ["llama-3.2-1b"]
+"""Dry-run with all their layers, about a second each; PREHEAT_PRESETS=all (`make test-presets`) takes every one that fits."""
+
+
+def _recipe(name: str, techniques: str = QLORA, model: str = "", length: int = 2048) -> Recipe:
+    return parse(
+        f"model: {{preset: {name}{model}}}\nbatch: {{size: 2, length: {length}}}\nstop: {{steps: 1}}\ntechniques: {techniques}"
+    )
+
+
+TRAINED = [
+    name for name in PRESETS if PRESETS[name].config["model_type"] not in (*hf.REFUSED, "phi")
+]  # phi's head has a bias
+FEW = [
+    name
+    for name in ("gemma-2-2b", "gemma-3-1b", "gpt2", "llama-3.2-1b", "phi-4-mini", "pythia-70m", "qwen2.5-0.5b")
+    if not ALL
+]
+"""One of a family; with PREHEAT_PRESETS=all every preset is dry-run."""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    config = configs.preset_config(name)
+    reads = "vision_config" in PRESETS[name].config
+    with torch.device("meta"):
+        factory = transformers.AutoModelForImageTextToText if reads else transformers.AutoModelForCausalLM
+        model: Any = factory.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) == PRESETS[name].parameters
+    said = needs(PRESETS[name])
+    found = dict(model.named_parameters())
+    biased = any(re.search(r"(q_proj|c_attn|query_key_value)\.bias$", n) for n in found)
+    assert (said["attention biases"] != "none") == biased
+    assert (said["q and k norms"] != "none") == any("q_norm" in n for n in found)
+    assert (said["head"] == "tied to the embedding") == (
+        model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    )
+    together = any(re.search(r"qkv_proj|c_attn|query_key_value", n) for n in found)
+    assert (said["projections"] != "each its own") == together
+    assert (said["images"] != "not read") == reads
+    assert (said["experts"] != "none") == any("experts" in n for n in found)
+    if name in TRAINED:
+        built: Any = hf.build_on_meta(configs.preset_config(name))
+        assert (said["soft caps"] != "none") == (hf.softcap(built) is not None)
+        window = hf.facts(built.config).window
+        assert (said["sliding window"] != "none") == bool(window and window < built.config.max_position_embeddings)
+
+
+def test_a_model_is_found_by_its_name_on_the_hub_in_any_case() -> None:
+    assert on_hub("qwen/qwen3-8b") == ("qwen3-8b", "Qwen/Qwen3-8B")
+    assert on_hub("Meta-Llama-3.1-8B-Instruct") == ("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct")
+    with pytest.raises(RecipeError, match="did you mean Qwen/Qwen3-8B"):
+        on_hub("Qwen/Qwen3-9B")
+
+
+@pytest.mark.parametrize("name", ["bloom-560m", "deepseek-v2-lite"])
+def test_what_the_adapter_cannot_train_says_why(name: str) -> None:
+    with pytest.raises(RecipeError, match=r"cannot be trained here; preheat plan --inference"):
+        hf.configure(_recipe(name))
+
+
+def _peak(seen: Observation) -> float:
+    return max(seen.peak.values()) / GIB
+
+
+@pytest.mark.parametrize("name", FEW or TRAINED)
+def test_a_preset_is_dry_run_with_a_few_layers(name: str) -> None:
+    config = configs.preset_config(name)
+    recipe = _recipe(name, LORA, ", config: {num_hidden_layers: 2}", 1024)
+    seen = observe(recipe, vocabulary=None, device=GPU)
+    if config.model_type not in ("gpt2", "gpt_neox", "mixtral", "qwen3_moe"):
+        # Each adapter is rank times (rows + columns) of its map: the published shapes.
+        assert seen.trained == _adapters(config, 2)
+    assert seen.slots["attention_kernel"] == "efficient_attention"
+    kernel = seen.changes["efficient_attention"][0].kernel
+    assert kernel == ("flex" if name.startswith("gemma-2") else "flash")  # capped scores
+
+
+def _adapters(config: Any, layers: int, rank: int = 16) -> int:
+    width, inner = config.hidden_size, config.intermediate_size
+    head = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    q, kv = head * config.num_attention_heads, head * config.num_key_value_heads
+    maps = [(width, q), (width, kv), (width, kv), (q, width), (width, inner), (width, inner), (inner, width)]
+    if config.model_type == "phi3":
+        maps = [(width, q + 2 * kv), (q, width), (width, 2 * inner), (inner, width)]
+    return layers * rank * sum(a + b for a, b in maps)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_preset_at_its_real_size_fits_a_gpu_of_24_gib(name: str) -> None:
+    seen = observe(_recipe(name), vocabulary=None, device=GPU)
+    assert seen.trained == _adapters(configs.preset_config(name), configs.preset_config(name).num_hidden_layers)
+    assert _peak(seen) < 24
+    # The base stands in 4 bits but for embedding, head and norms.
+    assert (
+        seen.categories["update"]["parameters"] / GIB
+        < 0.55 * PRESETS[name].parameters / GIB + 4 * _kept(name) / GIB + 0.5
+    )
+
+
+def _kept(name: str) -> int:
+    config = configs.preset_config(name)
+    return config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+
+
+def test_a_preset_is_planned_but_not_trained_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"qwen2.5-0.5b is a configuration without weights.*path: Qwen/Qwen2.5-0.5B"):
+        build(_recipe("qwen2.5-0.5b"), vocabulary=None, device=DEVICE)
+    require_weights(_recipe("qwen2.5-0.5b", model=", weights: random"))
+    small = ", weights: random, config: {num_hidden_layers: 1, hidden_size: 64, intermediate_size: 64, vocab_size: 512}"
+    made = build(_recipe("qwen2.5-0.5b", "{}", small, 64), vocabulary=None, device=DEVICE)
+    assert made.model.heads == 14
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("{preset: qwen2.5-05b}", "did you mean 'qwen2.5-0.5b'"),
+        ("{preset: GPT-5}", "none that preheat knows"),
+        ("{preset: qwen2.5-0.5b, layers: 2}", "brings its sizes; remove layers"),
+        ("{preset: qwen2.5-0.5b, size: 15M}", "brings its sizes; remove size"),
+        ("{preset: qwen2.5-0.5b, config: {num_layers: 2}}", "has no such setting"),
+    ],
+)
+def test_a_preset_that_cannot_be_is_refused(model: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        hf.configure(parse(f"model: {model}\nbatch: {{length: 64}}\nstop: {{steps: 1}}"))
+
+
+def test_a_folder_beside_a_preset_must_be_that_model(tmp_path: Path) -> None:
+    config = configs.preset_config("phi-3.5-mini")
+    values = config.to_dict() | {
+        "eos_token_id": 32007,
+        "max_position_embeddings": 4096,
+    }  # as an instruct sibling may differ
+    values["rope_parameters"] = {
+        **values["rope_parameters"],
+        "long_factor": [1.0800000429153442, *values["rope_parameters"]["long_factor"][1:]],  # as the hub's file has it
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    recipe = _recipe("phi-3.5-mini", model=f", path: {tmp_path}")
+    assert hf.configure(recipe).eos_token_id == 32007
+    (tmp_path / "config.json").write_text(json.dumps(values | {"intermediate_size": 8193}))
+    with pytest.raises(
+        RecipeError, match=r"phi-3.5-mini has intermediate_size 8192, but .* has 8193; remove the preset"
+    ):
+        hf.configure(recipe)
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"is a phi3, but .* holds a llama"):
+        hf.configure(recipe)
+
+
+def test_a_model_of_images_and_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    transformers.Gemma3Config().save_pretrained(tmp_path)
+    with pytest.raises(
+        RecipeError, match=r"gemma3 is several models in one \(gemma3_text is its text part\)"
+    ) as caught:
+        hf.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{length: 64}}\nstop: {{steps: 1}}"))
+    assert "\n" not in str(caught.value)
+
+
+BUILT_IN = sorted(p.stem for p in (Path(recipes.__file__).parents[1] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [*((name, DEVICE) for name in BUILT_IN if name != "demo"), ("limited-hardware", GPU), ("fine-tune", GPU)],
+    ids=lambda value: value.kind if isinstance(value, Device) else value,
+)
+def test_a_built_in_recipe_is_dry_run_with_its_preset(name: str, device: Device) -> None:
+    rows = 4 if name == "multi-gpu" else 2  # which two devices share out
+    few = ["model.config={num_hidden_layers: 1}", f"batch.size={rows}", "techniques.gradient_accumulation.steps=2"]
+    recipe = recipes.load(name, few)
+    assert recipe.name == name
+    assert recipe.model.preset in PRESETS
+    seen = observe(recipe, vocabulary=None, device=device, world=2 if name == "multi-gpu" else 1)
+    assert seen.trained == seen.parameters if name == "long-sequences" else seen.trained < seen.parameters / 10
+    if name == "multi-gpu":  # the bits of the base are shared out, and so are the adapters
+        layer, embedding = 1536 * (1536 * 2 + 256 * 2 + 8960 * 3), 151936 * 1536
+        wanted = (0.516 * layer + 2 * embedding + 4 * seen.trained) / 2
+        assert seen.categories["update"]["parameters"] == pytest.approx(wanted, rel=0.02)
+    if name == "fine-tune":  # the frozen base, adapters aside, in fp32 on a CPU and in bf16 on a GPU
+        base = seen.categories["update"]["parameters"] - 4 * seen.trained
+        assert base == pytest.approx((seen.parameters - seen.trained) * (2 if device is GPU else 4), rel=0.001)
+    if name == "limited-hardware":  # one recipe for both kinds of device, and the run says which it was
+        said = seen.changes["optimizer_offload"][0].what
+        assert said.startswith("nothing to move" if device is DEVICE else "AdamW of")

@@ -1,0 +1,413 @@
+"""Qwen3-VL and its mixture of experts: rows with images against transformers' own processor and forward pass, packed and not; bad rows."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from preheat.core import Batch, Build, Device, MaskSpec
+from preheat.data.loader import collate
+from preheat.data.vision_inputs import mrope_positions
+from preheat.engine.builder import build
+from preheat.engine.step import gradients, update
+from preheat.errors import DataError, RecipeError
+from preheat.planning.dry_run import observe
+from preheat.planning.layer_extrapolation import observe_few
+from preheat.recipe import Recipe, parse
+from preheat.training.image_counts import with_images
+from preheat.training.session import data_of
+
+from ...conftest import DEVICE, difference
+from ...contract.waits import waits_of
+from ..seeing import draw, questions, tiny_folder, written
+
+FAMILIES = ["qwen3_vl", "qwen3_vl_moe"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: tiny_folder(tmp_path_factory.mktemp(name), experts=name.endswith("moe")) for name in FAMILIES}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
+
+
+def recipe_of(folder: Path, source: Path, techniques: str = "{}", length: int = 64, more: str = "") -> Recipe:
+    return parse(
+        f"model: {{path: {folder}}}\ndata: {{source: {source}, validation: 0, {more}}}\nbatch: {{size: 8, length: {length}}}\n"
+        f"optimizer: {{lr: 0.01, weight_decay: 0}}\nstop: {{steps: 4}}\ntechniques: {techniques}\n"
+    )
+
+
+def batches_of(recipe: Recipe) -> list[Batch]:
+    """Each packed row by itself."""
+    rows = data_of(recipe).train
+    return [collate([(n, rows.row(n))]) for n in range(len(rows))]  # type: ignore[union-attr, arg-type]
+
+
+def made(recipe: Recipe) -> Build:
+    return build(recipe, vocabulary=None, device=DEVICE)
+
+
+def taken(b: Build, batches: list[Batch]) -> tuple[float, dict[str, Any]]:
+    """The loss, the load-balancing term left out, and the gradients of all."""
+    b.optimizer.zero_grad()
+    loss = gradients(b, batches, 0.01)
+    return float(loss.total) / float(loss.weight), {n: p.grad.clone() for n, p in b.parameters() if p.grad is not None}
+
+
+def by_transformers(folder: Path, rows: list[dict[str, Any]], images: Path) -> Any:
+    """transformers' own processor, conversation by conversation, and its own loss over all their answers."""
+    import transformers
+    from PIL import Image
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    model.train()
+    total, count = torch.zeros(()), 0
+    for row in rows:
+        seen = processor(
+            images=[Image.open(images / name).convert("RGB") for name in row["images"]], return_tensors="pt"
+        )
+        counts = (seen["image_grid_thw"].prod(-1) // 4).tolist()
+        text = tokenizer.apply_chat_template(
+            [
+                {**m, "content": m["content"].replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")}
+                for m in row["messages"]
+            ],
+            tokenize=False,
+        )
+        for n in counts:
+            text = text.replace("<|image_pad|>", "<|placeholder|>" * n, 1)
+        text = text.replace("<|placeholder|>", "<|image_pad|>").rstrip("\n")
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        begins = text.index("<|im_start|>assistant\n") + len("<|im_start|>assistant\n")
+        prompt = len(tokenizer(text[:begins], add_special_tokens=False)["input_ids"])
+        labels = ids.clone()
+        labels[:, :prompt] = -100
+        kinds = (ids == model.config.image_token_id).int()
+        out = model(input_ids=ids, mm_token_type_ids=kinds, **seen)
+        logits = out.logits[:, :-1].flatten(0, 1)
+        total = total + torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        count += int((labels[:, 1:] != -100).sum())
+    (total / count).backward()
+    return float(total.detach() / count), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_give_the_loss_and_gradients_of_transformers(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    rows = questions(tmp_path)
+    rows[0]["messages"][0]["content"] = "One <image>and two <image>: what colours?"
+    rows[0]["images"] = ["red.png", "blue.png"]
+    source = written(tmp_path, rows)
+    plain = "model: {config: {router_aux_loss_coef: 0}}" if family.endswith("moe") else ""
+    loss, wanted = by_transformers(folders[family], rows, tmp_path)
+    for length in (64, 160):  # about a conversation in a row, and several
+        recipe = recipe_of(folders[family], source, length=length)
+        if plain:
+            from preheat import recipe as recipes
+
+            recipe = recipes.override(recipe, "model.config={router_aux_loss_coef: 0}")
+        batches = batches_of(recipe)
+        assert len(batches) < 8 if length == 160 else len(batches) > 4
+        found, grads = taken(made(recipe), batches)
+        assert found == pytest.approx(loss, abs=2e-6)
+        assert difference(grads, wanted) < 2e-5
+    b = made(recipe)  # all rows as one micro-batch
+    whole = data_of(recipe).train
+    found, grads = taken(b, [collate([(n, whole.row(n)) for n in range(len(whole))])])  # type: ignore[union-attr, arg-type]
+    assert found == pytest.approx(loss, abs=2e-6)
+    assert difference(grads, wanted) < 2e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_step_waits_for_the_device(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe = recipe_of(folders[family], written(tmp_path, questions(tmp_path)))
+    assert waits_of(made(recipe), batches_of(recipe)[:2]) == []
+
+
+def test_positions_are_those_of_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
+    import transformers
+
+    rows = questions(tmp_path)
+    rows[3]["messages"][0]["content"] = "<image><image>Which?<image>"
+    rows[3]["images"] = ["yellow.png", "white.png", "grey.png"]
+    table = data_of(recipe_of(folders["qwen3_vl"], written(tmp_path, rows), length=160)).train.tokens  # type: ignore[union-attr]
+    config = transformers.AutoConfig.from_pretrained(folders["qwen3_vl"])
+    with torch.device("meta"):
+        model: Any = transformers.Qwen3VLModel(config)
+    for n, (start, end) in enumerate(itertools.pairwise([0, *table.ends])):
+        ids, images = np.asarray(table.ids[start:end]).astype(np.int64), table.images.within(n)  # type: ignore[union-attr]
+        found = mrope_positions(ids, images, table.images.eye.vision)  # type: ignore[union-attr]
+        grids = torch.tensor([(1, i.rows, i.columns) for i in images])
+        kinds = torch.from_numpy(ids == config.image_token_id).int()[None]
+        wanted, _ = model.get_rope_index(torch.from_numpy(ids)[None], kinds, image_grid_thw=grids)
+        assert torch.equal(torch.from_numpy(found).T[:, None], wanted)
+
+
+def test_a_batch_without_images_is_text_and_its_blank_image_counts_for_nothing(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    text = [{"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]}]
+    recipe = recipe_of(folders["qwen3_vl"], written(tmp_path, text))
+    (batch,) = batches_of(recipe)
+    assert batch.images is not None
+    assert len(batch.images.places) == 0
+    loss, grads = taken(made(recipe), [batch])
+    tower = {n: g for n, g in grads.items() if ".visual." in n}
+    assert tower  # every device has gradients of the same weights
+    assert not any(g.any() for g in tower.values())
+    plain = replace(batch, images=None, positions=batch.positions[..., 0])
+    again, other = taken(made(recipe), [plain])
+    assert again == pytest.approx(loss, abs=1e-6)
+    assert difference({n: g for n, g in grads.items() if n not in tower}, other) < 1e-5
+
+
+TECHNIQUES = (
+    "{efficient_attention: {}, chunked_loss: {rows: 16}, activation_checkpointing: {}, gradient_accumulation: {}}"
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_techniques_change_no_gradient(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    source = written(tmp_path, questions(tmp_path))
+    plain, changed = (recipe_of(folders[family], source, t) for t in ("{}", TECHNIQUES))
+    batches = batches_of(plain)
+    loss, wanted = taken(made(plain), batches)
+    found, grads = taken(made(changed), batches)
+    assert found == pytest.approx(loss, abs=2e-6)
+    assert difference(grads, wanted) < 2e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_thirty_steps_learn_eight_pairs(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe = recipe_of(folders[family], written(tmp_path, questions(tmp_path)), "{efficient_attention: {}}", length=160)
+    whole = data_of(recipe).train
+    batch = collate([(n, whole.row(n)) for n in range(len(whole))])  # type: ignore[union-attr, arg-type]
+    b = made(recipe)
+    losses = []
+    for _ in range(30):
+        losses.append(taken(b, [batch])[0])
+        update(b, 0.01)
+    assert losses[-1] < 0.05 < 1 < losses[0]
+    blind = collate([(n, whole.row(n)) for n in range(len(whole))])  # type: ignore[union-attr, arg-type]
+    assert blind.images is not None
+    blind.images.patches.zero_()
+    assert taken(b, [blind])[0] > 20 * losses[-1]  # it is the images that tell the colours
+
+
+@pytest.mark.parametrize(
+    ("techniques", "trained", "adapters"),
+    [
+        ("{vision_tower: {}}", set(), False),
+        ("{vision_tower: {train: projectors}}", {"merger", "deepstack_merger_list"}, False),
+        (
+            "{vision_tower: {train: all}, lora: {rank: 2}}",
+            {"merger", "deepstack_merger_list", "blocks", "patch_embed", "pos_embed"},
+            False,
+        ),
+        ("{vision_tower: {}, lora: {rank: 2}}", set(), False),
+        ("{vision_tower: {}, peft_adapter: {method: loha, settings: {r: 2}}}", set(), False),
+        ("{lora: {rank: 2}}", {"merger", "deepstack_merger_list", "blocks"}, True),
+    ],
+)
+def test_what_of_the_tower_is_trained(
+    techniques: str, trained: set[str], adapters: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = recipe_of(folders["qwen3_vl"], written(tmp_path, questions(tmp_path)), techniques)
+    b = made(recipe)
+    of_tower = [name.partition("visual.")[2] for name, _ in b.parameters() if "visual." in name]
+    assert {name.partition(".")[0] for name in of_tower} == trained
+    assert any("lora" in name for name in of_tower) == adapters
+    assert any("language_model" in name for name, _ in b.parameters())
+    _, grads = taken(b, batches_of(recipe)[:1])
+    assert grads.keys() == {name for name, _ in b.parameters()}
+
+
+USER = {"role": "user", "content": "<image>What?"}
+ANSWER = {"role": "assistant", "content": "This."}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [USER, ANSWER], "images": ["none.png"]}, r"none.png: no such file"),
+        ({"messages": [USER, ANSWER], "images": ["torn.png"]}, r"torn.png: is corrupt or no image"),
+        ({"messages": [USER, ANSWER], "images": ["text.png"]}, r"text.png: is corrupt or no image"),
+        (
+            {"messages": [USER, ANSWER], "images": ["long.png"]},
+            r"long.png has 402 x 2 pixels.*no side 200 times the other",
+        ),
+        ({"messages": [USER, ANSWER], "images": ["huge.png"]}, r"huge.png: has more than the 89,478,485 pixels"),
+        ({"messages": [USER, ANSWER], "images": ["red.png", "red.png"]}, r"has 2 images and 1 place for one"),
+        ({"messages": [USER, ANSWER], "images": []}, r"has 0 images and 1 place for one"),
+        ({"messages": [USER, ANSWER], "images": [7]}, r"an image is a number, not the path of a file"),
+        ({"messages": [USER, ANSWER], "images": ["https://example.org/a.png"]}, r"is no file; download it"),
+        (
+            {
+                "messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "<image>"}],
+                "images": ["red.png"],
+            },
+            r"message 2, of the assistant, has an image",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "<image><|image_pad|>?"}, ANSWER], "images": ["red.png"]},
+            r"message 1 holds <\|image_pad\|> in its text",
+        ),
+    ],
+)
+def test_a_bad_row_is_named(row: dict[str, Any], words: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = questions(tmp_path)
+    whole = (tmp_path / "red.png").read_bytes()
+    (tmp_path / "torn.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.png").write_text("no image")
+    draw(tmp_path, "long.png", (1, 2, 3), (402, 2))
+    if "huge" in words:
+        from PIL import Image
+
+        Image.new("1", (10_000, 9_000)).save(tmp_path / "huge.png")
+    source = written(tmp_path, [*rows, row])
+    with pytest.raises(DataError, match=words) as caught:
+        data_of(recipe_of(folders["qwen3_vl"], source))
+    assert "row 9" in str(caught.value) or ":9" in str(caught.value) or "line 9" in str(caught.value)
+    kept = data_of(recipe_of(folders["qwen3_vl"], source, more="preflight: {images: warn, special_tokens: warn}"))
+    assert kept.counts["dropped"] == {"images": 1}
+
+
+def test_layouts_with_parts_and_of_llava_are_the_same_rows(folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = questions(tmp_path)
+    parts = [
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "image": row["images"][0]},
+                        {"type": "text", "text": "What colour is it?"},
+                    ],
+                },
+                {"role": "assistant", "content": [{"type": "text", "text": row["messages"][1]["content"]}]},
+            ]
+        }
+        for row in rows
+    ]
+    llava = [
+        {
+            "image": row["images"][0],
+            "conversations": [
+                {"from": "human", "value": "<image>What colour is it?"},
+                {"from": "gpt", "value": row["messages"][1]["content"]},
+            ],
+        }
+        for row in rows
+    ]
+    seen = []
+    for n, listed in enumerate((rows, parts, llava)):
+        tokens = data_of(recipe_of(folders["qwen3_vl"], written(tmp_path, listed, f"{n}.jsonl"))).train.tokens  # type: ignore[union-attr]
+        assert tokens.images is not None
+        seen.append((tokens.ids.tolist(), tokens.images.grids.tolist(), list(tokens.images.paths)))
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_rows_cut_no_image(folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = questions(tmp_path)
+    turns = [m for row in rows[:4] for m in row["messages"]]
+    long = {"messages": turns, "images": [row["images"][0] for row in rows[:4]]}
+    source = written(tmp_path, [long] * 2)
+    whole = data_of(recipe_of(folders["qwen3_vl"], source, length=256, more="preflight: {truncated: warn}")).train
+    size = int(whole.tokens.ends[0])  # type: ignore[union-attr]
+    for length in range(40, size, 3):
+        train = data_of(
+            recipe_of(folders["qwen3_vl"], source, length=length, more="preflight: {truncated: warn}")
+        ).train
+        batch = collate([(0, train.row(0))])  # type: ignore[union-attr, arg-type]
+        assert batch.images is not None
+        assert sum(batch.images.sizes) == 4 * len(batch.images.places) > 0
+
+
+def test_an_image_that_changed_since_is_told(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe = recipe_of(folders["qwen3_vl"], written(tmp_path, questions(tmp_path)))
+    train = data_of(recipe).train
+    draw(tmp_path, "red.png", (1, 2, 3), (48, 16))
+    with pytest.raises(DataError, match=r"red.png: has another size than when the data was read"):
+        collate([(n, train.row(n)) for n in range(len(train))])  # type: ignore[union-attr, arg-type]
+
+
+def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path, data_folder: Path) -> None:
+    source = written(tmp_path, questions(tmp_path))
+    for techniques, words in (
+        ("{length_curriculum: {}}", "would cut the images"),
+        ("{rope_scaling: {}}", "scales positions of text alone"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            made(recipe_of(folders["qwen3_vl"], source, techniques))
+    text = recipe_of(data_folder / "stories260K-hf", source, more="template: alpaca")
+    with pytest.raises(DataError, match="has images, and the model reads text alone"):
+        data_of(text)
+    with pytest.raises(RecipeError, match="llama has no vision tower"):
+        made(recipe_of(data_folder / "stories260K-hf", source, "{vision_tower: {}}"))
+    with pytest.raises(DataError, match="packing: stream cuts examples"):
+        data_of(recipe_of(folders["qwen3_vl"], source, more="packing: stream"))
+
+
+GPU = Device("cuda", "a GPU of 24 GiB", 24 << 30, (8, 9))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = questions(tmp_path)
+    for row in rows:
+        draw(tmp_path, row["images"][0], (9, 9, 9), (32, 32))  # all alike: a row's worth is the fullest row's
+    recipe = recipe_of(folders[family], written(tmp_path, rows), length=48)
+    data = data_of(recipe)
+    counted = with_images(recipe, data)
+    assert (counted.data.images, counted.data.image_pixels) == (1, 32 * 32)
+    batch = collate([(n, data.train.row(n)) for n in range(8)])  # type: ignore[union-attr]
+    with FlopCounterMode(display=False) as counter:
+        b = made(recipe)
+        gradients(b, [replace(batch, mask=MaskSpec(documents=((48,),) * 8))], 0.01)
+    seen = observe(counted, vocabulary=None, device=DEVICE)
+    assert seen.model_flops == counter.get_total_flops()
+    without = replace(counted, data=replace(counted.data, images=0.0))
+    assert observe(without, vocabulary=None, device=DEVICE).model_flops < 0.95 * seen.model_flops
+
+
+def test_many_layers_are_planned_by_few(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe = recipe_of(
+        folders["qwen3_vl"],
+        tmp_path,
+        "{mixed_precision: {mode: bf16}, efficient_attention: {}, activation_checkpointing: {}}",
+    )
+    deep = replace(recipe, model=replace(recipe.model, weights="random", config={"num_hidden_layers": 29}))
+    few, whole = (see(deep, vocabulary=None, device=GPU) for see in (observe_few, observe))
+    assert not few.log
+    assert few.peak == pytest.approx(whole.peak, rel=1e-3)
+    assert few.model_flops == whole.model_flops
+
+
+def test_published_folders_hold_experts_transposed(folders: dict[str, Path], tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    source = written(tmp_path, questions(tmp_path))
+    other = shutil.copytree(folders["qwen3_vl_moe"], tmp_path / "other")
+    values = load_file(other / "model.safetensors")
+    turned = {n: t.mT.contiguous() if ".mlp.experts." in n else t for n, t in values.items()}
+    assert {n for n, t in values.items() if t.shape != turned[n].shape}
+    save_file(turned, other / "model.safetensors", {"format": "pt"})
+    one, two = (dict(made(recipe_of(folder, source)).parameters()) for folder in (folders["qwen3_vl_moe"], other))
+    assert all(torch.equal(one[name], two[name]) for name in one)

@@ -1,0 +1,76 @@
+"""RMSNorm and the gated activation that keep their inputs alone, against plain formulas in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from preheat.engine.builder import build
+from preheat.ops import fused_norm_gate
+from preheat.ops.fused_norm_gate import gated_silu, rms_norm
+
+from ...conftest import DEVICE, difference, tiny, uneven
+
+
+def plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 50, 24), (7, 24), (2, 5, 3, 24)])
+def test_the_norm_and_its_gradients_are_the_formula_s(
+    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_norm_gate, "_CHUNK", 24 * 4)  # several pieces, the last one shorter
+    x, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    weight = torch.rand(24).add(0.5).to(dtype)
+    found = []
+    for function, exact in ((rms_norm, dtype), (plain_norm, torch.float64)):
+        a, w = x.detach().to(exact).requires_grad_(), weight.detach().to(exact).requires_grad_()
+        out = function(a, w, 1e-5)
+        out.backward(grad.to(exact))
+        found.append({"out": out.detach().double(), "x": a.grad.double(), "weight": w.grad.double()})  # type: ignore[union-attr]
+    assert difference(found[0], found[1]) < (1e-6 if dtype == torch.float32 else 6e-3)
+
+
+def test_the_gate_is_torch_s_bit_for_bit() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b, grad = (torch.randn(4, 33).to(dtype).requires_grad_() for _ in range(3))
+        ours, theirs = gated_silu(a, b), torch.nn.functional.silu(a) * b
+        assert torch.equal(ours, theirs)
+        for one, other in zip(
+            torch.autograd.grad(ours, (a, b), grad), torch.autograd.grad(theirs, (a, b), grad), strict=True
+        ):
+            assert torch.equal(one, other)
+
+
+def test_torch_may_transform_the_norm() -> None:
+    arguments = (torch.randn(2, 5, 8, requires_grad=True), torch.ones(8, requires_grad=True), 1e-5, torch.float32)
+    torch.library.opcheck(torch.ops.preheat.rms_norm.default, arguments)
+
+
+@pytest.mark.parametrize(("precision", "share"), [("fp32", 0.9), ("bf16", 0.8), ("bf16_pure", 0.85)])
+def test_less_is_kept_for_the_backward_pass(precision: str, share: float) -> None:
+    kept: dict[str, int] = {}
+    losses: dict[str, float] = {}
+    for more in ("", ", fused_operators: {}"):
+        made = build(
+            tiny(f"{{efficient_attention: {{}}, mixed_precision: {{mode: {precision}}}{more}}}"),
+            vocabulary=96,
+            device=DEVICE,
+        )
+        own = {p.untyped_storage().data_ptr() for _, p in made.parameters()}
+        sizes: dict[int, int] = {}
+
+        def pack(t: torch.Tensor, own: set[int] = own, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            if t.untyped_storage().data_ptr() not in own:
+                sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        from preheat.engine.step import forward
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            losses[more] = float(forward(made, uneven()).total.detach())
+        kept[more] = sum(sizes.values())
+    assert kept[", fused_operators: {}"] < share * kept[""]
+    assert losses[", fused_operators: {}"] == pytest.approx(losses[""], rel=1e-6 if precision == "fp32" else 1e-2)

@@ -1,0 +1,144 @@
+"""Chunked losses at a real size against the plain one: same gradients, an eighth of the memory."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from preheat.engine.builder import build
+from preheat.errors import RecipeError
+from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, torch_logits, whole_logits
+from preheat.planning.dry_run import Recorder
+
+from ...conftest import DEVICE, difference, tiny
+
+ROWS, PIECES, WIDTH = 2048, 32_000, 64
+
+
+@pytest.fixture(scope="module")
+def inputs() -> tuple[torch.Tensor, torch.nn.Linear, torch.Tensor]:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(WIDTH, PIECES, bias=False)
+    torch.nn.init.normal_(head.weight, std=0.3)
+    labels = torch.randint(PIECES, (1, ROWS))
+    labels[0, ::7] = -100
+    return torch.randn(1, ROWS, WIDTH), head, labels
+
+
+def _run(function: Any, inputs: Any) -> tuple[dict[str, torch.Tensor], int]:
+    """Loss and gradients, and bytes at the peak beyond those of the gradients: seen by the recorder over the real computation."""
+    hidden, head, labels = inputs
+    leaf = hidden.clone().requires_grad_()
+    head.weight.grad = None
+    recorder = Recorder(rounding=64)
+    with recorder:
+        loss = function(leaf, head, CrossEntropy(), labels)
+        (loss / ROWS).backward()
+    alive = peak = 0
+    for _, size, _ in recorder.log:
+        alive += size
+        peak = max(peak, alive)
+    grads = {"hidden": leaf.grad, "head": head.weight.grad}
+    return grads, peak - sum(g.nbytes for g in grads.values() if g is not None)
+
+
+def test_chunks_give_the_plain_gradients_in_an_eighth_of_its_memory(inputs: Any) -> None:
+    plain, much = _run(whole_logits, inputs)
+    ours, little = _run(chunked_logits, inputs)
+    assert difference(ours, plain) < 1e-6
+    assert much >= 2 * ROWS * PIECES * 4, "the plain loss holds the logits and their gradient: the recorder sees it"
+    assert little <= much / 8
+
+
+def test_the_heads_gradient_is_summed_in_fp32_some_rows_at_a_time(inputs: Any) -> None:
+    """Bit for bit what sums of whole products give, with no product of all 32,000 pieces: of bf16 and, cast by torch, of fp32 they would take 12 MiB."""
+    hidden, head, labels = inputs
+    whole = PIECES * WIDTH * 2  # of bf16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, beyond = _run(chunked_logits, inputs)
+    assert beyond < ROWS * WIDTH * 2 + 2 * whole + 512 * PIECES * 2 + whole, (
+        "hidden states, the weight and its gradient cast, a chunk's logits, and less than a product"
+    )
+    products: list[torch.Tensor] = []
+
+    class Seen(CrossEntropy):
+        def value_and_grad_(self, logits: torch.Tensor, *aligned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            found = super().value_and_grad_(logits, *aligned)
+            products.append(logits.detach().clone())
+            return found
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        chunked_logits(hidden.clone().requires_grad_(), head, Seen(), labels)
+    parts = hidden[0].bfloat16().split(512)
+    factor = (labels[0] != -100).bfloat16().split(512)
+    total = sum(torch.mm(g.t(), h * f[:, None]).float() for g, h, f in zip(products, parts, factor, strict=True))
+    assert torch.equal(ours["head"], total / ROWS)
+
+
+def test_on_cuda_products_add_to_the_heads_gradient_in_fp32(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product a chunk in a plan; and nearer to fp64 than products that are rounded to bf16 first, by a twin of what runs on CUDA alone."""
+    hidden, head, labels = inputs
+    loss = functools.partial(chunked_logits, rows=256, cuda=True)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        Recorder(512) as recorder,
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
+        fake = torch.nn.Linear(WIDTH, PIECES, bias=False)
+        loss(
+            torch.empty(1, ROWS, WIDTH, requires_grad=True),
+            fake,
+            CrossEntropy(),
+            torch.zeros(1, ROWS, dtype=torch.int64),
+        )
+    (product,) = ((k, count) for k, count in recorder.kernels.items() if k.operator == "addmm")
+    assert product == (replace(product[0], dtype="bf16", flops=2 * PIECES * 256 * WIDTH), ROWS // 256)
+
+    def add(total: Any, left: Any, right: Any, *, out_dtype: torch.dtype, beta: float, out: Any) -> None:
+        assert out is total
+        assert out_dtype == total.dtype == torch.float32
+        product = left.float() @ right.float()
+        total.copy_(total + product if beta else product)
+
+    monkeypatch.setattr(torch, "addmm", add)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, plain = (_run(f, inputs)[0]["head"] for f in (loss, functools.partial(chunked_logits, rows=256)))
+    exact = head.weight.detach().double().requires_grad_()
+    logits = functional.linear(hidden[0].bfloat16().double(), exact.bfloat16().double())
+    (truth,) = torch.autograd.grad(functional.cross_entropy(logits, labels[0], reduction="sum") / ROWS, exact)
+    errors = [float((g.double() - truth).norm() / truth.norm()) for g in (ours, plain)]
+    assert errors[0] < errors[1] < 0.01
+
+
+def test_torchs_own_kernel_agrees(inputs: Any) -> None:
+    hidden, head, labels = inputs
+    found = []
+    for function in (chunked_logits, torch_logits):
+        leaf = hidden[:, :256].clone().requires_grad_()
+        head.weight.grad = None
+        loss = function(leaf, head, CrossEntropy(), labels[:, :256], rows=100)
+        loss.backward()
+        found.append({"loss": loss.detach(), "hidden": leaf.grad, "head": head.weight.grad})
+    assert difference(found[1], found[0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("techniques", "words"),
+    [
+        ("{chunked_loss: {kernel: liger}}", "needs a CUDA device"),
+        ("{chunked_loss: {kernel: torch}, regularized_loss: {}}", "without what regularized_loss adds"),
+    ],
+)
+def test_a_kernel_that_cannot_serve_is_refused(techniques: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        build(tiny(techniques), vocabulary=96, device=DEVICE)
+
+
+def test_auto_says_whom_it_chose() -> None:
+    assert build(tiny("{chunked_loss: {}}"), vocabulary=96, device=DEVICE).changes["chunked_loss"][0].kernel == "ours"

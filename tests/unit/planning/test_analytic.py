@@ -1,0 +1,94 @@
+"""Closed forms against published claims, and against the dry run."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+
+import pytest
+
+from preheat.errors import RecipeError
+from preheat.models import configs
+from preheat.planning.analytic import cache_bytes, compute_optimal, parameters_of, serving, state_bytes
+from preheat.planning.dry_run import observe
+from preheat.recipe import override, parse
+
+from ...conftest import DEVICE, tiny
+
+GIB = 2**30
+BLOOM, NEOX, T5, LLAMA2 = 176_247_271_424, 20_554_567_680, 2_851_000_000, 6_738_415_616
+
+
+@pytest.fixture(scope="module")
+def claims() -> dict[str, float]:
+    """Published figures by id, in the unit that they are given in."""
+    beside = Path(__file__).parents[4] / "shared"
+    file = Path(os.environ.get("PREHEAT_DATA", beside / "data")).parent / "published" / "claims.csv"
+    if not file.exists():
+        pytest.skip("the published claims are not beside this clone (set PREHEAT_DATA)")
+    with file.open(encoding="utf-8") as rows:
+        return {
+            row["id"]: float(row["value"]) for row in csv.DictReader(rows) if row["value"].replace(".", "").isdigit()
+        }
+
+
+def test_states_are_those_that_are_published(claims: dict[str, float]) -> None:
+    assert state_bytes(BLOOM) / 1e12 == pytest.approx(2.82, abs=0.005)
+    assert state_bytes(BLOOM) / 1e12 == pytest.approx(claims["bloom-ft"], rel=0.03)  # "almost 3 TB"
+    assert state_bytes(BLOOM, gradients=0) / 2**40 == pytest.approx(claims["bloom-ckpt"], rel=0.03)
+    assert state_bytes(BLOOM, gradients=0, optimizer=0) / GIB == pytest.approx(claims["bloom-w"], rel=0.005)
+    assert state_bytes(NEOX, gradients=0, optimizer=0) / GIB == pytest.approx(claims["neox-slim"], rel=0.03)
+    # DeepSpeed counts fp32 gradients with the optimizer, and one layer's gathered weights with stage 3.
+    assert state_bytes(T5, optimizer=16, zero=1, devices=8) / GIB == pytest.approx(claims["ds-z2"], rel=0.005)
+    assert state_bytes(T5, optimizer=14, zero=3, devices=8) / GIB == pytest.approx(claims["ds-z3"], rel=0.03)
+
+
+def test_the_cache_is_that_which_is_published(claims: dict[str, float]) -> None:
+    import transformers
+
+    palm = transformers.LlamaConfig(hidden_size=48 * 128, num_attention_heads=48, num_hidden_layers=118)
+    assert cache_bytes(palm, 2048, rows=512) / 1e12 == pytest.approx(claims["kv-540b"], rel=0.02)
+
+
+def test_layers_with_windows_and_latent_attention_keep_less() -> None:
+    gemma, deepseek = configs.preset_config("gemma-3-1b"), configs.preset_config("deepseek-v3")
+    # 26 layers, every sixth of them full; one key-value head of 256.
+    assert cache_bytes(gemma, 8192) == (22 * 512 + 4 * 8192) * 2 * 256 * 2
+    assert cache_bytes(deepseek, 1000) == 61 * 1000 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize(
+    ("zero", "techniques"), [(0, "{data_parallel: {}}"), (1, "{data_parallel: {}, zero1: {}}"), (3, "{fsdp: {}}")]
+)
+def test_shares_of_states_are_what_the_dry_run_sees(zero: int, techniques: str) -> None:
+    wide = "model={family: llama, layers: 3, width: 128, heads: 4, vocabulary: 256}"
+    recipe = override(tiny(rows=4), wide, f"techniques={techniques}")
+    seen = observe(recipe, vocabulary=96, device=DEVICE, world=4)
+    whole = observe(override(recipe, "techniques={}"), vocabulary=96, device=DEVICE).parameters
+    at = seen.categories["update"]
+    wanted = state_bytes(whole, weights=4, gradients=0, optimizer=8, zero=zero, devices=4)  # type: ignore[arg-type]
+    assert at["parameters"] + at["optimizer"] == pytest.approx(wanted, rel=0.03)
+
+
+def test_serving_fills_what_weights_leave() -> None:
+    recipe = parse("model: {preset: llama-2-7b}\nstop: {steps: 1}")
+    config, parameters, ends = parameters_of(recipe)
+    assert (parameters, ends) == (LLAMA2, 2 * 32000 * 4096)
+    half, eighth, quarter = serving(config, parameters, ends, memory=24 * GIB, length=4096, bandwidth=1e12)
+    assert half.weights / 1e9 == pytest.approx(13.48, abs=0.01)
+    assert half.cache == 2 * GIB  # 32 layers, 32 heads of 128, keys and values in bf16: 512 KiB a token
+    assert half.rows == (24 * GIB - 2**29 - half.weights) // half.cache == 5
+    assert half.rows < eighth.rows < quarter.rows
+    assert serving(config, parameters, ends, memory=8 * GIB, length=4096)[0].rows == 0
+    assert half.tokens_per_second == pytest.approx(1e12 * 5 / (half.weights + 5 * half.cache))
+
+
+def test_a_budget_is_spent_as_in_the_paper() -> None:
+    for flops, size in ((1.92e19, 0.4e9), (1.23e22, 10e9), (5.76e23, 67e9)):  # table 3, approach 1
+        assert compute_optimal(flops)[0].parameters == pytest.approx(size, rel=0.05)
+    for o in compute_optimal(1e21):
+        assert 6 * o.parameters * o.tokens == pytest.approx(1e21)
+    for nonsense in (0, -1, 1e5, 1e40):
+        with pytest.raises(RecipeError, match="--compute-budget"):
+            compute_optimal(nonsense)

@@ -1,0 +1,172 @@
+"""The dry run's short cuts: results from memory, repeated turns counted, observations by several processes. None may change what is seen."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from preheat.core import Device
+from preheat.planning import dispatch_recorder, fake_tensor_cache, observation_cache, worker_pool
+from preheat.planning.dry_run import observe
+from preheat.recipe import override
+
+from ...conftest import DEVICE, tiny
+
+OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
+    "new": lambda t: t.t() @ t,
+    "broadcast": lambda t: t + torch.ones(6),
+    "integer keeps the type": lambda t: t.int() + 1,
+    "float changes it": lambda t: t.int() + 1.0,
+    "truth keeps it": lambda t: t.int() + True,
+    "view": lambda t: t.view(-1)[3:9],
+    "views": lambda t: t.split(2),
+    "unsafe view": lambda t: torch.ops.aten._unsafe_view(t, (6, 4)),
+    "strides": lambda t: t.t().expand(2, 6, 4).transpose(0, 2),
+    "a copy of strides": lambda t: torch.empty_like(t.t()),
+    "in place": lambda t: t.mul_(2),
+    "in place of a view": lambda t: t[1].add_(1),
+    "lists": lambda t: torch._foreach_mul([t, t[0]], 2.0),
+    "several": lambda t: torch.topk(t, 2),
+    "changes its shape": lambda t: t.clone().unsqueeze_(0),
+    "at random": lambda t: t.random_(generator=torch.Generator()),
+    "shape by value": lambda t: t.to(torch.complex64).abs(),
+    "written elsewhere": lambda t: torch.add(t, t, out=torch.empty(4, 6)),
+}
+
+
+class _Through(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, remembered: bool):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.remembered = remembered
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.remembered and "prim" not in str(func):
+            return fake_tensor_cache.call(func, args, kwargs, list(fake_tensor_cache.tensors((args, kwargs))))
+        return func(*args, **kwargs)
+
+
+def _described(name: str, remembered: bool) -> Any:
+    with FakeTensorMode(), _Through(remembered):
+        made = torch.empty(4, 6)
+        out = list(fake_tensor_cache.tensors(OPERATIONS[name](made)))
+        mine = made.untyped_storage()
+        return [
+            (t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad) if t is not made else "itself"
+            for t in out
+        ], [(s._cdata == mine._cdata, s.nbytes()) for s in (t.untyped_storage() for t in out)]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_is_remembered_is_what_torch_makes(name: str) -> None:
+    expected = _described(name, remembered=False)
+    assert [_described(name, remembered=True) for _ in range(3)] == [expected] * 3
+    assert expected
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        "{activation_checkpointing: {}, chunked_loss: {rows: 16}, mixed_precision: {mode: bf16_weights}, gradient_accumulation: {steps: 2}}",
+        "{lora: {rank: 4}, nf4: {}, efficient_attention: {}}",
+    ],
+)
+def test_a_dry_run_from_memory_sees_the_same(techniques: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_tensor_cache._made.clear()
+    seen = [observe(tiny(techniques), vocabulary=96, device=DEVICE) for _ in range(2)]
+    assert len(fake_tensor_cache._made) > 50
+    monkeypatch.setattr(dispatch_recorder, "call", lambda func, args, kwargs, inputs: func(*args, **kwargs))
+    slow = observe(tiny(techniques), vocabulary=96, device=DEVICE)
+    gc.collect()  # of the models that were observed, now or at any time before
+    for quick in seen:
+        assert (quick.kernels, quick.at, quick.log) == (slow.kernels, slow.at, slow.log)
+
+
+def test_no_process_is_copied_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("copied"))
+    assert worker_pool.processes() == 1
+    with worker_pool.worker_pool(observation_cache.observe_for_others, 2):
+        assert worker_pool.is_serial()
+        done: list[Any] = []
+        worker_pool.run_tasks([{"n": 1}, {"n": 2}], done.append)
+        assert len(done) == 2
+
+
+def test_what_fails_in_a_helper_is_told_and_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    here = os.getpid()
+
+    def broken(**_: Any) -> None:
+        assert os.getpid() == here, "not in a copy"
+
+    monkeypatch.setattr(observation_cache, "observe_cached", broken)
+    done: list[int] = []
+    with caplog.at_level("DEBUG", logger="preheat"), worker_pool.worker_pool(observation_cache.observe_for_others, 2):
+        worker_pool.run_tasks([{"n": n} for n in range(3)], lambda task: done.append(task["n"]))
+        assert worker_pool.is_serial(), "one that failed is asked no more"
+    assert sorted(done) == [0, 1, 2]
+    assert "AssertionError('not in a copy" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("techniques", "world"),
+    [
+        (
+            "{mixed_precision: {mode: bf16_weights}, efficient_attention: {}, activation_checkpointing: {}, chunked_loss: {}}",
+            1,
+        ),
+        (
+            "{mixed_precision: {}, efficient_attention: {}, compile: {}, activation_offload: {}, optimizer_offload: {}}",
+            1,
+        ),
+        (
+            "{lora: {}, nf4: {}, mixed_precision: {mode: bf16_weights}, efficient_attention: {}, fsdp: {offload: true}}",
+            2,
+        ),
+    ],
+)
+def test_a_dry_run_leaves_a_gpu_at_hand_alone(techniques: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fake tensors are on the CPU there, too, so that it sees what it sees where there is no GPU."""
+    recipe, gpu = override(tiny(techniques), "batch.size=4"), Device("cuda", "a GPU", 8 << 30, (9, 0), at_hand=False)
+    elsewhere = observe(recipe, vocabulary=96, device=gpu, world=world)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("the GPU was used"))
+    here = observe(recipe, vocabulary=96, device=gpu, world=world)
+    assert (here.kernels, here.at) == (elsewhere.kernels, elsewhere.at)
+
+
+def test_a_crew_observes_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    recipes = [override(tiny(), f"batch.size={rows}") for rows in (1, 2, 3, 4)]
+    how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE, "world": 1, "how": "step"}
+    with worker_pool.worker_pool(observation_cache.observe_for_others, 2):
+        [helper] = worker_pool._helpers
+        here: list[int] = []
+        tasks = [{"recipe": recipe, **how} for recipe in recipes]
+        worker_pool.run_tasks(tasks, lambda task: here.append(task["recipe"].batch.size))
+        assert len(here) < 4, "one process did all of it"
+        there = {1, 2, 3, 4} - set(here)
+        observation_cache.clear()
+        for rows in there:
+            assert observation_cache.is_cached(recipes[rows - 1], **how)
+            found = observation_cache.observe_cached(recipes[rows - 1], **how)
+            seen = observe(recipes[rows - 1], vocabulary=96, device=DEVICE, world=1, evaluated=False)
+            assert (found.kernels, found.peak, found.passing) == (seen.kernels, seen.peak, seen.passing)
+        os.kill(helper.process, signal.SIGSTOP)  # it hears nothing, and ends with what it was given
+        threading.Timer(1.0, os.kill, (helper.process, signal.SIGKILL)).start()
+        observation_cache.prefetch({"recipe": override(tiny(), f"batch.size={rows}"), **how} for rows in (5, 6))
+        assert observation_cache.is_cached(override(tiny(), "batch.size=6"), **how), "left undone when a process ended"
+    assert not worker_pool._helpers

@@ -1,0 +1,190 @@
+"""Cutting a model into stages: by cost, without changing what it computes; and what a pipeline refuses."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from preheat import recipe as recipes
+from preheat.core import Axis, Context, Tag, conflicts_of
+from preheat.engine.builder import build
+from preheat.errors import RecipeError
+from preheat.models import hf, pipeline_split
+from preheat.models.weights import WeightSource, materialize
+from preheat.ops.attention.sdpa import reference_attention
+from preheat.ops.distributed.pipelining import alike, ranks_of
+
+from ...conftest import DEVICE, split, tiny, uneven
+
+
+def test_no_other_cut_has_a_cheaper_dearest_stage() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        costs = [draw.randint(1, 9) for _ in range(draw.randint(2, 8))]
+        count, before, after = draw.randint(1, len(costs)), draw.randint(0, 9), draw.randint(0, 20)
+
+        def dearest(starts: tuple[int, ...], costs: list[int] = costs, before: int = before, after: int = after) -> int:
+            ends = (*starts[1:], len(costs))
+            found = [sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)]
+            found[0] += before
+            found[-1] += after
+            return max(found)
+
+        made = pipeline_split.balance(costs, count, before=before, after=after)
+        assert [n for cut in made for n in cut] == list(range(len(costs)))
+        cheapest = min(dearest((0, *inner)) for inner in itertools.combinations(range(1, len(costs)), count - 1))
+        assert dearest(tuple(cut.start for cut in made)) == cheapest
+    with pytest.raises(ValueError, match="use at most 2"):
+        pipeline_split.balance([1, 1], 3)
+
+
+def config(family: str, **more: Any) -> Any:
+    return hf.configure(
+        recipes.override(
+            tiny(family=family), "model.layers=4", *(f"model.config={{{k}: {v}}}" for k, v in more.items())
+        ),
+        96,
+    )
+
+
+def test_the_dry_run_counts_what_a_layer_and_the_head_cost() -> None:
+    length, width = 64, 32
+    made = config("llama")
+    seen = pipeline_split.observe(made, length)
+    matrices = 2 * width * width + 2 * width * (width // 2) + 3 * width * made.intermediate_size
+    keys = round(length - length * (length - 1) / (2 * length))  # a causal kernel reads half of them
+    assert seen.each == [2 * length * matrices + 4 * length * keys * width] * 4
+    assert (seen.before, seen.after) == (
+        0,
+        2 * length * width * 128 if made.vocab_size == 128 else 2 * length * width * made.vocab_size,
+    )
+    assert seen.entry == ["model.embed_tokens"]
+    assert sorted(seen.exit) == ["lm_head", "model.norm"]
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_stages_one_behind_the_other_are_the_model(family: str, tied: str, tmp_path: Path) -> None:
+    model = hf.build_on_meta(config(family, tie_word_embeddings=tied)).eval()
+    course = pipeline_split.observe(model.config, 32)
+    cuts = pipeline_split.balance(course.each, 3)
+    parts = [
+        pipeline_split.cut(hf.build_on_meta(model.config).eval(), course, cuts, n) for n in range(3)
+    ]  # a model for each device
+    names = [set(dict(part.named_parameters())) for part in parts]
+    assert set.union(*names) == set(dict(model.named_parameters()))
+    shared = set.union(*(a & b for a, b in itertools.combinations(names, 2)))
+    ends = {name for name, p in model.named_parameters() if p is hf.embedding(model).weight}
+    assert shared == (ends if tied == "true" else set())
+
+    twin = hf.build_on_meta(model.config).eval()
+    materialize(twin, torch.device("cpu"))
+    WeightSource().fill(twin, seed=3)
+    values = dict(twin.named_parameters())
+    twin.save_pretrained(tmp_path)
+    batch, hidden = uneven(), None
+    for part in parts:  # each draws for itself what the whole would have there
+        materialize(part, torch.device("cpu"))
+        WeightSource().fill(part, seed=3)
+        assert all(torch.equal(p, values[name]) for name, p in part.named_parameters())
+        for p in part.parameters():
+            p.data.zero_()
+        WeightSource(tmp_path).fill(part, seed=4)  # and reads it
+        assert all(torch.equal(p, values[name]) for name, p in part.named_parameters())
+        with torch.no_grad():
+            hidden = hf.hidden_states(part, batch.tokens, batch.positions, batch.mask, reference_attention, hidden)
+    with torch.no_grad():
+        whole = hf.hidden_states(twin, batch.tokens, batch.positions, batch.mask, reference_attention)
+        assert torch.equal(hidden, whole)
+        assert torch.equal(hf.logits(parts[-1], hidden), hf.logits(twin, whole))
+
+
+def test_a_model_that_works_between_its_modules_is_not_cut() -> None:
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 96,
+        "num_hidden_layers": 4,
+    }
+    with pytest.raises(ValueError, match="outside its modules"):  # its forward multiplies the embeddings
+        pipeline_split.observe(transformers.GraniteConfig(**sizes, embedding_multiplier=12.0), 32)
+
+
+def test_micro_batches_are_made_alike_with_rows_that_train_nothing() -> None:
+    whole = uneven(5)
+    made = alike(split(whole, [2, 2, 1]), 4)
+    assert {tuple(batch.tokens.shape) for batch in made} == {(2, 32)}
+    assert [batch.weight for batch in made] == [*(batch.weight for batch in split(whole, [2, 2, 1])), 0]
+    assert sum(int((batch.labels >= 0).sum()) for batch in made) == int((whole.labels >= 0).sum())
+    assert made[2].mask.documents == (whole.mask.documents[4],) * 2  # type: ignore[index]
+
+
+def test_a_v_comes_back_to_the_first_device() -> None:
+    assert ranks_of(6, 3, "zbv") == [0, 1, 2, 2, 1, 0]
+    assert ranks_of(6, 3, "interleaved") == [0, 1, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("techniques", "sets", "words"),
+    [
+        ("{pipeline_parallel: {}}", [], "micro_batches: 1 for 2 stages"),
+        ("{pipeline_parallel: {micro_batches: 8}}", [], "cannot be cut from 4 rows"),
+        ("{pipeline_parallel: {degree: 4, micro_batches: 4}}", [], "the model has 3 layers"),
+        ("{pipeline_parallel: {stages: 2, micro_batches: 4}}", ["model.layers=4"], "which takes 1"),
+        ("{pipeline_parallel: {schedule: interleaved, micro_batches: 3}}", ["model.layers=4"], None),
+        ("{pipeline_parallel: {micro_batches: 4}, gradient_accumulation: {steps: 4}}", [], "leave one out"),
+        ("{pipeline_parallel: {micro_batches: 4}, fsdp: {}}", ["batch.size=8"], "set fsdp.reduce: last"),
+        (
+            "{pipeline_parallel: {micro_batches: 4, schedule: zero_bubble}, fsdp: {reduce: last}}",
+            ["batch.size=8"],
+            "set fsdp.reshard: false",
+        ),
+        (
+            "{pipeline_parallel: {micro_batches: 4, schedule: zero_bubble}, chunked_loss: {}}",
+            [],
+            "that of chunked_loss allows one",
+        ),
+        (
+            "{pipeline_parallel: {micro_batches: 4, schedule: zero_bubble}, activation_checkpointing: {}}",
+            [],
+            "computed again",
+        ),
+        ("{pipeline_parallel: {micro_batches: 4, schedule: zbv}}", ["model.layers=3"], "are 4 stages"),
+        ("{pipeline_parallel: {micro_batches: 4}, classification: {}}", [], "whole-examples"),
+        (
+            "{pipeline_parallel: {micro_batches: 4}, optimizer_in_backward: {}}",
+            ["optimizer.clip=0"],
+            "owns the slot 'forward_backward'",
+        ),
+        (
+            "{pipeline_parallel: {micro_batches: 4, schedule: zbv}}",
+            ["model.layers=4", "model.config={tie_word_embeddings: true}"],
+            "tied embedding would stand twice",
+        ),
+        ("{pipeline_parallel: {micro_batches: 4}}", ["evaluate.tasks=[arc]"], "evaluate.tasks"),
+    ],
+)
+def test_what_does_not_serve_is_refused_with_the_reason(techniques: str, sets: list[str], words: str | None) -> None:
+    recipe = recipes.override(tiny(), f"techniques={techniques}", *sets)
+    tags = frozenset(tag for t in recipe.techniques.values() for tag in t.provided()) | {Tag.CPU}
+    sizes = dict.fromkeys(Axis, 1) | {Axis.PIPELINE: 2, Axis.SHARD: 2 if "fsdp" in techniques else 1}
+    found = conflicts_of(
+        recipe.techniques.values(), Context(recipe, hf.facts(hf.configure(recipe, 96)), DEVICE, tags, sizes)
+    )
+    if words is None:
+        assert not found
+    else:
+        assert any(words in problem.text for problem in found), found
+
+
+def test_one_device_is_no_pipeline() -> None:
+    with pytest.raises(RecipeError, match="does not multiply to 1 device"):
+        build(tiny("{pipeline_parallel: {micro_batches: 4}}"), vocabulary=96, device=DEVICE)
