@@ -231,12 +231,12 @@ def _clip(build: Build) -> Tensor:
     limit = build.recipe.optimizer.clip
     if limit > 0:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        if together:
-            for members in by_dtype(map(local, grads)):
+        for members in by_dtype(map(local, grads)):
+            if together and members[0].dtype == factor.dtype:  # of another dtype torch takes them one by one anyway
                 torch._foreach_mul_(members, factor)
-        else:
-            for g in grads:
-                local(g).mul_(factor)
+            else:
+                for g in members:
+                    g.mul_(factor)
     return norm
 
 

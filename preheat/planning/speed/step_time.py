@@ -26,6 +26,7 @@ _MOVERS = {
     "add_": "add_",
     "sub_": "add_",
     "mul_": "add_",
+    "_foreach_mul_": "add_",
     "div_": "add_",
     "bitwise_and_": "add_",
     "clamp": "copy",
@@ -48,6 +49,7 @@ _MOVERS = {
     "mean": "mean",
     "amax": "amax",
     "linalg_vector_norm": "norm",
+    "_foreach_norm": "norm",
     "_softmax": "softmax",
     "softmax": "softmax_",  # only as softmax.out does the dispatcher call it so
     "_softmax_backward_data": "log_softmax_backward",
