@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from preheat import load_recipe, train
+from preheat.core import Build
 from preheat.errors import RunError
 from preheat.run_dir import Reader
+from preheat.training import loop
 from preheat.training.loop import _Loop
 from preheat.training.session import Session
 
@@ -63,7 +65,14 @@ def test_the_rows_are_the_same_and_a_resumed_run_reads_on(
 
     monkeypatch.setattr(Session, "rows", counted)
     monkeypatch.setattr(_Loop, "_reads_ahead", property(lambda self: True))
+    order: list[str] = []
+    updated = loop.update
+    monkeypatch.setattr(Build, "begin", lambda self, batch: order.append("copied"))
+    monkeypatch.setattr(loop, "update", lambda *args: (order.append("updated"), updated(*args))[1])
     assert run("ahead", 6) == plain
+    assert order == ["copied", "updated"] * 5 + [
+        "updated"
+    ]  # the next rows' way to the device is begun beside the update
     assert reads == [0, 0, 1, 2, 3, 4]  # each before the step before it is committed, and none that no step takes
     run("resumed", 4)
     assert run("resumed", 6, resume=True) == plain
