@@ -87,19 +87,19 @@ def bench(
     (recipe,) = what
     if ablate == bool(techniques):
         raise RecipeError("bench: say what to compare: --ablate, or --techniques A,B,C")
-    made = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])
+    loaded = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])
     from preheat.bench.compare import ablation, chosen  # they import torch, and a recipe that is wrong is told before
     from preheat.bench.compare import bench as run
     from preheat.cli.views.console import console, emit
     from preheat.report import write_bench
 
     contenders = (
-        ablation(made) if ablate else chosen(made, [n.strip() for n in (techniques or "").split(",") if n.strip()])
+        ablation(loaded) if ablate else chosen(loaded, [n.strip() for n in (techniques or "").split(",") if n.strip()])
     )
-    folder = out or Path("bench") / made.name
+    folder = out or Path("bench") / loaded.name
     screen = console()
     if json:
-        result = run(made, contenders, steps=steps, repeats=repeats, out=folder)
+        result = run(loaded, contenders, steps=steps, repeats=repeats, out=folder)
     else:
         from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
@@ -109,7 +109,7 @@ def bench(
         with bar(screen, *columns) as progress:
             task = progress.add_task("planning", total=None)
             result = run(
-                made,
+                loaded,
                 contenders,
                 steps=steps,
                 repeats=repeats,

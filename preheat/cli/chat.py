@@ -67,9 +67,9 @@ def chat(
         stop=tuple(stop or ()),
     )
     opened = load_model(model, step=step, base=base)
-    layout, words = generation.choose_template(opened, model, template, True)
+    layout, source = generation.choose_template(opened, model, template, True)
     assert layout is not None
-    generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")
+    generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {source}")
     talk = Conversation(opened, layout, settings, system=system, seed=seed)
     live = sys.stdin.isatty()
     if live:
@@ -164,5 +164,5 @@ def _answer(talk: Conversation, line: str) -> None:
         generation.note(f"cut off after {watched.tokens:,} tokens; --tokens allows more")
     of = f" of {positions:,}" if positions else ""
     generation.note(
-        f"{watched.words()}; {answer.prompt + watched.tokens:,}{of} positions in use, {answer.read:,} tokens read"
+        f"{watched.summary()}; {answer.prompt + watched.tokens:,}{of} positions in use, {answer.read:,} tokens read"
     )

@@ -65,9 +65,9 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
             title = f"{document['where']}: {document['tokens']:,} tokens, {document['trained']:,} trained{what} (sequence {example['row']:,})"
             screen.print(Rule(Text(clean(title)), align="left", characters="─" if colours else "-"))
             text = Text()
-            for words, trained, _ in document["spans"]:
-                words = clean(words)
-                text.append(words if colours or not trained else f"«{words}»", "bold green" if trained else "dim")
+            for span, trained, _ in document["spans"]:
+                span = clean(span)
+                text.append(span if colours or not trained else f"«{span}»", "bold green" if trained else "dim")
             screen.print(text, soft_wrap=True)
         if example["padding"]:
             screen.print(Text(f"and {example['padding']:,} places of padding", "dim"))
@@ -83,8 +83,8 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
     if shown["classes"]:
         table.add_row("classes", Text(clean(f"{len(shown['classes'])}: {', '.join(shown['classes'])}")))
     left = ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items())
-    kept = f"{counts['train']['documents']:,} to train on, {counts['validation']['documents']:,} to validate on"
-    table.add_row("rows", f"{counts['read']:,} read, {kept}" + (f"; left out: {left}" if left else "; none left out"))
+    split = f"{counts['train']['documents']:,} to train on, {counts['validation']['documents']:,} to validate on"
+    table.add_row("rows", f"{counts['read']:,} read, {split}" + (f"; left out: {left}" if left else "; none left out"))
     for source in counts["sources"]:
         weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
         table.add_row("source", Text(clean(f"{source['source']}: {source['tokens']:,} tokens{weight}")))

@@ -30,13 +30,13 @@ def demo(
     from preheat.cli.views.console import console
     from preheat.run_dir import Reader
 
-    first = _at_hand()
+    first = _precision_settings()
     if first and not json:
         console().print(
             "this CPU is slow in bf16: the demo computes in fp32 (techniques.mixed_precision.mode=fp32)", style="dim"
         )
     settings = [*first, *(set or [])]
-    made = run(
+    result = run(
         recipes.load("demo", settings),
         out=out or _free(Path("runs") / "demo"),
         resume=False,
@@ -47,20 +47,20 @@ def demo(
     if json:
         return
     screen = console()
-    reader = Reader(made["run"])
+    reader = Reader(result["run"])
     for base in reader.events("baseline"):
         screen.print(
-            f"validation loss, nats a token: this model {made['validation_loss']:.2f}, bigram {base['bigram']:.2f}, unigram {base['unigram']:.2f}"
+            f"validation loss, nats a token: this model {result['validation_loss']:.2f}, bigram {base['bigram']:.2f}, unigram {base['unigram']:.2f}"
         )
     for sample in reader.events("sample"):
         screen.print("─" * 60, style="dim")
         screen.print(sample["prompt"], style="bold", end="")
         screen.print(sample["text"])
     screen.print("─" * 60, style="dim")
-    screen.print(f"open {made['report']} in a browser; edit the recipe with: preheat init demo")
+    screen.print(f"open {result['report']} in a browser; edit the recipe with: preheat init demo")
 
 
-def _at_hand() -> list[str]:
+def _precision_settings() -> list[str]:
     """What goes before the user's settings, so that it takes two minutes here too: fp32 where products in bf16 would take an hour."""
     import torch
 
@@ -72,8 +72,8 @@ def _at_hand() -> list[str]:
 
 def _free(path: Path) -> Path:
     """runs/demo, or runs/demo-2 and so on where that stands already."""
-    found, number = path, 1
-    while found.exists():
+    candidate, number = path, 1
+    while candidate.exists():
         number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate

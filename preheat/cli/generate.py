@@ -74,19 +74,19 @@ def generate(
         stop=tuple(stop or ()),
     )
     prompts = prompts or [""]
-    asked = True if chat is None and any(not isinstance(p, str) for p in prompts) else chat
+    use_chat = True if chat is None and any(not isinstance(p, str) for p in prompts) else chat
     watched, texts = generation.Watched(), []
     for model in models:
         opened = load_model(model, step=step, base=base)
-        layout, words = generation.choose_template(opened, model, template, asked)
+        layout, source = generation.choose_template(opened, model, template, use_chat)
         if not json:
-            generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")
+            generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {source}")
         hear = None if json or len(models) > 1 else _Screen(prompts, layout is not None).hear
         watched.kind = opened.build.device.kind
         with watched:
-            made = opened.write(prompts, settings, template=layout, seed=seed, batch=batch, on_text=hear)
-        watched.tokens += sum(len(text.tokens) for text in made)
-        watched.compiled |= any(text.compiled for text in made)
+            generated = opened.write(prompts, settings, template=layout, seed=seed, batch=batch, on_text=hear)
+        watched.tokens += sum(len(text.tokens) for text in generated)
+        watched.compiled |= any(text.compiled for text in generated)
         texts.append(
             [
                 {
@@ -97,7 +97,7 @@ def generate(
                     "tokens": len(t.tokens),
                     "ended": t.ended,
                 }
-                for p, t in zip(prompts, made, strict=True)
+                for p, t in zip(prompts, generated, strict=True)
             ]
         )
         del opened  # before the next is built
@@ -106,8 +106,8 @@ def generate(
         emit({**(every[0] if len(every) == 1 else {}), "texts": every, **watched.figures()})
         return
     if len(models) > 1:
-        _beside(models, texts)
-    generation.note(watched.words())
+        _print_side_by_side(models, texts)
+    generation.note(watched.summary())
 
 
 class _Screen:
@@ -140,15 +140,15 @@ class _Screen:
         if not self.chat:
             write_text(prompt)
         elif len(self.prompts) > 1:
-            write_text(_said(prompt), "\n")
+            write_text(_prompt_text(prompt), "\n")
 
 
-def _said(prompt: Any) -> str:
+def _prompt_text(prompt: Any) -> str:
     """A prompt on a page: a text, or a chat's messages."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
 
 
-def _beside(models: list[str], texts: list[list[dict[str, Any]]]) -> None:
+def _print_side_by_side(models: list[str], texts: list[list[dict[str, Any]]]) -> None:
     """Each prompt with what each model wrote: in columns where the terminal is wide enough, else one after the other."""
     from rich.table import Column, Table
     from rich.text import Text
@@ -159,7 +159,7 @@ def _beside(models: list[str], texts: list[list[dict[str, Any]]]) -> None:
     for number, row in enumerate(zip(*texts, strict=True)):
         if number:
             write_text("─" * 40, "\n")
-        write_text(_said(row[0]["prompt"]), "\n")
+        write_text(_prompt_text(row[0]["prompt"]), "\n")
         if screen.is_terminal and screen.width >= 40 * len(models):
             table = Table(*[Column(Text(name, style="bold")) for name in models], box=None, pad_edge=False, expand=True)
             table.add_row(*[Text(text["text"]) for text in row])

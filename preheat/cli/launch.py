@@ -91,15 +91,17 @@ def launch(
     text = written(job, scheduler)
     if output is not None:
         write_generated(output, text, "# written by preheat launch")
-    made = {"scheduler": scheduler, **job.described(), "path": str(output) if output else None}
+    summary = {"scheduler": scheduler, **job.described(), "path": str(output) if output else None}
     if json:
-        emit(made | ({} if output else {"job": text}) | {"submit": submit(scheduler, str(output)) if output else None})
+        emit(
+            summary | ({} if output else {"job": text}) | {"submit": submit(scheduler, str(output)) if output else None}
+        )
     elif output is None:
         say(text, end="")
     else:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in made["mesh"].items()) or "1 device"
+        mesh = " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items()) or "1 device"
         screen = console()
         screen.print(
-            f"{output}: {made['devices']} devices on {nodes} host{'s' if nodes > 1 else ''}, {mesh}", soft_wrap=True
+            f"{output}: {summary['devices']} devices on {nodes} host{'s' if nodes > 1 else ''}, {mesh}", soft_wrap=True
         )
         screen.print(f"submit it with: {submit(scheduler, str(output))}", soft_wrap=True)

@@ -84,28 +84,28 @@ def nettest(
         timeout=timeout,
     )
     with console(error=True, quiet=json).status("starting") as status:
-        made = net.nettest(
+        result = net.nettest(
             task,
             processes=nproc,
             port=port,
             store=store,
             tell=lambda what, done: status.update(f"measuring {what} ({done:.0%})"),
         )
-    if not made:
+    if not result:
         return  # another rank tells
     if html is not None:
         from preheat.report.nettest_page import write_net
 
-        made["html"] = str(write_net(made, html))
+        result["html"] = str(write_net(result, html))
     if json:
-        emit(made)
+        emit(result)
         return
     screen = console()
-    for part in _shown(made):
+    for part in _shown(result):
         screen.print(part)
-    for path in (made["stored"], made.get("html")):
+    for path in (result["stored"], result.get("html")):
         if path:
-            screen.print(f"{'stored in' if path == made['stored'] else 'page:'} {path}", soft_wrap=True, style="dim")
+            screen.print(f"{'stored in' if path == result['stored'] else 'page:'} {path}", soft_wrap=True, style="dim")
 
 
 def _backend(nproc: int | None) -> str:
@@ -117,14 +117,15 @@ def _backend(nproc: int | None) -> str:
     return "nccl" if torch.cuda.device_count() >= wanted else "gloo"
 
 
-def _shown(made: dict[str, Any]) -> list[RenderableType]:
+def _shown(result: dict[str, Any]) -> list[RenderableType]:
     from rich.table import Table
 
     from preheat.report.nettest_page import against_words, seconds, size
 
-    hosts = f"{made['hosts']} hosts" if made["hosts"] > 1 else "one host"
+    hosts = f"{result['hosts']} hosts" if result["hosts"] > 1 else "one host"
     table = Table(
-        title=f"{made['devices']} processes on {hosts}, {made['backend']}, {made['hardware']}", title_justify="left"
+        title=f"{result['devices']} processes on {hosts}, {result['backend']}, {result['hardware']}",
+        title_justify="left",
     )
     for name, side in (
         ("collective", "left"),
@@ -136,7 +137,7 @@ def _shown(made: dict[str, Any]) -> list[RenderableType]:
     ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     shown = ""
-    for row in made["rows"]:
+    for row in result["rows"]:
         name = "" if row["collective"] == shown else row["collective"].replace("_", "-")
         if name and shown:
             table.add_section()
@@ -145,7 +146,7 @@ def _shown(made: dict[str, Any]) -> list[RenderableType]:
         rates = [f"{row[key] / 1e9:.3g}" for key in ("algorithm_bandwidth", "bus_bandwidth")]
         table.add_row(name, size(row["bytes"]), seconds(row["seconds"]), between, *rates)
     parts: list[RenderableType] = [table]
-    if made["pairs"]:
+    if result["pairs"]:
         pairs = Table(title="point to point, half of there and back", title_justify="left")
         for name, side in (
             ("pair", "left"),
@@ -155,7 +156,7 @@ def _shown(made: dict[str, Any]) -> list[RenderableType]:
             ("GB/s", "right"),
         ):
             pairs.add_column(name, justify=side)  # type: ignore[arg-type]
-        for pair in made["pairs"]:
+        for pair in result["pairs"]:
             ranks = " and ".join(map(str, pair["ranks"]))
             pairs.add_row(
                 pair["kind"],
@@ -165,9 +166,9 @@ def _shown(made: dict[str, Any]) -> list[RenderableType]:
                 f"{pair['bandwidth'] / 1e9:.3g}",
             )
         parts.append(pairs)
-    busy = sum(row["high"] > 2 * row["seconds"] for row in made["rows"])
+    busy = sum(row["high"] > 2 * row["seconds"] for row in result["rows"])
     if busy:
         parts.append(
-            f"note: {busy} of {len(made['rows'])} rows have times beyond twice their median: something else wanted the cores or the network; measure again when they are quiet"
+            f"note: {busy} of {len(result['rows'])} rows have times beyond twice their median: something else wanted the cores or the network; measure again when they are quiet"
         )
-    return [*parts, against_words(made)]
+    return [*parts, against_words(result)]

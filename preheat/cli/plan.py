@@ -116,18 +116,18 @@ def plan(
         served(first, gpu, devices, json)
         return
     if first.given and aim is None and allow is None:
-        made, page = stated(first, gpu, devices, per_host, price)
+        result, page = stated(first, gpu, devices, per_host, price)
     else:
         others = {name: question(name) for name in ("lora", "qlora")} if method is None and not first.given else {}
         limit = allow or ("exact" if first.given else "rounding")
-        made, page = searched(
+        result, page = searched(
             first, others, gpu, devices, per_host, aim=aim or "fastest", allow=limit, price=price, quiet=json
         )
-    finish(made, page, first, out=out, html=html, json=json)
+    finish(result, page, first, out=out, html=html, json=json)
 
 
 def finish(
-    made: dict[str, Any], page: Any, asked: Question, *, out: Path | None, html: Path | None, json: bool
+    result: dict[str, Any], page: Any, question: Question, *, out: Path | None, html: Path | None, json: bool
 ) -> None:
     """Writes what was asked for, prints the rest."""
     from preheat.cli.plan_modes import recipe_text, write_recipe
@@ -135,23 +135,23 @@ def finish(
     from preheat.cli.views.plan_view import whole_picture
 
     if out is not None:
-        write_recipe(made, asked, out)
+        write_recipe(result, question, out)
     if html is not None:
         from preheat.report.plan_page import write_plan
 
-        write_plan({**made, "figures": page(), "recipe_text": recipe_text(made, asked)}, html)
+        write_plan({**result, "figures": page(), "recipe_text": recipe_text(result, question)}, html)
     if json:
-        emit({**made, "absent": asked.absent} if asked.absent else made)
+        emit({**result, "absent": question.absent} if question.absent else result)
     else:
         screen = console()
-        screen.print(whole_picture(made, asked.recipe.name))
-        if asked.absent:
+        screen.print(whole_picture(result, question.recipe.name))
+        if question.absent:
             screen.print(
-                f"{asked.absent} is not here: planned by its built-in configuration; tokenizer, weights and data were not looked at",
+                f"{question.absent} is not here: planned by its built-in configuration; tokenizer, weights and data were not looked at",
                 style="dim",
             )
-        for path, words in ((out, "recipe"), (html, "page")):
+        for path, label in ((out, "recipe"), (html, "page")):
             if path is not None:
-                screen.print(f"{words}: {path}", soft_wrap=True)
-    if not made["fits"]:
+                screen.print(f"{label}: {path}", soft_wrap=True)
+    if not result["fits"]:
         raise typer.Exit(3)

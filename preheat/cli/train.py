@@ -45,29 +45,29 @@ def run(
     lead = int(os.environ.get("RANK", "0")) == 0  # of several processes the first shows and reports
     live = Live(screen, recipe.name) if lead and not json else nullcontext(Alarms())
     folder = out or Path("runs") / recipe.name
-    with live as watch, _going_on(folder, again):
-        made = start(recipe, out=out, resume=resume, force=force, watch=watch)
-    if made.get("already_finished"):
+    with live as watch, _naming_resume_command(folder, again):
+        result = start(recipe, out=out, resume=resume, force=force, watch=watch)
+    if result.get("already_finished"):
         if json and lead:
-            emit(made)
+            emit(result)
         elif lead:
-            screen.print(_finished(made, recipe), soft_wrap=True)
-        return made
-    code = _exit_code(made["stopped"])
+            screen.print(_finished(result, recipe), soft_wrap=True)
+        return result
+    code = _exit_code(result["stopped"])
     if lead:
-        page = reports.write(made["run"])
-        made["report"] = str(page)
+        page = reports.write(result["run"])
+        result["report"] = str(page)
         if code and LAUNCHED not in os.environ:
-            made["resume"] = resuming(again, folder)
+            result["resume"] = resuming(again, folder)
         if json:
-            emit(made)
+            emit(result)
         else:
-            screen.print(_summary(made))
-            if "resume" in made:
-                say(f"to go on: {made['resume']}")
+            screen.print(_summary(result))
+            if "resume" in result:
+                say(f"to go on: {result['resume']}")
     if code:
         raise typer.Exit(code)
-    return made
+    return result
 
 
 def _exit_code(stopped: str | None) -> int:
@@ -89,23 +89,23 @@ def resuming(arguments: Sequence[str], folder: Path) -> str:
     return shlex.join(["preheat", *left, "--out", str(folder), "--resume"])
 
 
-def _finished(made: dict[str, Any], recipe: Recipe) -> Any:
+def _finished(result: dict[str, Any], recipe: Recipe) -> Any:
     from rich.text import Text
 
     limits = {key: limit for key in ("tokens", "epochs", "hours") if (limit := getattr(recipe.stop, key))}
     if recipe.stop.steps or not limits:
-        limits["steps"] = made["steps"]
+        limits["steps"] = result["steps"]
     later = " ".join(
         f"--set stop.{key}={2 * limit:g}" for key, limit in limits.items()
     )  # the first that is reached ends it
     return Text(
-        f"{made['run']}: has finished already, at step {made['steps']:,}; nothing was written. "
+        f"{result['run']}: has finished already, at step {result['steps']:,}; nothing was written. "
         f"To go on longer, resume it with a later end: {later}"
     )
 
 
 @contextmanager
-def _going_on(folder: Path, arguments: Sequence[str]) -> Iterator[None]:
+def _naming_resume_command(folder: Path, arguments: Sequence[str]) -> Iterator[None]:
     """Names the command that goes on with the run, if one stands in the folder when a signal ends it."""
     try:
         yield
@@ -114,7 +114,7 @@ def _going_on(folder: Path, arguments: Sequence[str]) -> Iterator[None]:
         raise Interrupted(signal.number, resuming(arguments, folder) if begun else None) from None
 
 
-def _summary(made: dict[str, Any]) -> Any:
+def _summary(result: dict[str, Any]) -> Any:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -129,20 +129,20 @@ def _summary(made: dict[str, Any]) -> Any:
         ("  context", "context_gib", memory),
         ("tokens/s", "tokens_per_second", rate),
     )
-    for words, key, show in shown:
-        expected, found = made["predicted"].get(key), made.get(key)
-        if found is not None:
-            off = f"{expected / found - 1:+.0%}" if found and expected is not None else "-"
-            table.add_row(words, show(expected), show(found), off)
-    end = f"stopped by {made['stopped']} at" if made["stopped"] else "done:"
-    figures = {"loss": made["loss"], "validation loss": None if made["stopped"] else made["validation_loss"]}
+    for label, key, show in shown:
+        expected, measured = result["predicted"].get(key), result.get(key)
+        if measured is not None:
+            off = f"{expected / measured - 1:+.0%}" if measured and expected is not None else "-"
+            table.add_row(label, show(expected), show(measured), off)
+    end = f"stopped by {result['stopped']} at" if result["stopped"] else "done:"
+    figures = {"loss": result["loss"], "validation loss": None if result["stopped"] else result["validation_loss"]}
     loss = "".join(
         f", {name} {value:.4f}" for name, value in figures.items() if value is not None and math.isfinite(value)
     )
     return Group(
-        Text(f"{end} step {made['steps']:,}{loss}", style="bold"),
+        Text(f"{end} step {result['steps']:,}{loss}", style="bold"),
         table,
-        Text(f"run: {made['run']}\nreport: {made['report']}"),
+        Text(f"run: {result['run']}\nreport: {result['report']}"),
     )
 
 
@@ -192,8 +192,8 @@ def _dry_run(
             rows = f"{len(data.train):,} rows" if hasattr(data.train, "__len__") else "a stream of rows"
             console().print(f"data: {data.source}, {rows} of {question.recipe.batch.length:,} tokens")
     devices = question.recipe.parallel.devices or 1
-    made, page = stated(question, gpu, devices, min(devices, 8), None)
-    finish(made, page, question, out=None, html=None, json=json)
+    result, page = stated(question, gpu, devices, min(devices, 8), None)
+    finish(result, page, question, out=None, html=None, json=json)
 
 
 def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json: bool, typed: Sequence[str]) -> None:
@@ -202,7 +202,7 @@ def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json
     from preheat.training.launch.local import start
     from preheat.training.recovery.fallback_log import oom_records
 
-    with _going_on(folder, typed):
+    with _naming_resume_command(folder, typed):
         ended = start(
             command, processes=nproc, restarts=restarts, again=lambda: bool(oom_records(folder)), say=Alarms().alarm
         )

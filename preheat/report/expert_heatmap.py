@@ -24,15 +24,15 @@ def columns_of(rows: Sequence[Sequence[float]], most: int = _COLUMNS) -> list[li
         [[2.0, 5.0]]
     """
     count = len(rows[0])
-    kept = min(count, most)
-    cuts = [n * count // kept for n in range(kept + 1)]
+    columns = min(count, most)
+    cuts = [n * count // columns for n in range(columns + 1)]
     return [[sum(row[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)] for row in rows]
 
 
 def heat(
     name: str,
     rows: Sequence[Sequence[float]],
-    words: str,
+    alt_text: str,
     *,
     low: float,
     high: float,
@@ -71,20 +71,22 @@ def heat(
         axes.set_xlabel(labels[0], loc="right", labelpad=2)
         axes.set_ylabel(labels[1])
 
-    return drawn(name, NARROW, words, draw)
+    return drawn(name, NARROW, alt_text, draw)
 
 
-def loads(found: Sequence[tuple[int, Sequence[float]]]) -> tuple[str, str]:
+def loads(records: Sequence[tuple[int, Sequence[float]]]) -> tuple[str, str]:
     """The load of experts by layer over the steps: (words, drawing).
 
     Args:
         found: (step, of each layer the busiest expert's tokens over the mean), as `metrics.jsonl` has them.
     """
-    grid = columns_of([list(layer) for layer in zip(*(row for _, row in found), strict=True)])
-    (first, begun), (last, ended) = found[0], found[-1]
+    grid = columns_of([list(layer) for layer in zip(*(row for _, row in records), strict=True)])
+    (first, begun), (last, ended) = records[0], records[-1]
     high = max(max(row) for row in grid)
-    words = (
+    caption = (
         f"The busiest expert's tokens over the mean of its layer, 1 where all are loaded alike: {max(begun):.2f} in the worst layer at step {first:,}, "
         f"{max(ended):.2f} at step {last:,} (layer {ended.index(max(ended))}); the darkest is {high:.2f}. No token is dropped."
     )
-    return words, heat("expert-load", grid, words, low=1.0, high=high, x=(first, last + 1), labels=("step", "layer"))
+    return caption, heat(
+        "expert-load", grid, caption, low=1.0, high=high, x=(first, last + 1), labels=("step", "layer")
+    )

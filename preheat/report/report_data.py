@@ -138,12 +138,12 @@ def _setup(recipe: dict[str, Any], plan: dict[str, Any], environment: dict[str, 
     if per_step and micro and micro > 1:
         per_step += f", in {micro:,.0f} micro-batches"
     steps = number(plan.get("steps"))
-    limits = [f"stop.{key} {value(found)}" for key, found in stop.items() if found is not None and key != "steps"]
+    limits = [f"stop.{key} {value(limit)}" for key, limit in stop.items() if limit is not None and key != "steps"]
     planned = ([f"{steps:,.0f}"] if steps else [value(stop["steps"])] if stop.get("steps") else []) + limits
     warmup = number(schedule.get("warmup"))
     curve = str(schedule.get("kind") or "") + (f" after {percent(warmup)} warm-up" if warmup and warmup < 1 else "")
     held_out = number(data.get("validation"))
-    found = {
+    setup = {
         "Model": _model(model),
         "Data": _sources(data["source"]) + (f", {percent(held_out)} held out" if held_out and held_out < 1 else "")
         if data.get("source")
@@ -156,7 +156,7 @@ def _setup(recipe: dict[str, Any], plan: dict[str, Any], environment: dict[str, 
         "Techniques": ", ".join(map(str, techniques)) or "none",
         "Device": _device(environment),
     }
-    return [(what, said) for what, said in found.items() if said]
+    return [(what, text) for what, text in setup.items() if text]
 
 
 def _model(model: dict[str, Any]) -> str | None:
@@ -183,25 +183,25 @@ def _device(environment: dict[str, Any]) -> str | None:
 
 def _expert_loads(metrics: list[dict[str, Any]]) -> list[list[Any]]:
     """[step, the load of each layer] of the lines that have as many layers as the first."""
-    found = [
+    rows = [
         [line["step"], loads]
         for line in metrics
         if isinstance(loads := line.get("expert_loads"), list) and loads and all(number(v) is not None for v in loads)
     ]
-    return [row for row in found if len(row[1]) == len(found[0][1])]
+    return [row for row in rows if len(row[1]) == len(rows[0][1])]
 
 
 def _first(*values: Any) -> Any:
     return next((v for v in values if v is not None), None)
 
 
-def _is_step(found: Any) -> bool:
-    return isinstance(found, int) and number(found) is not None
+def _is_step(step: Any) -> bool:
+    return isinstance(step, int) and number(step) is not None
 
 
 def _real(value: Any) -> float:
-    found = number(value)
-    return math.nan if found is None else found
+    finite = number(value)
+    return math.nan if finite is None else finite
 
 
 def _bad(value: Any) -> bool:
@@ -245,13 +245,13 @@ def _verdict(figures: dict[str, Any]) -> str:
     """The run in a few sentences."""
     summary, predicted, measured = figures["summary"], figures["predicted"], figures["measured"]
     parts = [f"{_what(summary)}{_length(summary)}", _losses(summary, figures["baseline"])]
-    for name, key, words in (("memory", "peak_gib", gib), ("tokens/s", "tokens_per_second", grouped)):
+    for name, key, show in (("memory", "peak_gib", gib), ("tokens/s", "tokens_per_second", grouped)):
         guess, real, off = number(predicted[key]), number(measured[key]), figures["difference"][key]
         if guess is None and real is None:
             continue
         unit = "" if key == "peak_gib" else f" {name}"
-        left = f"Predicted {words(guess)}{unit}" if guess is not None else f"No prediction of {name}"
-        right = f"measured {words(real)}" if real is not None else "not measured yet"
+        left = f"Predicted {show(guess)}{unit}" if guess is not None else f"No prediction of {name}"
+        right = f"measured {show(real)}" if real is not None else "not measured yet"
         parts.append(f"{left}, {right}" + (f" ({signed_percent(off)})" if off is not None else "") + ".")
     if summary["sessions"] > 1 and summary["measured_session"]:
         parts.append(f"Measured in session {summary['measured_session']} of {summary['sessions']}.")
@@ -279,17 +279,17 @@ def _sources(data: Any) -> str:
     'stdlib and notes.txt'
     """
     several = data if isinstance(data, list) else [data]
-    return " and ".join(headline(one.get("source") if isinstance(one, dict) else one) for one in several)
+    return " and ".join(headline(entry.get("source") if isinstance(entry, dict) else entry) for entry in several)
 
 
 def _length(summary: dict[str, Any]) -> str:
     steps = number(summary["steps"])
     if not steps:
         return ": no step is recorded yet."
-    words = f", trained for {steps:,.0f} step{'s' if steps != 1 else ''}"
+    text = f", trained for {steps:,.0f} step{'s' if steps != 1 else ''}"
     if number(summary["tokens"]) is not None:
-        words += f" ({count(summary['tokens'])} tokens)"
-    return words + (f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else ".")
+        text += f" ({count(summary['tokens'])} tokens)"
+    return text + (f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else ".")
 
 
 def _losses(summary: dict[str, Any], baseline: dict[str, Any] | None) -> str:
@@ -299,13 +299,13 @@ def _losses(summary: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     if final is None:
         return f"The validation loss is {loss(held_out)}."
     if number(first) is not None and number(final) is not None and first != final:
-        words = f"The loss went from {loss(first)} to {loss(final)}"
+        text = f"The loss went from {loss(first)} to {loss(final)}"
     else:
-        words = f"The loss is {loss(final)}"
+        text = f"The loss is {loss(final)}"
     if held_out is None:
-        return f"{words}."
-    words += f"; the validation loss is {loss(held_out)}"
-    bigram, held = number((baseline or {}).get("bigram")), number(held_out)
-    if bigram is not None and held is not None:
-        words += f", {'below' if held < bigram else 'not below'} the {loss(bigram)} of a bigram model"
-    return words + "."
+        return f"{text}."
+    text += f"; the validation loss is {loss(held_out)}"
+    bigram, validation = number((baseline or {}).get("bigram")), number(held_out)
+    if bigram is not None and validation is not None:
+        text += f", {'below' if validation < bigram else 'not below'} the {loss(bigram)} of a bigram model"
+    return text + "."

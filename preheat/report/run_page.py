@@ -131,15 +131,15 @@ def read_figures(source: Path, command: str, keys: Iterable[str]) -> dict[str, A
         RunError: there is no such file, or it is damaged.
     """
     try:
-        found = parse_json(source.read_bytes())
+        figures = parse_json(source.read_bytes())
     except FileNotFoundError:
         raise RunError(f"{source}: no such file; {command} writes it") from None
     except ValueError as error:
         raise RunError(f"{source}: is damaged ({shorten(str(error))}); run {command} again") from None
-    lacking = [key for key in keys if not mapping(found).get(key)]
+    lacking = [key for key in keys if not mapping(figures).get(key)]
     if lacking:
         raise RunError(f"{source}: is damaged (it has no {lacking[0]}); run {command} again")
-    return mapping(found)
+    return mapping(figures)
 
 
 def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callable[[dict[str, Any]], str]) -> Path:
@@ -186,8 +186,8 @@ def _table(rows: Iterable[str], head: Sequence[tuple[str, str]] = ()) -> str:
     return scrolling(f"<table>{thead}<tbody>{''.join(rows)}</tbody></table>")
 
 
-def _absent(words: str) -> str:
-    return f'<p class="small">{escape(words)}</p>'
+def _absent(text: str) -> str:
+    return f'<p class="small">{escape(text)}</p>'
 
 
 def _header(figures: dict[str, Any]) -> str:
@@ -198,8 +198,8 @@ def _header(figures: dict[str, Any]) -> str:
             f'<p class="notice{" bad" if state["kind"] == "failed" else ""}" role="status">{escape(state["words"])}</p>'
         )
     if figures["damaged"]:
-        words = "Damaged files of this run, of which a part is left out: " + "; ".join(figures["damaged"]) + "."
-        notice += f'<p class="notice bad" role="status">{escape(words)}</p>'
+        message = "Damaged files of this run, of which a part is left out: " + "; ".join(figures["damaged"]) + "."
+        notice += f'<p class="notice bad" role="status">{escape(message)}</p>'
     return (
         f'<header id="verdict"><p class="eyebrow">preheat report · {escape(_WORD[state["kind"]])}</p>'
         f'<h1>{escape(figures["title"])}</h1><p class="verdict">{escape(figures["verdict"])}</p>{notice}</header>'
@@ -208,7 +208,7 @@ def _header(figures: dict[str, Any]) -> str:
 
 def _setup(rows: Sequence[tuple[str, str]]) -> str:
     """What the recipe asked for, at the head of the page."""
-    shown = "".join(f"<div><dt>{escape(what)}</dt><dd>{nbsp_units(said)}</dd></div>" for what, said in rows)
+    shown = "".join(f"<div><dt>{escape(what)}</dt><dd>{nbsp_units(text)}</dd></div>" for what, text in rows)
     return f'<dl class="setup" id="setup">{shown}</dl>' if rows else ""
 
 
@@ -221,10 +221,10 @@ def _tiles(figures: dict[str, Any]) -> str:
     parameters = mapping(summary["parameters"])
     held_out, tokens = (number(summary[key]) for key in ("validation_loss", "tokens"))
 
-    def against(key: str, words: Any) -> str:
+    def against(key: str, show: Any) -> str:
         if number(predicted[key]) is None:
             return "no prediction"
-        return f"predicted {words(predicted[key])}" + (f" ({signed_percent(off[key])})" if off[key] is not None else "")
+        return f"predicted {show(predicted[key])}" + (f" ({signed_percent(off[key])})" if off[key] is not None else "")
 
     total = number(predicted["seconds_total"])
     first, trained = summary["first_loss"], number(parameters.get("trained"))
@@ -263,10 +263,10 @@ def _memory(figures: dict[str, Any]) -> str:
     parts = run_charts.categories(figures)
     predicted, measured = (number(figures[k]["peak_gib"]) for k in ("predicted", "measured"))
     off = figures["difference"]["peak_gib"]
-    whole = sum(size for _, size, _ in parts) or 1
+    total = sum(size for _, size, _ in parts) or 1
     unit, texts = sizes([*(size for _, size, _ in parts), predicted, measured])
     rows = [
-        f'<tr><td><span class="key" style="--c: var(--{colour})"></span>{escape(name)}</td><td class="n">{text}</td><td class="n">{percent(size / whole)}</td></tr>'
+        f'<tr><td><span class="key" style="--c: var(--{colour})"></span>{escape(name)}</td><td class="n">{text}</td><td class="n">{percent(size / total)}</td></tr>'
         for (name, size, colour), text in zip(parts, texts, strict=False)
     ]
     if predicted is not None:
@@ -303,12 +303,12 @@ def _memory_of_gpu(figures: dict[str, Any]) -> str:
 
 def _fallbacks(events: list[dict[str, Any]]) -> str:
     """Where a run was out of memory, and what it continued with."""
-    found = [e for e in events if e["kind"] == "rung"]
-    if not found:
+    fallbacks = [e for e in events if e["kind"] == "rung"]
+    if not fallbacks:
         return ""
-    unit, texts = sizes([e.get(key) for e in found for key in ("was_gib", "peak_gib")])
+    unit, texts = sizes([e.get(key) for e in fallbacks for key in ("was_gib", "peak_gib")])
     rows = []
-    for n, e in enumerate(found):
+    for n, e in enumerate(fallbacks):
         took = e.get("took") if isinstance(e.get("took"), list) else []
         rows.append(
             f'<tr><td class="n">{escape(value(e.get("step")))}</td><td>{escape(value(e.get("where")))}</td>'
@@ -326,15 +326,15 @@ def _fallbacks(events: list[dict[str, Any]]) -> str:
 
 
 def _phases(phases: Any) -> str:
-    found = {name: size for name, of in mapping(phases).items() if (size := number(of)) is not None}
-    if not found:
+    peaks = {name: size for name, of in mapping(phases).items() if (size := number(of)) is not None}
+    if not peaks:
         return ""
-    most = max(found.values())
-    highest = next(name for name, size in found.items() if size == most)
-    unit, texts = sizes(list(found.values()))
+    most = max(peaks.values())
+    highest = next(name for name, size in peaks.items() if size == most)
+    unit, texts = sizes(list(peaks.values()))
     rows = (
         f'<tr><td>{escape(name)}</td><td class="n">{text}</td><td class="track"><span class="bar" style="width: {max(0.0, 100 * size / most) if most > 0 else 0:.1f}%"></span></td></tr>'
-        for (name, size), text in zip(found.items(), texts, strict=True)
+        for (name, size), text in zip(peaks.items(), texts, strict=True)
     )
     return (
         "<h3>Peak by phase</h3>"
@@ -348,8 +348,8 @@ def _before(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluation(figures: dict[str, Any]) -> str:
-    found = figures["evaluation"]
-    after, before, off = (mapping(found.get(k)) for k in ("after", "before", "difference"))
+    evaluation = figures["evaluation"]
+    after, before, off = (mapping(evaluation.get(k)) for k in ("after", "before", "difference"))
     compared = bool(before)
     rows = []
     for part in ("texts", "tasks"):
@@ -373,14 +373,14 @@ def _evaluation(figures: dict[str, Any]) -> str:
     drawn = "".join(run_charts.evaluations(figures))
     if not rows:
         return f'<div class="two">{drawn}</div>' if drawn else ""
-    words = f"At step {value(found.get('step'))}. In brackets: 95 % of 1,000 bootstrap resamples of the rows"
-    words += "; of the difference, row by row." if compared else "."
+    caption = f"At step {value(evaluation.get('step'))}. In brackets: 95 % of 1,000 bootstrap resamples of the rows"
+    caption += "; of the difference, row by row." if compared else "."
     if not compared:
-        words += " Nothing was measured before the first step; preheat does that for a pretrained model, for tasks and for a forgetting text."
+        caption += " Nothing was measured before the first step; preheat does that for a pretrained model, for tasks and for a forgetting text."
     head = (
         (("", ""), ("before", "n"), ("after", "n"), ("difference", "n")) if compared else (("", ""), ("measured", "n"))
     )
-    return f'{_absent(words)}{_table(rows, head)}<div class="two">{drawn}</div>{lengths(after, before)}'
+    return f'{_absent(caption)}{_table(rows, head)}<div class="two">{drawn}</div>{lengths(after, before)}'
 
 
 def _interval(text: str) -> str:
@@ -393,9 +393,9 @@ def _interval(text: str) -> str:
 
 def _techniques(changes: dict[str, Any]) -> str:
     rows = []
-    for name, found in changes.items():
+    for name, entries in changes.items():
         rows.append(f'<tr><th scope="rowgroup" colspan="2">{escape(name)}</th></tr>')
-        for change in map(mapping, found if isinstance(found, list) else []):
+        for change in map(mapping, entries if isinstance(entries, list) else []):
             kernel = (
                 f'<br><span class="small">kernel: {escape(change["kernel"])}</span>' if change.get("kernel") else ""
             )
@@ -460,10 +460,10 @@ def _timeline(events: list[dict[str, Any]]) -> str:
         at = number(first.get("time"))
         after = clock(at - begin) if at is not None and begin is not None and at >= begin else ""
         kind = str(first["kind"]).replace("_", " ") + (f" × {len(group)}" if len(group) > 1 else "")
-        said = f"steps {value(first.get('step'))} to {value(last.get('step'))}" if len(group) > 1 else _event(last)
+        details = f"steps {value(first.get('step'))} to {value(last.get('step'))}" if len(group) > 1 else _event(last)
         bad = " bad" if first["kind"] in ("failed", "damaged", "out_of_memory", "unsaved") else ""
         rows.append(
-            f'<tr><td class="n">{after}</td><td class="free"><span class="event{bad}">{escape(_KINDS.get(kind, kind))}</span> {escape(said)}</td></tr>'
+            f'<tr><td class="n">{after}</td><td class="free"><span class="event{bad}">{escape(_KINDS.get(kind, kind))}</span> {escape(details)}</td></tr>'
         )
     started = ""
     if begin is not None and 0 <= begin < 2e11:
@@ -475,24 +475,30 @@ _KINDS = {"rung": "fallback"}
 
 # What an event records: its name on the page and how its value is written. Others are shown by their key, without underscores.
 _RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "asked": ("it asked for", lambda found: gib(number(found) and found / 2**30)),
-    "room": ("free", lambda found: gib(number(found) and found / 2**30)),
-    "beside": ("taken beside the tensors", lambda found: gib(number(found) and found / 2**30)),
+    "asked": ("it asked for", lambda recorded: gib(number(recorded) and recorded / 2**30)),
+    "room": ("free", lambda recorded: gib(number(recorded) and recorded / 2**30)),
+    "beside": ("taken beside the tensors", lambda recorded: gib(number(recorded) and recorded / 2**30)),
     "loss": ("loss", loss),
     "mfu": ("model FLOPs utilisation", percent),
     "peak_gib": ("peak memory", gib),
-    "seconds": ("took", lambda found: f"{value(found)} s" if (number(found) or 9) < 1 else duration(found)),
+    "seconds": ("took", lambda recorded: f"{value(recorded)} s" if (number(recorded) or 9) < 1 else duration(recorded)),
     "seconds_per_step": (
         "seconds a step",
-        lambda found: " to ".join(map(value, found)) if isinstance(found, list) else value(found),
+        lambda recorded: " to ".join(map(value, recorded)) if isinstance(recorded, list) else value(recorded),
     ),
     "signal": ("by", str),
-    "spread": ("spread", lambda found: " to ".join(map(grouped, found)) if isinstance(found, list) else value(found)),
+    "spread": (
+        "spread",
+        lambda recorded: " to ".join(map(grouped, recorded)) if isinstance(recorded, list) else value(recorded),
+    ),
     "steps": ("steps", grouped),
     "tokens": ("tokens", grouped),
     "tokens_per_second": ("tokens a second", grouped),
     "validation_loss": ("validation loss", loss),
-    "took": ("continued with", lambda found: ", ".join(map(str, found)) if isinstance(found, list) else value(found)),
+    "took": (
+        "continued with",
+        lambda recorded: ", ".join(map(str, recorded)) if isinstance(recorded, list) else value(recorded),
+    ),
     "was_gib": ("peak before", gib),
     "where": ("while", value),
     "words": ("reason", value),
@@ -503,10 +509,10 @@ _NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "held", "path")
 
 def _event(event: dict[str, Any]) -> str:
     parts = []
-    for key, found in event.items():
-        if key not in _NOT_SHOWN and found not in (None, "", [], {}):
+    for key, recorded in event.items():
+        if key not in _NOT_SHOWN and recorded not in (None, "", [], {}):
             label, write = _RECORDED.get(key, (key.replace("_", " "), value))
-            parts.append(f"{label} {write(found)}")
+            parts.append(f"{label} {write(recorded)}")
     return "; ".join(parts)
 
 
@@ -533,11 +539,11 @@ def _environment(environment: dict[str, Any]) -> str:
     return _table(filter(None, rows)) if any(rows) else ""
 
 
-def _row(key: str, found: Any) -> str:
-    if found in (None, "", [], {}):
+def _row(key: str, recorded: Any) -> str:
+    if recorded in (None, "", [], {}):
         return ""
     label, write = _ENVIRONMENT.get(key, (key.replace("_", " "), value))
-    return f'<tr><th scope="row">{escape(label)}</th><td class="free">{escape(write(found))}</td></tr>'
+    return f'<tr><th scope="row">{escape(label)}</th><td class="free">{escape(write(recorded))}</td></tr>'
 
 
 def _recipe(figures: dict[str, Any]) -> str:

@@ -120,10 +120,10 @@ def ticks(
     class Decades(LogLocator):
         def tick_values(self, vmin: float, vmax: float) -> Any:
             """Those of a linear axis if the range is so small that fewer than two of the decade's lie in it."""
-            found = super().tick_values(vmin, vmax)
+            locations = super().tick_values(vmin, vmax)
             low, high = min(vmin, vmax), max(vmin, vmax)
-            if sum(low <= v <= high for v in found) >= 2:
-                return found
+            if sum(low <= v <= high for v in locations) >= 2:
+                return locations
             return [v for v in MaxNLocator(nbins=nbins, steps=_STEPS).tick_values(low, high) if v > 0]
 
     if axis.get_scale() == "log":
@@ -154,8 +154,8 @@ def smooth(values: Sequence[float], half: int) -> list[float]:
     smoothed = []
     for i, value in enumerate(values):
         low, high = i - min(half, i), min(len(values), i + min(half, i) + 1)
-        held = counts[high] - counts[low]
-        smoothed.append((sums[high] - sums[low]) / held if held and math.isfinite(value) else math.nan)
+        count = counts[high] - counts[low]
+        smoothed.append((sums[high] - sums[low]) / count if count and math.isfinite(value) else math.nan)
     return smoothed
 
 
@@ -169,14 +169,14 @@ def thin(x: Sequence[float], y: Sequence[float], points: int = _POINTS) -> tuple
         stretch = range(n * len(x) // stretches, (n + 1) * len(x) // stretches)
         finite = [i for i in stretch if math.isfinite(y[i])] or [stretch[0]]  # a stretch of NaN stays a gap
         keep |= {min(finite, key=lambda i: y[i]), max(finite, key=lambda i: y[i])}
-    kept = sorted(keep)
-    return [x[i] for i in kept], [y[i] for i in kept]
+    indices = sorted(keep)
+    return [x[i] for i in indices], [y[i] for i in indices]
 
 
 def curves(
     name: str,
     lines: Sequence[Curve],
-    words: str,
+    alt_text: str,
     *,
     from_zero: bool = False,
     marks: Sequence[float] = (),
@@ -229,13 +229,13 @@ def curves(
         axes.margins(x=0.01)
         axes.set_xlabel("step", loc="right", labelpad=2)
 
-    return drawn(name, size, words, draw)
+    return drawn(name, size, alt_text, draw)
 
 
 def by_size(
     name: str,
     lines: Sequence[Curve],
-    words: str,
+    alt_text: str,
     *,
     format: Callable[[float], str],
     label: str = "size",
@@ -259,13 +259,13 @@ def by_size(
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(label, loc="right", labelpad=2)
 
-    return drawn(name, size, words, draw)
+    return drawn(name, size, alt_text, draw)
 
 
 def stacked(
     name: str,
     rows: Sequence[tuple[str, Sequence[tuple[str, float]]]],
-    words: str,
+    alt_text: str,
     *,
     limit: tuple[str, float] | None = None,
 ) -> str:
@@ -321,7 +321,7 @@ def stacked(
         axes.grid(axis="x", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
-    return drawn(name, SHORT if len(rows) < 4 else NARROW, words, draw)
+    return drawn(name, SHORT if len(rows) < 4 else NARROW, alt_text, draw)
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ class Span:
     colour: str
 
 
-def spans(name: str, rows: Sequence[Span], words: str, *, unit: str) -> str:
+def spans(name: str, rows: Sequence[Span], alt_text: str, *, unit: str) -> str:
     """A waterfall as an SVG element: one horizontal bar a row, from the top, with its length (a change, signed) beside it."""
 
     def draw(axes: Axes) -> None:
@@ -342,9 +342,9 @@ def spans(name: str, rows: Sequence[Span], words: str, *, unit: str) -> str:
         least = min(0.0, min((min(row.start, row.end) for row in rows), default=0.0))
         for y, row in enumerate(rows):
             axes.barh(y, row.end - row.start, left=row.start, height=0.62, color=SENTINEL[row.colour])
-            whole = row.start == 0.0
+            is_total = row.start == 0.0
             axes.annotate(
-                f"{row.end - row.start:,.3g}" if whole else change(row.end - row.start, reach),
+                f"{row.end - row.start:,.3g}" if is_total else change(row.end - row.start, reach),
                 (max(row.start, row.end), y),
                 xytext=(4, 0),
                 textcoords="offset points",
@@ -362,10 +362,10 @@ def spans(name: str, rows: Sequence[Span], words: str, *, unit: str) -> str:
         axes.grid(axis="x", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
-    return drawn(name, (NARROW[0], 0.62 + 0.3 * len(rows)), words, draw)
+    return drawn(name, (NARROW[0], 0.62 + 0.3 * len(rows)), alt_text, draw)
 
 
-def drawn(name: str, size: tuple[float, float], words: str, draw: Callable[[Axes], None]) -> str:
+def drawn(name: str, size: tuple[float, float], alt_text: str, draw: Callable[[Axes], None]) -> str:
     """What `draw` puts on the axes, as an SVG element; markers at an edge are whole, and foreign text in it is short and clean."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -403,12 +403,12 @@ def drawn(name: str, size: tuple[float, float], words: str, draw: Callable[[Axes
             line.set_clip_on(False)
         for text in axes.findobj(Text):
             text.set_text(shorten(text.get_text(), 48))
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return _inline(name, drawn.getvalue(), words)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return _inline(name, buffer.getvalue(), alt_text)
 
 
-def _inline(name: str, drawing: bytes, words: str) -> str:
+def _inline(name: str, drawing: bytes, alt_text: str) -> str:
     """matplotlib's file as an element for a page: no namespaces, unused ids, fonts or styles of its own; the page's colours."""
     root = ElementTree.fromstring(drawing)
     names = {code: variable for variable, code in SENTINEL.items()}
@@ -436,7 +436,7 @@ def _inline(name: str, drawing: bytes, words: str) -> str:
             element.text = None
     box = root.get("viewBox", "")
     root.attrib.clear()
-    root.attrib |= {"viewBox": box, "role": "img", "aria-label": shorten(words, 2000)}
+    root.attrib |= {"viewBox": box, "role": "img", "aria-label": shorten(alt_text, 2000)}
     return ElementTree.tostring(root, encoding="unicode")
 
 
@@ -447,16 +447,16 @@ def _short(text: str) -> str:
 
 def _style(text: str, names: dict[str, str]) -> str:
     """A style with the page's colours, and its size of type but not matplotlib's fonts."""
-    kept = []
+    rules = []
     for rule in text.split(";"):
         key, _, value = (part.strip() for part in rule.partition(":"))
         if key == "font":
-            kept.append(f"font-size: {value.split('px')[0].split()[-1]}px")
+            rules.append(f"font-size: {value.split('px')[0].split()[-1]}px")
         elif key and key != "font-family":
-            kept.append(f"{key}: " + re.sub(r"#[0-9a-f]{6}", lambda m: f"var(--{names[m.group()]})", value))
-    return "; ".join(kept)
+            rules.append(f"{key}: " + re.sub(r"#[0-9a-f]{6}", lambda m: f"var(--{names[m.group()]})", value))
+    return "; ".join(rules)
 
 
 def numbers(values: Sequence[Any]) -> list[float]:
     """Logged values as floats; what is missing or no number is NaN, a gap in the curve."""
-    return [math.nan if (found := number(v)) is None else found for v in values]
+    return [math.nan if (finite := number(v)) is None else finite for v in values]

@@ -79,26 +79,27 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
     from preheat.recipe.yaml_io import compose
     from preheat.sanitize import shorten
 
-    asked = {}
+    overridden = {}
     for item in overrides:
         key, equals, raw = item.partition("=")
         name = key.strip().removeprefix("sample.")
         if not equals or name == key.strip() or name in ("prompts", "rows"):
             raise RecipeError(f"--set {shorten(item)}: here it sets how text is written, e.g. --set sample.cache=int8")
-        asked[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
+        overridden[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
     reader = RecipeReader("--set", {})
-    made: Sample = reader.flat(Sample, {**values, **asked}, ("sample",))
+    sample: Sample = reader.flat(Sample, {**values, **overridden}, ("sample",))
     reader.refuse()
-    if problems := sample_problems(made):
-        said = [
-            (f"sample.{name}" if name in asked else f"--{name.replace('_', '-')}", words) for name, words in problems
+    if problems := sample_problems(sample):
+        messages = [
+            (f"sample.{name}" if name in overridden else f"--{name.replace('_', '-')}", problem)
+            for name, problem in problems
         ]
-        raise RecipeError("; ".join(f"{name}: {words}" for name, words in said))
-    return made
+        raise RecipeError("; ".join(f"{name}: {problem}" for name, problem in messages))
+    return sample
 
 
 def choose_template(
-    opened: LoadedModel, model: str, setting: str | None, asked: bool | None
+    opened: LoadedModel, model: str, setting: str | None, use_chat: bool | None
 ) -> tuple[Template | None, str]:
     """The template to lay out chats with, and why, in words.
 
@@ -111,11 +112,11 @@ def choose_template(
     """
     from preheat.inference.text_generation import find_template
 
-    if asked is False or (asked is None and setting is None and opened.template is None):
+    if use_chat is False or (use_chat is None and setting is None and opened.template is None):
         return None, "plain text"
-    found = find_template(setting, opened.tokenizer, model=model)
+    chat_template = find_template(setting, opened.tokenizer, model=model)
     own = setting is None and opened.template is not None
-    return found, f"chat, {opened.template}, as the run was trained" if own else f"chat, {found.name}"
+    return chat_template, f"chat, {opened.template}, as the run was trained" if own else f"chat, {chat_template.name}"
 
 
 class Watched:
@@ -140,13 +141,13 @@ class Watched:
             "compiled": self.compiled,
         }
 
-    def words(self) -> str:
+    def summary(self) -> str:
         from preheat.cli.views.console import memory, rate
 
-        made: Any = self.figures()
-        return f"{self.tokens:,} tokens in {self.seconds:.2f} s, {rate(made['tokens_per_second'])} tokens/s, peak memory {memory(made['peak_gib'])}{', compiled for single tokens' if self.compiled else ''}"
+        figures: Any = self.figures()
+        return f"{self.tokens:,} tokens in {self.seconds:.2f} s, {rate(figures['tokens_per_second'])} tokens/s, peak memory {memory(figures['peak_gib'])}{', compiled for single tokens' if self.compiled else ''}"
 
 
-def note(words: str) -> None:
+def note(text: str) -> None:
     """Told beside the text, on standard error."""
-    console(error=True).print(words, style="dim", soft_wrap=True)
+    console(error=True).print(text, style="dim", soft_wrap=True)

@@ -185,8 +185,8 @@ class Command(typer.core.TyperCommand):
                         else parameter.opts[0]
                     )
                     value = value[0] if isinstance(value, list | tuple) and value else value
-                    said = "" if isinstance(value, bool) else f" {quoted(value, 40)}"
-                    raise RecipeError(f"{shown}{said}: would change nothing: {mode.why}; leave one of them out")
+                    shown_value = "" if isinstance(value, bool) else f" {quoted(value, 40)}"
+                    raise RecipeError(f"{shown}{shown_value}: would change nothing: {mode.why}; leave one of them out")
             _refuse_keys(context.params.get("set") or (), mode)
         return super().invoke(context)
 
@@ -194,10 +194,10 @@ class Command(typer.core.TyperCommand):
 def _refuse_keys(overrides: Sequence[str], mode: Mode) -> None:
     for item in overrides:
         if not mode.reads(item.partition("=")[0].strip()):
-            words = f"--set {quoted(item, 60)}: would change nothing: {mode.why}; {mode.readable}"
+            message = f"--set {quoted(item, 60)}: would change nothing: {mode.why}; {mode.readable}"
             if not mode.named:
-                raise RecipeError(words)
-            say(f"warning: {words}", error=True)
+                raise RecipeError(message)
+            say(f"warning: {message}", error=True)
 
 
 def name_unread(command: str, parameters: Mapping[str, Any], recipe: Recipe, *, besides: Collection[str] = ()) -> None:

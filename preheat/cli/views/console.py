@@ -64,8 +64,8 @@ def gflops(rate: float) -> str:
     >>> gflops(2.3e8), gflops(9.81e11)
     ('0.23', '981')
     """
-    found = rate / 1e9
-    return f"{found:.2g}" if found < 10 else f"{found:,.0f}"
+    giga = rate / 1e9
+    return f"{giga:.2g}" if giga < 10 else f"{giga:,.0f}"
 
 
 def duration(seconds: float | None) -> str:
@@ -143,7 +143,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
         speed.add_row("  ", f"{plan['pace']:.2f} times as long as by the measured rates, as the last runs here took")
     parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]
     parts += [_phases(plan), Text("time"), speed, verdict]
-    warnings = [words] if (words := fragmentation_hint(plan)) else []
+    warnings = [hint] if (hint := fragmentation_hint(plan)) else []
     if plan["fits"] and (most := plan["peak_gib_interval"][1]) > has:
         warnings.append(
             f"little room: nine in ten runs need {memory(most)} at most, and {memory(has)} is left; fewer rows at a time are safer"
@@ -178,9 +178,9 @@ def _phases(plan: Mapping[str, Any]) -> Any:
     table = Table(f"peak by phase, {unit}", *heads, "all", box=None, pad_edge=False, header_style="")
     for column in table.columns[1:]:
         column.justify = "right"
-    for phase, found in plan["phase_memory"].items():
+    for phase, categories in plan["phase_memory"].items():
         style = "bold" if phase == plan["peak_phase"] else None
-        table.add_row(f"  {phase}", *map(size, found.values()), size(plan["phases"][phase]), style=style)
+        table.add_row(f"  {phase}", *map(size, categories.values()), size(plan["phases"][phase]), style=style)
     if plan["export"]:
         table.add_row(
             "  export, later", *map(size, plan["export"].values()), size(sum(plan["export"].values())), style="dim"
@@ -191,8 +191,8 @@ def _phases(plan: Mapping[str, Any]) -> Any:
 class Alarms(Watch):
     """Only what must be seen."""
 
-    def alarm(self, words: str) -> None:
-        say(words, error=True)
+    def alarm(self, message: str) -> None:
+        say(message, error=True)
 
 
 class Live(Alarms):
@@ -218,14 +218,14 @@ class Live(Alarms):
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def stage(self, words: str) -> None:
+    def stage(self, message: str) -> None:
         if self._task is not None:
             self._bar.remove_task(self._task)
-        self._stage = words
-        self._task = self._bar.add_task(words, total=None, words="")
+        self._stage = message
+        self._task = self._bar.add_task(message, total=None, words="")
         self._bar.refresh()
         if not self.screen.is_terminal:
-            self.screen.print(f"{words} …")
+            self.screen.print(f"{message} …")
 
     def progress(self, what: str, done: float, total: float | None) -> None:
         if time.monotonic() - self._drawn > 0.2:
@@ -243,21 +243,21 @@ class Live(Alarms):
             return
         self._drawn = time.monotonic()
         left = (total - metrics["step"]) * sum(self._seconds) / len(self._seconds) if total else None
-        words = (
+        line = (
             f"step {metrics['step']:,}{f'/{total:,}' if total else ''}  loss {metrics['loss']:.3f}{self._validation}  "
             f"{rate(metrics['tokens_per_second'])} tok/s  MFU {metrics['mfu']:.0%}  {memory(metrics['memory'] / 2**30)}"
             + (f"  {experts(metrics)}" if "expert_load" in metrics else "")
             + (f"  {duration(left)} left" if left is not None else "")
         )
-        self._bar.update(self._task, completed=metrics["step"], total=total, words=words)
+        self._bar.update(self._task, completed=metrics["step"], total=total, words=line)
         self._bar.refresh()
         if not self.screen.is_terminal and (metrics["step"] in (1, total) or metrics["step"] % 50 == 0):
-            self.screen.print(words, soft_wrap=True)
+            self.screen.print(line, soft_wrap=True)
 
     def evaluated(self, step: int, loss: float, scores: Mapping[str, float] | None = None) -> None:
         self._validation = f" (validation {loss:.3f})"
-        words = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in (scores or {}).items())
-        self.screen.print(f"step {step:,}: validation loss {loss:.4f}{words}")
+        shown_scores = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in (scores or {}).items())
+        self.screen.print(f"step {step:,}: validation loss {loss:.4f}{shown_scores}")
 
-    def notice(self, words: str) -> None:
-        self.screen.note(words)
+    def notice(self, message: str) -> None:
+        self.screen.note(message)

@@ -8,15 +8,15 @@ from typing import Any
 __all__ = ["grids"]
 
 
-def grids(made: Mapping[str, Any]) -> Iterator[Any]:
+def grids(summary: Mapping[str, Any]) -> Iterator[Any]:
     """A table for each task that has parts; before and after stand in one cell.
 
     Args:
         made: as `preheat eval --json` prints it.
     """
-    for name, result in made["tasks"].items():
+    for name, result in summary["tasks"].items():
         if parts := result.get("parts"):
-            old = ((made.get("before") or {}).get("tasks", {}).get(name) or {}).get("parts") or []
+            old = ((summary.get("before") or {}).get("tasks", {}).get(name) or {}).get("parts") or []
             yield _stretches(name, parts, old) if "start" in parts[0] else _cells(name, parts, old)
 
 
