@@ -17,7 +17,10 @@ def bench(
         list[str],
         typer.Argument(
             metavar="RECIPE|RUN|MODEL...",
-            help="A recipe to compare techniques in; with --inference the folders of runs or models, of which each is measured.",
+            help=(
+                "A recipe to compare techniques in; with --inference the folders of runs or models, of which "
+                "each is measured."
+            ),
         ),
     ],
     set: Set = None,
@@ -42,7 +45,10 @@ def bench(
         typer.Option(
             "--variant",
             metavar="KEY=VALUE,...",
-            help="With --inference: measure each model like this too: keys of sample (cache=int8, lookup=4, draft=FOLDER), dtype=bf16, engine=transformers. May stand several times.",
+            help=(
+                "With --inference: measure each model like this too: keys of sample (cache=int8, lookup=4, "
+                "draft=FOLDER), dtype=bf16, engine=transformers. May stand several times."
+            ),
         ),
     ] = None,
     text: Annotated[

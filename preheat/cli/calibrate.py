@@ -89,7 +89,10 @@ def _table(rates: Rates) -> Table:
     table.add_row("launch of an operator", f"{rates.launch * 1e6:,.1f} µs")
     best: dict[str, LinkRate] = {}
     for link in rates.links:
-        key = f"{link.collective.replace('_', '-')}, {link.backend}, {link.devices} devices on {link.hosts} host{'s' if link.hosts > 1 else ''}"
+        key = (
+            f"{link.collective.replace('_', '-')}, {link.backend}, {link.devices} devices on {link.hosts} "
+            f"host{'s' if link.hosts > 1 else ''}"
+        )
         if key not in best or link.bus_bandwidth > best[key].bus_bandwidth:
             best[key] = link
     for key, link in best.items():

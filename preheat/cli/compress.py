@@ -31,7 +31,10 @@ def compress(
         str | None,
         typer.Option(
             "--recipe",
-            help="A chain of steps in place of methods: inference-speed, edge, edge-vision (image classifiers), or a file (preheat recipes show edge).",
+            help=(
+                "A chain of steps in place of methods: inference-speed, edge, edge-vision (image classifiers), "
+                "or a file (preheat recipes show edge)."
+            ),
         ),
     ] = None,
     bits: Annotated[
@@ -46,14 +49,20 @@ def compress(
         typer.Option(
             "--set",
             metavar="[METHOD.]KEY=VALUE",
-            help="A setting of every chosen method that has it, or of the named one: --set group=64, --set awq.group=64. Repeatable.",
+            help=(
+                "A setting of every chosen method that has it, or of the named one: --set group=64, --set "
+                "awq.group=64. Repeatable."
+            ),
         ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
             "--data",
-            help="A text to calibrate with and to measure on, by parts; the run's own data when not given. A model's folder needs it; an image classifier's a folder of images by class.",
+            help=(
+                "A text to calibrate with and to measure on, by parts; the run's own data when not given. A "
+                "model's folder needs it; an image classifier's a folder of images by class."
+            ),
         ),
     ] = None,
     out: Annotated[
@@ -76,7 +85,9 @@ def compress(
         typer.Option(
             "--within",
             min=0.0,
-            help="Of several, the smallest is chosen whose perplexity rises by this share at most; 0.02 when not given.",
+            help=(
+                "Of several, the smallest is chosen whose perplexity rises by this share at most; 0.02 when not given."
+            ),
         ),
     ] = None,
     json: Json = False,
@@ -103,7 +114,8 @@ def compress(
     if is_classifier(Path(model)):
         if recipe is None or data is None:
             raise RecipeError(
-                f"MODEL: {model} is an image classifier: a chain of steps over it, and a folder of images by class, say what is done; "
+                f"MODEL: {model} is an image classifier: a chain of steps over it, and a folder of images by "
+                "class, say what is done; "
                 "preheat compress MODEL --recipe edge-vision --data IMAGES"
             )
         from preheat.cli.compress_vision import compress_vision
@@ -172,7 +184,10 @@ def _show(result: dict[str, Any], target: Path, *, json: bool) -> None:
         screen.print(f"note: {note}", soft_wrap=True)
     for export in result.get("exports", ()):
         screen.print(
-            f"wrote {export['path']} ({export['bytes'] / 2**20:.1f} MiB); its logits differ by at most {export['max_logit_difference']:.2g} (largest {export['largest_logit']:.3g})",
+            (
+                f"wrote {export['path']} ({export['bytes'] / 2**20:.1f} MiB); its logits differ by at most "
+                f"{export['max_logit_difference']:.2g} (largest {export['largest_logit']:.3g})"
+            ),
             soft_wrap=True,
         )
     screen.print(

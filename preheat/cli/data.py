@@ -62,7 +62,10 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
             what = f", class {document['label']}" if document["label"] is not None else ""
             if example["compared"]:
                 what = ", rejected" if n % 2 else ", chosen"
-            title = f"{document['where']}: {document['tokens']:,} tokens, {document['trained']:,} trained{what} (sequence {example['row']:,})"
+            title = (
+                f"{document['where']}: {document['tokens']:,} tokens, {document['trained']:,} trained{what} "
+                f"(sequence {example['row']:,})"
+            )
             screen.print(Rule(Text(clean(title)), align="left", characters="─" if colours else "-"))
             text = Text()
             for span, trained, _ in document["spans"]:
@@ -94,7 +97,10 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
     )
     table.add_row(
         "lengths",
-        f"median {lengths['median']:,.0f}, 95 % up to {lengths['p95']:,.0f}, longest {lengths['longest']:,} tokens{cut}",
+        (
+            f"median {lengths['median']:,.0f}, 95 % up to {lengths['p95']:,.0f}, longest {lengths['longest']:,} "
+            f"tokens{cut}"
+        ),
     )
     full = f"{packing['efficiency']:.1%} of their places hold text, {packing['trained']:,} labels"
     table.add_row("packing", f"{packing['how']}: {packing['rows']:,} sequences of {packing['length']:,} tokens; {full}")

@@ -50,7 +50,8 @@ def demo(
     reader = Reader(result["run"])
     for base in reader.events("baseline"):
         screen.print(
-            f"validation loss, nats a token: this model {result['validation_loss']:.2f}, bigram {base['bigram']:.2f}, unigram {base['unigram']:.2f}"
+            f"validation loss, nats a token: this model {result['validation_loss']:.2f}, bigram "
+            f"{base['bigram']:.2f}, unigram {base['unigram']:.2f}"
         )
     for sample in reader.events("sample"):
         screen.print("─" * 60, style="dim")

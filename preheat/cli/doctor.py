@@ -57,7 +57,8 @@ def _drawn(diagnosis: dict[str, Any], run: Path) -> Any:
         parts.append(Text("the plan says that it does not fit", style="bold"))
     parts.append(
         Text(
-            f"by the plan it needs {memory(diagnosis['peak_gib'])} (peak in {diagnosis['peak_phase']}); there are {memory(diagnosis['room_gib'])}"
+            f"by the plan it needs {memory(diagnosis['peak_gib'])} (peak in {diagnosis['peak_phase']}); "
+            f"there are {memory(diagnosis['room_gib'])}"
         )
     )
     for rung in diagnosis["rungs"]:
@@ -77,7 +78,8 @@ def _drawn(diagnosis: dict[str, Any], run: Path) -> Any:
         parts += [
             table,
             Text(
-                f"preheat train {run}/recipe.yaml --out {run} --resume {' '.join(f'--set {item}' for item in diagnosis['ways'][0]['set'])}"
+                f"preheat train {run}/recipe.yaml --out {run} --resume "
+                f"{' '.join(f'--set {item}' for item in diagnosis['ways'][0]['set'])}"
             ),
         ]
     else:
@@ -93,7 +95,8 @@ def _drawn(diagnosis: dict[str, Any], run: Path) -> Any:
         advice = diagnosis["allocator"]
         parts.append(
             Text(
-                f"{advice['why']}: run it with --set {advice['set']}, or where that is not had start it with {advice['or']}"
+                f"{advice['why']}: run it with --set {advice['set']}, or where that is not had start it "
+                f"with {advice['or']}"
             )
         )
     return Group(*parts)

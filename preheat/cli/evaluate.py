@@ -27,14 +27,20 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="RUN|MODEL|ADAPTER [AFTER]",
-            help="The folder of a run, a Hugging Face model, or an adapter of peft's. Two are compared, the first as before.",
+            help=(
+                "The folder of a run, a Hugging Face model, or an adapter of peft's. Two are compared, the "
+                "first as before."
+            ),
         ),
     ],
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data",
-            help="A text: a file, folder or source, or a run's own `validation` (when nothing is named) or `train`. May stand several times.",
+            help=(
+                "A text: a file, folder or source, or a run's own `validation` (when nothing is named) or "
+                "`train`. May stand several times."
+            ),
         ),
     ] = None,
     tasks: Annotated[
@@ -42,7 +48,11 @@ def evaluate(
         typer.Option(
             "--tasks",
             metavar="NAME|FILE.yaml",
-            help="A task: a built-in name or a YAML file, NAME=ROWS for rows of yours, with ,KEY=VALUE for further keys; lm-eval:NAME for one of lm-eval's. Of length: recall, and with a long text needle=FILE, positions=FILE, continuation=FILE. May stand several times.",
+            help=(
+                "A task: a built-in name or a YAML file, NAME=ROWS for rows of yours, with ,KEY=VALUE for "
+                "further keys; lm-eval:NAME for one of lm-eval's. Of length: recall, and with a long text "
+                "needle=FILE, positions=FILE, continuation=FILE. May stand several times."
+            ),
         ),
     ] = None,
     before: Annotated[
@@ -61,7 +71,10 @@ def evaluate(
         typer.Option(
             "--length",
             min=2,
-            help="Tokens a row; for texts the run's, or 512, and for tasks what the model takes (up to 2,048), when not given.",
+            help=(
+                "Tokens a row; for texts the run's, or 512, and for tasks what the model takes (up to 2,048), "
+                "when not given."
+            ),
         ),
     ] = None,
     samples: Annotated[
@@ -151,8 +164,18 @@ def _recipe_of(models: list[str]) -> Recipe | None:
 
 
 def _evaluate_model(
-    path: str, at_start: bool, *, texts: list[str], tasks: list[Any], recipe: Recipe | None, rows: int, limit: int | None, length: int | None, samples: Path | None, base: str | None
-) -> Results:  # fmt: skip
+    path: str,
+    at_start: bool,
+    *,
+    texts: list[str],
+    tasks: list[Any],
+    recipe: Recipe | None,
+    rows: int,
+    limit: int | None,
+    length: int | None,
+    samples: Path | None,
+    base: str | None,
+) -> Results:
     """Everything of one model, which is then let go of."""
     from preheat.cli.views.console import console
     from preheat.evaluation.lm_eval import measure_by_harness
@@ -280,7 +303,8 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
         for name, off in summary.get("difference", {}).get(part, {}).items():
             if not off["paired"]:
                 notes.append(
-                    f"{name}: the two did not read the same rows (another tokenizer), so each was resampled by itself; only bits a byte compare"
+                    f"{name}: the two did not read the same rows (another tokenizer), so each was resampled "
+                    "by itself; only bits a byte compare"
                 )
     notes.append("In brackets: 95 % of 1,000 bootstrap resamples of the rows. Losses are in nats a token.")
     return notes

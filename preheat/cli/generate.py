@@ -19,7 +19,10 @@ def generate(
         list[str],
         typer.Argument(
             metavar="RUN|CHECKPOINT|MODEL|ADAPTER...",
-            help="The folder of a run, of one of its checkpoints, of a Hugging Face model, or of an adapter of peft's; several are shown side by side.",
+            help=(
+                "The folder of a run, of one of its checkpoints, of a Hugging Face model, or of an adapter of "
+                "peft's; several are shown side by side."
+            ),
         ),
     ],
     prompt: Annotated[

@@ -28,7 +28,10 @@ def nettest(
         list[str] | None,
         typer.Option(
             "--collective",
-            help="all_reduce, all_gather, reduce_scatter, all_to_all or send_recv; all of them when not stated. May stand several times.",
+            help=(
+                "all_reduce, all_gather, reduce_scatter, all_to_all or send_recv; all of them when not stated. "
+                "May stand several times."
+            ),
         ),
     ] = None,
     sizes: Annotated[str, typer.Option("--sizes", help="A range by fours, or a list: 1KiB,1MiB.")] = "1KiB-64MiB",
@@ -169,6 +172,7 @@ def _shown(result: dict[str, Any]) -> list[RenderableType]:
     busy = sum(row["high"] > 2 * row["seconds"] for row in result["rows"])
     if busy:
         parts.append(
-            f"note: {busy} of {len(result['rows'])} rows have times beyond twice their median: something else wanted the cores or the network; measure again when they are quiet"
+            f"note: {busy} of {len(result['rows'])} rows have times beyond twice their median: something "
+            "else wanted the cores or the network; measure again when they are quiet"
         )
     return [*parts, against_words(result)]

@@ -21,7 +21,10 @@ def plan(
         str | None,
         typer.Argument(
             metavar="MODEL|RECIPE",
-            help="A model by its name on the hub, its folder or its size (15M); or a recipe file, or a built-in recipe's name.",
+            help=(
+                "A model by its name on the hub, its folder or its size (15M); or a recipe file, or a built-in "
+                "recipe's name."
+            ),
         ),
     ] = None,
     set: Set = None,
@@ -53,14 +56,20 @@ def plan(
         Literal["fastest", "cheapest", "largest-batch", "longest-context", "closest"] | None,
         typer.Option(
             "--aim",
-            help="What to search for; fastest for a model. A recipe is planned as it is when not given, else searched around.",
+            help=(
+                "What to search for; fastest for a model. A recipe is planned as it is when not given, else "
+                "searched around."
+            ),
         ),
     ] = None,
     allow: Annotated[
         Literal["exact", "rounding", "different"] | None,
         typer.Option(
             "--allow",
-            help="How far the search may change numbers: exact keeps them, rounding takes bf16 (the default for a model), different more. exact is the default for a recipe.",
+            help=(
+                "How far the search may change numbers: exact keeps them, rounding takes bf16 (the default for "
+                "a model), different more. exact is the default for a recipe."
+            ),
         ),
     ] = None,
     price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars for an hour of a device.")] = None,
@@ -147,7 +156,10 @@ def finish(
         screen.print(whole_picture(result, question.recipe.name))
         if question.absent:
             screen.print(
-                f"{question.absent} is not here: planned by its built-in configuration; tokenizer, weights and data were not looked at",
+                (
+                    f"{question.absent} is not here: planned by its built-in configuration; tokenizer, weights "
+                    "and data were not looked at"
+                ),
                 style="dim",
             )
         for path, label in ((out, "recipe"), (html, "page")):

@@ -222,7 +222,10 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            help="Go on with the run in that folder from its last whole checkpoint: bit for bit on CPUs, and on a GPU with hardware.deterministic=true.",
+            help=(
+                "Go on with the run in that folder from its last whole checkpoint: bit for bit on CPUs, and on "
+                "a GPU with hardware.deterministic=true."
+            ),
         ),
     ] = False,
     auto_resume: Annotated[
@@ -252,7 +255,10 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="What comes before the first step, and nothing written: read the data, build, take a step without memory, plan.",
+            help=(
+                "What comes before the first step, and nothing written: read the data, build, take a step "
+                "without memory, plan."
+            ),
         ),
     ] = False,
     gpu: Annotated[

@@ -39,7 +39,10 @@ def try_(
             "--accumulation-steps",
             "--accumulation_steps",
             min=1,
-            help="Micro-batches in a step of gradient_accumulation and integration; 4, or 2 where 4 are too many, when not given.",
+            help=(
+                "Micro-batches in a step of gradient_accumulation and integration; 4, or 2 where 4 are too "
+                "many, when not given."
+            ),
         ),
     ] = None,
     precision: Annotated[
@@ -91,7 +94,10 @@ def try_(
         return
     batch = result["batch"]
     screen.print(
-        f"{result['model_size']}: {result['model']}; micro-batches of {batch['rows']} rows of {batch['length']:,} tokens, {result['steps']} steps",
+        (
+            f"{result['model_size']}: {result['model']}; micro-batches of {batch['rows']} rows of "
+            f"{batch['length']:,} tokens, {result['steps']} steps"
+        ),
         soft_wrap=True,
     )
     screen.print(_table(result))
@@ -104,7 +110,10 @@ def try_(
         if row["predicted"] and row["not_run"]:
             expected = row["predicted"]
             screen.print(
-                f"- {row['name']}: predicted here {rate(expected['tokens_per_second'])} tokens/s in {memory(expected['peak_gib'])}",
+                (
+                    f"- {row['name']}: predicted here {rate(expected['tokens_per_second'])} tokens/s in "
+                    f"{memory(expected['peak_gib'])}"
+                ),
                 soft_wrap=True,
             )
     for line in result["words"]:

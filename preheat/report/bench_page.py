@@ -55,8 +55,10 @@ def _page(result: dict[str, Any]) -> str:
 <section id="verdicts"><h2>Verdicts</h2>{verdict_list}</section>
 {falls}
 <section id="contenders"><h2>Every contender</h2>{_table(result)}</section>
-<footer>{escape(result["repeats"])} turns of {escape(result["steps"])} steps each, every turn in a process of its own, in alternation. Speed: median over the turns
-of the median step; ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of the first step's
+<footer>{escape(result["repeats"])} turns of {escape(result["steps"])} steps each, every turn in a process of its \
+own, in alternation. Speed: median over the turns
+of the median step; ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of \
+the first step's
 gradients with those of {escape(result["rows"][0]["name"])}. All figures as data: bench.json.</footer>""",
     )
 
@@ -68,8 +70,10 @@ def _headline(result: dict[str, Any]) -> str:
         return f"{len(result['rows'])} contenders on this machine."
     turns = "" if len(combined["speeds"]) > 1 else "In one turn, which gives no verdict on speed. "
     return (
-        f"{turns}All together: {combined['ratio']:.2f} times the speed of the plain recipe ({grouped(combined['tokens_per_second'])} against "
-        f"{grouped(plain['tokens_per_second'])} tokens/s) in {percent(combined['peak_gib'] / plain['peak_gib'])} of its memory "
+        f"{turns}All together: {combined['ratio']:.2f} times the speed of the plain recipe "
+        f"({grouped(combined['tokens_per_second'])} against "
+        f"{grouped(plain['tokens_per_second'])} tokens/s) in {percent(combined['peak_gib'] / plain['peak_gib'])} "
+        "of its memory "
         f"({gib(combined['peak_gib'])} against {gib(plain['peak_gib'])})."
     )
 

@@ -51,7 +51,8 @@ def _page(result: dict[str, Any]) -> str:
     before, after = chosen["before"], chosen["after"]
     faster = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
     headline = (
-        f"{chosen['name']}: {after['bytes'] / before['bytes']:.0%} of bf16's bytes, {faster:.2f} times its tokens a second, "
+        f"{chosen['name']}: {after['bytes'] / before['bytes']:.0%} of bf16's bytes, {faster:.2f} times its tokens "
+        "a second, "
         f"perplexity {_rise(chosen['perplexity_rise'])}; chosen as {result['chosen_because']}."
     )
     done = "".join(f"<li><b>{escape(v['name'])}</b>: {escape(v['what'])}</li>" for v in result["variants"])
@@ -61,12 +62,15 @@ def _page(result: dict[str, Any]) -> str:
         f"{result['source']} · preheat compress",
         f"""<header id="verdict"><p class="eyebrow">preheat compress</p><h1>{escape(Path(result["source"]).name)}</h1>
 <p class="verdict">{escape(headline)}</p></header>
-<section id="pareto"><h2>Quality against size and speed</h2><div class="two">{_pareto(result, "size")}{_pareto(result, "time")}</div></section>
+<section id="pareto"><h2>Quality against size and speed</h2><div \
+class="two">{_pareto(result, "size")}{_pareto(result, "time")}</div></section>
 <section id="variants"><h2>Every variant</h2>{_table(result)}</section>
 <section id="what"><h2>What was done</h2><ul>{done}</ul></section>
 {notes}
-<footer>Data: {escape(result["texts"])}; {result["calibration_rows"]} calibration rows, {after["tokens"]:,} held-out tokens. Bytes: of the weights. Times: medians of
-turns taken alternately with the same model in bf16, one row, a prompt of {after["prompt_tokens"]} tokens. All figures as data: compress.json.</footer>""",
+<footer>Data: {escape(result["texts"])}; {result["calibration_rows"]} calibration rows, {after["tokens"]:,} held-out \
+tokens. Bytes: of the weights. Times: medians of
+turns taken alternately with the same model in bf16, one row, a prompt of {after["prompt_tokens"]} tokens. All \
+figures as data: compress.json.</footer>""",
     )
 
 
@@ -88,7 +92,10 @@ def _pareto(result: dict[str, Any], by: str) -> str:
     right = max(x for _, x, _ in points)
     height = max(y for _, _, y in points) - min(y for _, _, y in points)
     unit = "MiB of weights" if by == "size" else "milliseconds a token, one row"
-    caption = f"The lower left is better; on the line is what no other beats in both: {', '.join(points[n][0] for n in best)}."
+    caption = (
+        "The lower left is better; on the line is what no other beats in both: "
+        f"{', '.join(points[n][0] for n in best)}."
+    )
 
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import FuncFormatter
@@ -128,12 +135,18 @@ def _pareto(result: dict[str, Any], by: str) -> str:
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
     legend = "".join(
-        f'<li class="line" style="--c: var(--{"ink" if n == 0 else f"series-{(n - 1) % 6 + 1}"})">{n} {escape(name)}</li>'
+        (
+            f'<li class="line" style="--c: var(--{"ink" if n == 0 else f"series-{(n - 1) % 6 + 1}"})">{n} '
+            f"{escape(name)}</li>"
+        )
         for n, (name, _, _) in enumerate(points)
     )
     title = f"Perplexity against {'size' if by == 'size' else 'latency'}"
     drawing = drawn(f"compress-{by}", NARROW, caption, draw)
-    return f'<figure><figcaption><h3>{title}</h3><p>{escape(caption)}</p></figcaption><ul class="legend">{legend}</ul>{drawing}</figure>'
+    return (
+        f"<figure><figcaption><h3>{title}</h3><p>{escape(caption)}</p></figcaption>"
+        f'<ul class="legend">{legend}</ul>{drawing}</figure>'
+    )
 
 
 def _tick(decimals: int, value: float, place: int | None) -> str:

@@ -59,7 +59,8 @@ def _page(shown: dict[str, Any]) -> str:
         f"""<header id="verdict"><p class="eyebrow">preheat data</p><h1>{escape(headline(shown["name"]))}</h1>
 <p class="verdict">{escape(verdict + template)}</p>{notices}</header>
 <dl class="tiles">{drawn}</dl>
-<section id="examples"><h2>As the model sees it</h2><p class="small"><mark>Marked</mark> is trained on; the rest is read. Sequences in the order of training, each document with its file and row.</p>
+<section id="examples"><h2>As the model sees it</h2><p class="small"><mark>Marked</mark> is trained on; the rest is \
+read. Sequences in the order of training, each document with its file and row.</p>
 {"".join(map(_example, shown["examples"]))}</section>
 <section id="lengths"><h2>Tokens of an example</h2>{_bars(shown["lengths"]["bars"])}</section>
 <section id="sources"><h2>Sources</h2>{_sources(counts["sources"])}</section>
@@ -102,9 +103,13 @@ def _sources(sources: list[dict[str, Any]]) -> str:
     rows = []
     for source in sources:
         left = ", ".join(f"{n:,} {why}" for why, n in source["dropped"].items()) or "none"
-        cell = f'{escape(source["source"])}<br><span class="small">{escape(source["layout"])}; left out: {escape(left)}</span>'
+        cell = (
+            f'{escape(source["source"])}<br><span class="small">{escape(source["layout"])}; left out: '
+            f"{escape(left)}</span>"
+        )
         rows.append(
-            f'<tr><td class="free">{cell}</td><td class="n">{source["read"]:,}</td><td class="n">{source["tokens"]:,}</td>'
+            f'<tr><td class="free">{cell}</td><td class="n">{source["read"]:,}</td>'
+            f'<td class="n">{source["tokens"]:,}</td>'
             f'<td class="n">{source["weight"]:g}</td></tr>'
         )
     head = "".join(

@@ -84,8 +84,10 @@ def loads(records: Sequence[tuple[int, Sequence[float]]]) -> tuple[str, str]:
     (first, begun), (last, ended) = records[0], records[-1]
     high = max(max(row) for row in grid)
     caption = (
-        f"The busiest expert's tokens over the mean of its layer, 1 where all are loaded alike: {max(begun):.2f} in the worst layer at step {first:,}, "
-        f"{max(ended):.2f} at step {last:,} (layer {ended.index(max(ended))}); the darkest is {high:.2f}. No token is dropped."
+        f"The busiest expert's tokens over the mean of its layer, 1 where all are loaded alike: {max(begun):.2f} "
+        f"in the worst layer at step {first:,}, "
+        f"{max(ended):.2f} at step {last:,} (layer {ended.index(max(ended))}); the darkest is {high:.2f}. No "
+        "token is dropped."
     )
     return caption, heat(
         "expert-load", grid, caption, low=1.0, high=high, x=(first, last + 1), labels=("step", "layer")

@@ -38,10 +38,14 @@ def _page(result: dict[str, Any]) -> str:
 <section id="speed"><h2>Speed</h2><div class="two">{"".join(_drawings(result))}</div></section>
 <section id="shapes"><h2>Every shape</h2>{_shapes(result["rows"])}</section>
 <section id="models"><h2>Models</h2>{_models(models)}</section>
-<footer>{escape(result["repeats"])} rounds in alternation on {escape(machine["name"])}, each model in a process of its own, every shape written once before it was
-timed; {escape(result["tokens"])} tokens after each prompt, the likeliest each time. Median over the rounds, below it the lowest and the highest; ratios within a
-round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, beside the closed form. Loss: nats a token of the prompts' text, read through the cache. Beside the weights: the
-most memory that writing took. Where tokens are proposed, rows are written one after the other and their seconds added. All figures as data: inference.json.</footer>""",
+<footer>{escape(result["repeats"])} rounds in alternation on {escape(machine["name"])}, each model in a process of \
+its own, every shape written once before it was
+timed; {escape(result["tokens"])} tokens after each prompt, the likeliest each time. Median over the rounds, below it \
+the lowest and the highest; ratios within a
+round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, beside the closed form. Loss: nats \
+a token of the prompts' text, read through the cache. Beside the weights: the
+most memory that writing took. Where tokens are proposed, rows are written one after the other and their seconds \
+added. All figures as data: inference.json.</footer>""",
     )
 
 
@@ -49,12 +53,16 @@ def _headline(result: dict[str, Any]) -> str:
     first, ran = result["models"][0]["name"], {row["name"] for row in result["rows"]}
     if len(ran) < 2:
         row = result["rows"][0]
-        return f"{first}: {grouped(row['decode_tokens_per_second']['value'])} tokens/s of {row['rows']} rows after {row['length']} tokens."
+        return (
+            f"{first}: {grouped(row['decode_tokens_per_second']['value'])} tokens/s of {row['rows']} rows after "
+            f"{row['length']} tokens."
+        )
     shape = result["rows"][0]["rows"], result["rows"][0]["length"]
     same = [row for row in result["rows"] if (row["rows"], row["length"]) == shape and row["name"] != first]
     best = max(same, key=lambda row: row["ratio"]["value"])
     return (
-        f"Rows at a time {shape[0]}, prompts of {shape[1]} tokens: {best['name']} writes {best['ratio']['value']:.2f} times as fast as {first}, the first token "
+        f"Rows at a time {shape[0]}, prompts of {shape[1]} tokens: {best['name']} writes "
+        f"{best['ratio']['value']:.2f} times as fast as {first}, the first token "
         f"after {best['first_token_ratio']['value']:.2f} times its time."
     )
 
@@ -86,7 +94,8 @@ def _drawings(result: dict[str, Any]) -> list[str]:
             f'<li class="line" style="--c: var(--{line.colour})">{escape(headline(line.name))}</li>' for line in lines
         )
         drawn.append(
-            f'<figure><figcaption><h3>{title}, {unit}</h3><p>{escape(caption)}</p></figcaption><ul class="legend">{legend}</ul>{drawing}</figure>'
+            f"<figure><figcaption><h3>{title}, {unit}</h3><p>{escape(caption)}</p></figcaption>"
+            f'<ul class="legend">{legend}</ul>{drawing}</figure>'
         )
     return drawn
 
@@ -159,7 +168,8 @@ def _models(models: Sequence[dict[str, Any]]) -> str:
         if model["failed"]:
             why = escape(model["failed"])
             rows.append(
-                f'<tr><th scope="row">{escape(model["name"])}</th><td class="free bad" colspan="{len(titles) - 1}">{why}</td></tr>'
+                f'<tr><th scope="row">{escape(model["name"])}</th>'
+                f'<td class="free bad" colspan="{len(titles) - 1}">{why}</td></tr>'
             )
             continue
         cells = (

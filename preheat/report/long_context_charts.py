@@ -80,7 +80,10 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
     across, down = (sorted({part[key] for part in parts}) for key in ("length", "depth"))
     worst = min(parts, key=lambda part: (part["value"], part["length"]))
     mean = sum(part["value"] for part in parts) / len(parts)
-    caption = f"{percent(mean)} right, the least at {worst['length']:,} tokens and depth {percent(worst['depth'])}: {percent(worst['value'])}."
+    caption = (
+        f"{percent(mean)} right, the least at {worst['length']:,} tokens and depth {percent(worst['depth'])}: "
+        f"{percent(worst['value'])}."
+    )
 
     def draw(axes: Axes) -> None:
         from matplotlib.patches import Rectangle
@@ -119,7 +122,10 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
         if following["value"] >= current["value"]:
             break
         falls = following["end"]
-    caption = f"From {loss(parts[0]['value'])} in the first {parts[0]['end']:,} places to {loss(parts[-1]['value'])} beyond {parts[-1]['start']:,}; it falls up to place {falls:,}."
+    caption = (
+        f"From {loss(parts[0]['value'])} in the first {parts[0]['end']:,} places to {loss(parts[-1]['value'])} "
+        f"beyond {parts[-1]['start']:,}; it falls up to place {falls:,}."
+    )
 
     def draw(axes: Axes) -> None:
         for _, colour, points in lines:
@@ -150,11 +156,21 @@ def _continued(name: str, task: str, parts: Parts) -> str:
     across = sorted({part["length"] for part in parts})
     lines = [(n, f"series-{k % 6 + 1}", [part for part in parts if part["length"] == n]) for k, n in enumerate(across)]
     longest = {part["share"]: part["value"] for part in lines[-1][2]}
-    caption = f"Of {across[-1]:,} tokens: {loss(longest.get(0.0))} with nothing before them, {loss(longest.get(1.0))} with all."
+    caption = (
+        f"Of {across[-1]:,} tokens: {loss(longest.get(0.0))} with nothing before them, {loss(longest.get(1.0))} "
+        "with all."
+    )
 
     def draw(axes: Axes) -> None:
         for _, colour, points in lines:
-            axes.plot([p["share"] for p in points], [p["value"] for p in points], color=SENTINEL[colour], linewidth=1.6, marker="o", markersize=4.5)  # fmt: skip
+            axes.plot(
+                [p["share"] for p in points],
+                [p["value"] for p in points],
+                color=SENTINEL[colour],
+                linewidth=1.6,
+                marker="o",
+                markersize=4.5,
+            )
         _ticks(axes, [0.0, 0.25, 0.5, 1.0], percent)
         axes.set_xlabel("share of the context that is read", loc="right", labelpad=2)
 

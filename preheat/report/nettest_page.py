@@ -45,7 +45,10 @@ def against_words(result: dict[str, Any]) -> str:
     link_rate = expected["in_host" if result["hosts"] == 1 else "between_hosts"]
     where = "between neighbours in a host" if result["hosts"] == 1 else "of a device to other hosts"
     if link_rate is None:
-        return f"The catalogue has no figure for links {where} of {result['hardware']} over {result['backend']}; nothing to hold these against."
+        return (
+            f"The catalogue has no figure for links {where} of {result['hardware']} over {result['backend']}; "
+            "nothing to hold these against."
+        )
     shares = ", ".join(f"{name.replace('_', '-')} {share:.0%}" for name, share in expected["share"].items())
     return f"The catalogue gives {link_rate / 1e9:,.0f} GB/s {where}; of that the best bus bandwidth is: {shares}."
 
@@ -91,7 +94,8 @@ def _page(result: dict[str, Any]) -> str:
 <section id="plots"><h2>By size</h2><div class="two">{drawn}</div></section>
 {_pairs(result)}
 <section id="figures"><h2>Every figure</h2>{_rows(result)}</section>
-<footer>Median over the samples of the slowest process of each, with the tenths at both ends. Size and bus bandwidth as nccl-tests count them. torch
+<footer>Median over the samples of the slowest process of each, with the tenths at both ends. Size and bus bandwidth \
+as nccl-tests count them. torch
 {escape(result["torch"])}.</footer>""",
     )
 
@@ -120,20 +124,26 @@ def _figure(
         lines.append(Curve("catalogue", [0.0], [link_rate * scale], style="named"))
     caption = about + ", ".join(parts) + "."
     drawing = svg.by_size(f"net-{key.replace('_', '-')}", lines, f"{title}. {caption}", format=size)
-    return f'<figure><figcaption><h3>{title}</h3><p>{escape(caption)}</p></figcaption><ul class="legend">{legend}</ul>{drawing}</figure>'
+    return (
+        f"<figure><figcaption><h3>{title}</h3><p>{escape(caption)}</p></figcaption>"
+        f'<ul class="legend">{legend}</ul>{drawing}</figure>'
+    )
 
 
 def _pairs(result: dict[str, Any]) -> str:
     if not result["pairs"]:
         return ""
     rows = "".join(
-        f'<tr><th scope="row">{escape(pair["kind"])}</th><td>{pair["ranks"][0]:d} and {pair["ranks"][1]:d}</td><td>{escape(", ".join(pair["hosts"]))}</td>'
+        f'<tr><th scope="row">{escape(pair["kind"])}</th><td>{pair["ranks"][0]:d} and {pair["ranks"][1]:d}</td>'
+        f"<td>{escape(', '.join(pair['hosts']))}</td>"
         f'<td class="n">{seconds(pair["latency"])}</td><td class="n">{pair["bandwidth"] / 1e9:.3g}</td></tr>'
         for pair in result["pairs"]
     )
     return (
-        '<section id="pairs"><h2>Point to point</h2><p class="small">Half the time of a message there and back.</p><div class="scroll"><table><thead><tr>'
-        '<th scope="col">pair</th><th scope="col">ranks</th><th scope="col">hosts</th><th scope="col" class="n">latency</th>'
+        '<section id="pairs"><h2>Point to point</h2>'
+        '<p class="small">Half the time of a message there and back.</p><div class="scroll"><table><thead><tr>'
+        '<th scope="col">pair</th><th scope="col">ranks</th><th scope="col">hosts</th>'
+        '<th scope="col" class="n">latency</th>'
         f'<th scope="col" class="n">GB/s</th></tr></thead><tbody>{rows}</tbody></table></div></section>'
     )
 
@@ -144,8 +154,10 @@ def _rows(result: dict[str, Any]) -> str:
         for n, title in enumerate(("collective", "size", "time", "10 to 90 %", "GB/s", "bus GB/s"))
     )
     rows = "".join(
-        f'<tr><th scope="row">{escape(row["collective"].replace("_", "-"))}</th><td class="n">{size(row["bytes"])}</td><td class="n">{seconds(row["seconds"])}</td>'
-        f'<td class="n">{seconds(row["low"])} to {seconds(row["high"])}</td><td class="n">{row["algorithm_bandwidth"] / 1e9:.3g}</td>'
+        f'<tr><th scope="row">{escape(row["collective"].replace("_", "-"))}</th>'
+        f'<td class="n">{size(row["bytes"])}</td><td class="n">{seconds(row["seconds"])}</td>'
+        f'<td class="n">{seconds(row["low"])} to {seconds(row["high"])}</td>'
+        f'<td class="n">{row["algorithm_bandwidth"] / 1e9:.3g}</td>'
         f'<td class="n">{row["bus_bandwidth"] / 1e9:.3g}</td></tr>'
         for row in result["rows"]
     )

@@ -93,9 +93,9 @@ def pareto(tried: Sequence[Mapping[str, Any]], guesses: Sequence[Mapping[str, An
     unit, scale = unit_of([*(p["peak_gib"] for p in (*tried, *shown)), available])
     beyond = len(guesses) - len(shown)
     caption = (
-        f"Small marks are estimates, large ones were dry-run, and the filled one was chosen. What is left of the line fits the {gib(available)} of a device."
-        + (f" {beyond:,} candidates that need more than {gib(most)} are not drawn." if beyond else "")
-    )
+        "Small marks are estimates, large ones were dry-run, and the filled one was chosen. What is left "
+        f"of the line fits the {gib(available)} of a device."
+    ) + (f" {beyond:,} candidates that need more than {gib(most)} are not drawn." if beyond else "")
 
     def draw(axes: Axes) -> None:
         for p in shown:

@@ -61,7 +61,8 @@ def _page(plan: Mapping[str, Any]) -> str:
         f"""<header id="verdict"><p class="eyebrow">preheat plan</p><h1>{escape(name)} on {escape(where)}</h1>
 <p class="verdict">{nbsp_units(_verdict(plan))}</p></header>
 {_tiles(plan)}
-{body}<footer>Predicted by a dry run of the step; nothing was trained. 1 GiB is 2³⁰ bytes. All figures as data: preheat plan --json.</footer>""",
+{body}<footer>Predicted by a dry run of the step; nothing was trained. 1 GiB is 2³⁰ bytes. All figures as data: \
+preheat plan --json.</footer>""",
     )
 
 
@@ -73,12 +74,18 @@ def _verdict(plan: Mapping[str, Any]) -> str:
     ]
     searched = plan["searched"]
     search_note = (
-        f" The best of {searched['candidates']:,} candidates, of which {searched['looked_at']} {'was' if searched['looked_at'] == 1 else 'were'} dry-run"
+        (
+            f" The best of {searched['candidates']:,} candidates, of which {searched['looked_at']} "
+            f"{'was' if searched['looked_at'] == 1 else 'were'} dry-run"
+        )
         if searched["candidates"]
         else ""
     )
     sure = ", this one with all its layers" if searched["confirmed"] else ""
-    return f"{fits}: {peak}, {grouped(plan['tokens_per_second'])} tokens a second. {plan['chosen']}; {numbers}.{search_note}{sure}{'.' if search_note else ''}"
+    return (
+        f"{fits}: {peak}, {grouped(plan['tokens_per_second'])} tokens a second. {plan['chosen']}; "
+        f"{numbers}.{search_note}{sure}{'.' if search_note else ''}"
+    )
 
 
 def _tiles(plan: Mapping[str, Any]) -> str:
@@ -121,7 +128,10 @@ def _memory(plan: Mapping[str, Any]) -> str:
     )
     unit, texts = sizes([*(size for _, size in parts), plan["peak_gib"]])
     rows = "".join(
-        f'<tr><td><span class="key" style="--c: var(--{_COLOURS[category]})"></span>{escape(category)}</td><td class="n">{text}</td></tr>'
+        (
+            f'<tr><td><span class="key" style="--c: var(--{_COLOURS[category]})"></span>{escape(category)}</td>'
+            f'<td class="n">{text}</td></tr>'
+        )
         for (category, _), text in zip(parts, texts, strict=False)
     )
     head = f'<tr><th scope="col">at the peak</th><th scope="col" class="n">{unit}</th></tr>'
@@ -164,10 +174,16 @@ def _phases(plan: Mapping[str, Any]) -> tuple[str, str]:
 def _overhead(plan: Mapping[str, Any]) -> str:
     unit, texts = sizes(list(plan["overhead"].values()))
     rows = "".join(
-        f'<tr><td>{escape(what)}</td><td class="n">{text}</td><td class="free">{escape(plan["overhead_sources"][what])}</td></tr>'
+        (
+            f'<tr><td>{escape(what)}</td><td class="n">{text}</td>'
+            f'<td class="free">{escape(plan["overhead_sources"][what])}</td></tr>'
+        )
         for what, text in zip(plan["overhead"], texts, strict=True)
     )
-    head = f'<th scope="col">overhead at the peak</th><th scope="col" class="n">{unit}</th><th scope="col">where the figure is from</th>'
+    head = (
+        f'<th scope="col">overhead at the peak</th><th scope="col" class="n">{unit}</th>'
+        '<th scope="col">where the figure is from</th>'
+    )
     return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
 
 
@@ -179,7 +195,10 @@ def _candidates(plan: Mapping[str, Any]) -> str:
     figures, available = plan["figures"], plan["available_gib"]
     tried, guesses = figures["pareto"], figures["guesses"]
     if len(tried) + len(guesses) < 2 and not plan["alternatives"]:
-        return '<p class="small">The recipe was planned as it is, so there is nothing to compare; --aim fastest searches around it.</p>'
+        return (
+            '<p class="small">The recipe was planned as it is, so there is nothing to compare; --aim fastest '
+            "searches around it.</p>"
+        )
     known = {p["techniques"] for p in tried}
     least: dict[str, Mapping[str, Any]] = {}  # of each set of techniques, as it needs the least
     for p in guesses:
@@ -192,10 +211,17 @@ def _candidates(plan: Mapping[str, Any]) -> str:
     ]
     unit, texts = sizes([p["peak_gib"] for p, _ in listed])
     rows = "".join(
-        f'<tr><td class="free">{escape(p["what"])}</td><td class="n">{text}</td><td class="n">{grouped(p["tokens_per_second"])}</td><td class="free">{nbsp_units(verdict)}</td></tr>'
+        (
+            f'<tr><td class="free">{escape(p["what"])}</td><td class="n">{text}</td>'
+            f'<td class="n">{grouped(p["tokens_per_second"])}</td>'
+            f'<td class="free">{nbsp_units(verdict)}</td></tr>'
+        )
         for (p, verdict), text in zip(listed, texts, strict=True)
     )
-    head = f'<th scope="col">techniques</th><th scope="col" class="n">memory, {unit}</th><th scope="col" class="n">tokens/s</th><th scope="col">verdict</th>'
+    head = (
+        f'<th scope="col">techniques</th><th scope="col" class="n">memory, {unit}</th>'
+        '<th scope="col" class="n">tokens/s</th><th scope="col">verdict</th>'
+    )
     rest = len(too_large) - _MOST_LISTED
     more = (
         f'<p class="small">{rest:,} slower sets of techniques are estimated not to fit either.</p>' if rest > 0 else ""
@@ -226,7 +252,10 @@ def _alternatives(plan: Mapping[str, Any]) -> str:
         f'<th scope="col"{" class=n" if 0 < n < len(titles) - 1 else ""}>{title}</th>' for n, title in enumerate(titles)
     )
     rows = "".join(
-        f'<tr><td class="free">{escape(a["what"])}</td><td class="n">{text}</td><td class="n">{grouped(a["tokens_per_second"])}</td>'
+        (
+            f'<tr><td class="free">{escape(a["what"])}</td><td class="n">{text}</td>'
+            f'<td class="n">{grouped(a["tokens_per_second"])}</td>'
+        )
         + (f'<td class="n">{a["cost"]["million_tokens"]:.3g}</td>' if priced else "")
         + f"<td>{nbsp_units(a['gives_up'])}</td></tr>"
         for a, text in zip(plan["alternatives"], texts, strict=True)
@@ -242,5 +271,6 @@ def _reasons(plan: Mapping[str, Any]) -> str:
         for r in plan["rejected"]
     )
     return scrolling(
-        f'<table><thead><tr><th scope="col">what</th><th scope="col">why not</th></tr></thead><tbody>{rows}</tbody></table>'
+        '<table><thead><tr><th scope="col">what</th><th scope="col">why not</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table>"
     )

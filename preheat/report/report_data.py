@@ -117,7 +117,9 @@ def collect(path: str | Path) -> dict[str, Any]:
         "environment": environment,
         "recipe": recipe_text,
         "damaged": run.words,
-        "again": f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}",
+        "again": (
+            f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}"
+        ),
     }
     predicted, real = figures["predicted"], figures["measured"]
     figures["difference"] = {

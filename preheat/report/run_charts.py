@@ -42,7 +42,8 @@ def losses(figures: dict[str, Any]) -> str:
             lines.append(Curve("smoothed", steps, smoothed))
             legend.append(("smoothed", "series-1", "line"))
         sentences.append(
-            f"Training loss from {loss(finite[0][1])} at step {finite[0][0]:,.0f} to {loss(finite[-1][1])} at step {finite[-1][0]:,.0f}, in nats a token."
+            f"Training loss from {loss(finite[0][1])} at step {finite[0][0]:,.0f} to {loss(finite[-1][1])} "
+            f"at step {finite[-1][0]:,.0f}, in nats a token."
         )
     elif raw:
         sentences.append("No step has a finite training loss.")
@@ -107,12 +108,33 @@ def over_time(figures: dict[str, Any]) -> list[str]:
     expected, peak = (None if size is None else size * scale for size in peaks)
     drawn = [
         _curve_figure("lr", "Learning rate", curve["step"], svg.numbers(curve["lr"]), _rate, noisy=False),
-        _curve_figure("gradient-norm", "Gradient norm, before clipping", curve["step"], svg.numbers(curve["gradient_norm"]), lambda v: f"{v:.3g}"),
-        _curve_figure("rate", "Tokens per second", curve["step"], svg.numbers(curve["tokens_per_second"]), grouped,
-             level=("predicted", number(predicted["tokens_per_second"])), measured=(part.strip() or "over the run", number(measured["tokens_per_second"]))),
-        _curve_figure("memory-after-step", f"Memory after each step, {unit}", curve["step"], [v / 2**30 * scale for v in bytes_held], in_unit,
-             level=("predicted peak", expected), measured=(f"peak{part}", peak), noisy=False),
-    ]  # fmt: skip
+        _curve_figure(
+            "gradient-norm",
+            "Gradient norm, before clipping",
+            curve["step"],
+            svg.numbers(curve["gradient_norm"]),
+            lambda v: f"{v:.3g}",
+        ),
+        _curve_figure(
+            "rate",
+            "Tokens per second",
+            curve["step"],
+            svg.numbers(curve["tokens_per_second"]),
+            grouped,
+            level=("predicted", number(predicted["tokens_per_second"])),
+            measured=(part.strip() or "over the run", number(measured["tokens_per_second"])),
+        ),
+        _curve_figure(
+            "memory-after-step",
+            f"Memory after each step, {unit}",
+            curve["step"],
+            [v / 2**30 * scale for v in bytes_held],
+            in_unit,
+            level=("predicted peak", expected),
+            measured=(f"peak{part}", peak),
+            noisy=False,
+        ),
+    ]
     if figures["expert_loads"]:
         drawn.append(_figure("Load of experts", *expert_heatmap.loads(figures["expert_loads"])))
     return [figure for figure in drawn if figure]
@@ -144,8 +166,17 @@ def evaluations(figures: dict[str, Any]) -> list[str]:
     return drawings
 
 
-def _curve_figure(name: str, title: str, steps: Sequence[Any], values: list[float], show: Any, *, level: tuple[str, float | None] | None = None,
-         measured: tuple[str, float | None] | None = None, noisy: bool = True) -> str:  # fmt: skip
+def _curve_figure(
+    name: str,
+    title: str,
+    steps: Sequence[Any],
+    values: list[float],
+    show: Any,
+    *,
+    level: tuple[str, float | None] | None = None,
+    measured: tuple[str, float | None] | None = None,
+    noisy: bool = True,
+) -> str:
     """A curve with what it shows in words; "" if no step recorded it."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
@@ -204,7 +235,10 @@ def memory(figures: dict[str, Any]) -> str:
         sentences.append(
             f"The device has {gib(available)}"
             + (
-                f": the prediction is {percent(peak / available) if peak >= available / 100 else 'less than 1 %'} of it."
+                (
+                    ": the prediction is "
+                    f"{percent(peak / available) if peak >= available / 100 else 'less than 1 %'} of it."
+                )
                 if peak is not None and available
                 else "."
             )

@@ -90,7 +90,10 @@ def render(figures: dict[str, Any]) -> str:
     body = "".join(
         f'<section id="{name}"><h2>{title}</h2>{content}</section>\n' for name, title, content in sections if content
     )
-    footer = "All figures as data: report.json, beside this page. Losses are in nats a token; 1 GiB is 2³⁰ bytes, less what the imports took."
+    footer = (
+        "All figures as data: report.json, beside this page. Losses are in nats a token; 1 GiB is 2³⁰ bytes, "
+        "less what the imports took."
+    )
     return document(
         f"{figures['title']} · preheat report",
         f"{_header(figures)}\n{_tiles(figures)}\n{_setup(figures['setup'])}\n{body}<footer>{footer}</footer>",
@@ -266,7 +269,10 @@ def _memory(figures: dict[str, Any]) -> str:
     total = sum(size for _, size, _ in parts) or 1
     unit, texts = sizes([*(size for _, size, _ in parts), predicted, measured])
     rows = [
-        f'<tr><td><span class="key" style="--c: var(--{colour})"></span>{escape(name)}</td><td class="n">{text}</td><td class="n">{percent(size / total)}</td></tr>'
+        (
+            f'<tr><td><span class="key" style="--c: var(--{colour})"></span>{escape(name)}</td>'
+            f'<td class="n">{text}</td><td class="n">{percent(size / total)}</td></tr>'
+        )
         for (name, size, colour), text in zip(parts, texts, strict=False)
     ]
     if predicted is not None:
@@ -333,7 +339,11 @@ def _phases(phases: Any) -> str:
     highest = next(name for name, size in peaks.items() if size == most)
     unit, texts = sizes(list(peaks.values()))
     rows = (
-        f'<tr><td>{escape(name)}</td><td class="n">{text}</td><td class="track"><span class="bar" style="width: {max(0.0, 100 * size / most) if most > 0 else 0:.1f}%"></span></td></tr>'
+        (
+            f'<tr><td>{escape(name)}</td><td class="n">{text}</td><td class="track">'
+            '<span class="bar" style="width: '
+            f'{max(0.0, 100 * size / most) if most > 0 else 0:.1f}%"></span></td></tr>'
+        )
         for (name, size), text in zip(peaks.items(), texts, strict=True)
     )
     return (
@@ -359,7 +369,8 @@ def _evaluation(figures: dict[str, Any]) -> str:
             truncated = number(result.get("truncated"))
             cut = f" ({truncated:,.0f} without room for all of their context)" if truncated else ""
             rows.append(
-                f'<tr><th scope="rowgroup" colspan="{4 if compared else 2}">{escape(name)}: {grouped(result.get("rows"))} rows{cut}</th></tr>'
+                f'<tr><th scope="rowgroup" colspan="{4 if compared else 2}">{escape(name)}: '
+                f"{grouped(result.get('rows'))} rows{cut}</th></tr>"
             )
             for metric, measured in mapping(result.get("metrics")).items():
                 cells = [between(measured)]
@@ -376,7 +387,10 @@ def _evaluation(figures: dict[str, Any]) -> str:
     caption = f"At step {value(evaluation.get('step'))}. In brackets: 95 % of 1,000 bootstrap resamples of the rows"
     caption += "; of the difference, row by row." if compared else "."
     if not compared:
-        caption += " Nothing was measured before the first step; preheat does that for a pretrained model, for tasks and for a forgetting text."
+        caption += (
+            " Nothing was measured before the first step; preheat does that for a pretrained model, for tasks "
+            "and for a forgetting text."
+        )
     head = (
         (("", ""), ("before", "n"), ("after", "n"), ("difference", "n")) if compared else (("", ""), ("measured", "n"))
     )
@@ -463,7 +477,8 @@ def _timeline(events: list[dict[str, Any]]) -> str:
         details = f"steps {value(first.get('step'))} to {value(last.get('step'))}" if len(group) > 1 else _event(last)
         bad = " bad" if first["kind"] in ("failed", "damaged", "out_of_memory", "unsaved") else ""
         rows.append(
-            f'<tr><td class="n">{after}</td><td class="free"><span class="event{bad}">{escape(_KINDS.get(kind, kind))}</span> {escape(details)}</td></tr>'
+            f'<tr><td class="n">{after}</td><td class="free">'
+            f'<span class="event{bad}">{escape(_KINDS.get(kind, kind))}</span> {escape(details)}</td></tr>'
         )
     started = ""
     if begin is not None and 0 <= begin < 2e11:
@@ -549,5 +564,6 @@ def _row(key: str, recorded: Any) -> str:
 def _recipe(figures: dict[str, Any]) -> str:
     return (
         f'<p class="again small">Runs it again:<code>{escape(figures["again"])}</code></p>'
-        f"<details><summary>The recipe, with every default written out</summary><pre>{escape(figures['recipe'], LONG)}</pre></details>"
+        "<details><summary>The recipe, with every default written out</summary>"
+        f"<pre>{escape(figures['recipe'], LONG)}</pre></details>"
     )

@@ -201,8 +201,18 @@ def curves(
             if line.style in ("level", "named"):
                 axes.axhline(y[0], color=SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
                 if line.style == "named":
-                    axes.annotate(line.name, (1, y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
-                                  ha="right", va="bottom", color=SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
+                    axes.annotate(
+                        line.name,
+                        (1, y[0]),
+                        xycoords=("axes fraction", "data"),
+                        xytext=(-2, 3),
+                        textcoords="offset points",
+                        ha="right",
+                        va="bottom",
+                        color=SENTINEL["muted"],
+                        fontsize=10.5,
+                        parse_math=False,
+                    )
             elif line.style == "raw":
                 axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.5, marker="o" if lone else None, markersize=5)
             elif line.style == "points":
@@ -247,8 +257,18 @@ def by_size(
         for line in lines:
             if line.style == "named":
                 axes.axhline(line.y[0], color=SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
-                axes.annotate(line.name, (1, line.y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
-                              ha="right", va="bottom", color=SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
+                axes.annotate(
+                    line.name,
+                    (1, line.y[0]),
+                    xycoords=("axes fraction", "data"),
+                    xytext=(-2, 3),
+                    textcoords="offset points",
+                    ha="right",
+                    va="bottom",
+                    color=SENTINEL["muted"],
+                    fontsize=10.5,
+                    parse_math=False,
+                )
             else:
                 axes.plot(line.x, line.y, color=SENTINEL[line.colour], linewidth=1.6, marker="o", markersize=4.5)
         axes.set_xscale("log", base=2, nonpositive="mask")

@@ -48,7 +48,10 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="sample.KEY=VALUE",
-        help="A setting of writing without an option of its own: sample.cache=int8, sample.draft=FOLDER, sample.lookup=4 … May stand several times.",
+        help=(
+            "A setting of writing without an option of its own: sample.cache=int8, sample.draft=FOLDER, "
+            "sample.lookup=4 … May stand several times."
+        ),
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Decides the draws at a temperature above 0.")]
@@ -145,7 +148,10 @@ class Watched:
         from preheat.cli.views.console import memory, rate
 
         figures: Any = self.figures()
-        return f"{self.tokens:,} tokens in {self.seconds:.2f} s, {rate(figures['tokens_per_second'])} tokens/s, peak memory {memory(figures['peak_gib'])}{', compiled for single tokens' if self.compiled else ''}"
+        return (
+            f"{self.tokens:,} tokens in {self.seconds:.2f} s, {rate(figures['tokens_per_second'])} tokens/s, "
+            f"peak memory {memory(figures['peak_gib'])}{', compiled for single tokens' if self.compiled else ''}"
+        )
 
 
 def note(text: str) -> None:

@@ -18,7 +18,10 @@ _Option = Annotated[
     bool,
     typer.Option(
         remote_code.OPTION,
-        help="Run Python code that comes with a model's folder. A recipe cannot allow it: add this only if you trust the code's author.",
+        help=(
+            "Run Python code that comes with a model's folder. A recipe cannot allow it: add this only if you "
+            "trust the code's author."
+        ),
     ),
 ]
 _NAME = "trust_remote_code"

@@ -70,7 +70,22 @@ MODES: Mapping[str, Sequence[Mode]] = {
     "plan": (
         Mode(
             lambda p: p["compute_budget"] is not None,
-            ("what", "set", "gpu", "count", "nodes", "length", "batch_tokens", "method", "aim", "allow", "price", "inference", "out", "html"),
+            (
+                "what",
+                "set",
+                "gpu",
+                "count",
+                "nodes",
+                "length",
+                "batch_tokens",
+                "method",
+                "aim",
+                "allow",
+                "price",
+                "inference",
+                "out",
+                "html",
+            ),
             "--compute-budget says how large a model is worth training, whatever the model and the devices",
         ),
         Mode(
@@ -94,13 +109,29 @@ MODES: Mapping[str, Sequence[Mode]] = {
             unread_keys=_OF_THIS_MACHINE,
         ),
         Mode(lambda p: p["dry_run"], ("force", "auto_resume", "restarts"), "--dry-run trains nothing"),
-        Mode(lambda p: p["nproc"] < 2, ("restarts",), "one process ends with its run; add --nproc 2 or more, or start it again with --resume"),
-        Mode(lambda p: p["nproc"] > 1 and "RANK" in os.environ, ("nproc", "restarts"), "torchrun has started the processes already"),
+        Mode(
+            lambda p: p["nproc"] < 2,
+            ("restarts",),
+            "one process ends with its run; add --nproc 2 or more, or start it again with --resume",
+        ),
+        Mode(
+            lambda p: p["nproc"] > 1 and "RANK" in os.environ,
+            ("nproc", "restarts"),
+            "torchrun has started the processes already",
+        ),
         Mode(lambda p: p["resume"], ("auto_resume",), "--resume says so already"),
     ),
     "bench": (
-        Mode(lambda p: p["inference"], ("ablate", "techniques", "steps", "device"), "--inference measures models as they write, and this is for recipes"),
-        Mode(lambda p: not p["inference"], ("batches", "lengths", "tokens", "variant", "text"), "techniques are compared in training; add --inference to measure how models write"),
+        Mode(
+            lambda p: p["inference"],
+            ("ablate", "techniques", "steps", "device"),
+            "--inference measures models as they write, and this is for recipes",
+        ),
+        Mode(
+            lambda p: not p["inference"],
+            ("batches", "lengths", "tokens", "variant", "text"),
+            "techniques are compared in training; add --inference to measure how models write",
+        ),
         Mode(
             lambda p: not p["inference"],
             (),
@@ -111,16 +142,32 @@ MODES: Mapping[str, Sequence[Mode]] = {
     ),
     "data": (Mode(lambda p: True, (), "this shows data, and trains nothing", _OF_DATA, named=True),),
     "eval": (
-        Mode(lambda p: p["tasks"] and not _has_text(p), ("rows",), "no text is named, and it is for texts; add --data, or use --limit for tasks"),
-        Mode(lambda p: not any(_takes_base(Path(m)) for m in p["model"]), ("base",), "it is for adapters, and none is named"),
+        Mode(
+            lambda p: p["tasks"] and not _has_text(p),
+            ("rows",),
+            "no text is named, and it is for texts; add --data, or use --limit for tasks",
+        ),
+        Mode(
+            lambda p: not any(_takes_base(Path(m)) for m in p["model"]),
+            ("base",),
+            "it is for adapters, and none is named",
+        ),
         Mode(lambda p: not p["tasks"], ("limit", "samples"), "no task is named; add --tasks"),
     ),
     "generate": (
         Mode(lambda p: p["chat"] is False, ("template",), "it lays out chats, and --no-chat asks for none"),
-        Mode(lambda p: not p["temperature"] and not _sets(p, "temperature"), ("seed",), "temperature 0 draws nothing; set a temperature, e.g. 0.8"),
+        Mode(
+            lambda p: not p["temperature"] and not _sets(p, "temperature"),
+            ("seed",),
+            "temperature 0 draws nothing; set a temperature, e.g. 0.8",
+        ),
     ),
     "chat": (
-        Mode(lambda p: not p["temperature"] and not _sets(p, "temperature"), ("seed",), "temperature 0 draws nothing; set a temperature, e.g. 0.8"),
+        Mode(
+            lambda p: not p["temperature"] and not _sets(p, "temperature"),
+            ("seed",),
+            "temperature 0 draws nothing; set a temperature, e.g. 0.8",
+        ),
     ),
     "compress": (
         Mode(
@@ -138,11 +185,19 @@ MODES: Mapping[str, Sequence[Mode]] = {
         Mode(lambda p: p["nproc"] is None, ("port",), "torchrun has its own rendezvous; --port goes with --nproc"),
     ),
     "try": (
-        Mode(lambda p: not _tries(p, "gradient_accumulation", "integration"), ("accumulation_steps",), "it is for gradient_accumulation and integration"),
-        Mode(lambda p: not _tries(p, "mixed_precision", "integration"), ("precision",), "it is for mixed_precision and integration"),
+        Mode(
+            lambda p: not _tries(p, "gradient_accumulation", "integration"),
+            ("accumulation_steps",),
+            "it is for gradient_accumulation and integration",
+        ),
+        Mode(
+            lambda p: not _tries(p, "mixed_precision", "integration"),
+            ("precision",),
+            "it is for mixed_precision and integration",
+        ),
         Mode(lambda p: not _tries(p, "zero"), ("zero_stage", "cpu_offload"), "it is for zero"),
     ),
-}  # fmt: skip
+}
 
 
 def _sets(parameters: Mapping[str, Any], key: str) -> bool:

@@ -117,18 +117,28 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
             f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan")
         )
     total = Text(
-        f"{f'{peak / has:.1%} of the {memory(has)} left' if has * 1024 >= 1 else 'nothing is left'} of {plan['device']['name']}",
+        (
+            f"{f'{peak / has:.1%} of the {memory(has)} left' if has * 1024 >= 1 else 'nothing is left'} of "
+            f"{plan['device']['name']}"
+        ),
         style="green" if plan["fits"] else "red",
     )
     bars.add_row("  peak", Text(memory(peak), justify="right", style="bold"), total)
     speed = Table.grid(padding=(0, 2))
     speed.add_row(
         "  step",
-        f"{plan['seconds_per_step']:.3g} s for {plan['tokens_per_step']:,} tokens, {plan['flops_per_step'] / 1e9:,.0f} GFLOP",
+        (
+            f"{plan['seconds_per_step']:.3g} s for {plan['tokens_per_step']:,} tokens, "
+            f"{plan['flops_per_step'] / 1e9:,.0f} GFLOP"
+        ),
     )
     speed.add_row(
         "  speed",
-        f"{rate(plan['tokens_per_second'])} tokens/s, {plan['mfu']:.0%} of {plan['matrix_rate'] / 1e12:,.3g} TFLOP/s {'measured here' if plan['device']['kind'] == 'cpu' else 'at most'}",
+        (
+            f"{rate(plan['tokens_per_second'])} tokens/s, {plan['mfu']:.0%} of "
+            f"{plan['matrix_rate'] / 1e12:,.3g} TFLOP/s "
+            f"{'measured here' if plan['device']['kind'] == 'cpu' else 'at most'}"
+        ),
     )
     if plan.get("seconds_to_start"):
         speed.add_row("  to start", f"about {duration(plan['seconds_to_start'])}, once, until layers are compiled")
@@ -146,15 +156,18 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     warnings = [hint] if (hint := fragmentation_hint(plan)) else []
     if plan["fits"] and (most := plan["peak_gib_interval"][1]) > has:
         warnings.append(
-            f"little room: nine in ten runs need {memory(most)} at most, and {memory(has)} is left; fewer rows at a time are safer"
+            f"little room: nine in ten runs need {memory(most)} at most, and {memory(has)} is left; fewer "
+            "rows at a time are safer"
         )
     if quicker := plan.get("fp32_rate"):
         warnings.append(
-            f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and {gflops(quicker)} in fp32; without mixed_precision a step is sooner done"
+            f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and "
+            f"{gflops(quicker)} in fp32; without mixed_precision a step is sooner done"
         )
     if plan.get("contended"):
         warnings.append(
-            "the machine was busy when it was calibrated and still is, so speeds are too low: plan again when it is quiet"
+            "the machine was busy when it was calibrated and still is, so speeds are too low: plan again "
+            "when it is quiet"
         )
     if plan.get("heap"):
         warnings.append(

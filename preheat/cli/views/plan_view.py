@@ -56,7 +56,10 @@ def _cost(cost: Mapping[str, Any] | None) -> str:
 
 def _energy(energy: Mapping[str, Any]) -> str:
     run = f", {energy['run']:,.3g} kWh for the run" if energy["run"] else ""
-    return f"at most {energy['million_tokens']:.3g} kWh a million tokens{run}: boards at full power, {energy['kilowatts']:,.3g} kW"
+    return (
+        f"at most {energy['million_tokens']:.3g} kWh a million tokens{run}: boards at full power, "
+        f"{energy['kilowatts']:,.3g} kW"
+    )
 
 
 def _alternatives(result: Mapping[str, Any]) -> Any:
@@ -90,7 +93,17 @@ def serving_picture(result: Mapping[str, Any]) -> Any:
 
     d = result["device"]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    titles = ("weights\nin", "cache\nin", "weights\ntake", "a row's\ncache", "rows\nthat fit", "longest\nrow", "first\ntoken", "tokens/s\nof one", "of all")  # fmt: skip
+    titles = (
+        "weights\nin",
+        "cache\nin",
+        "weights\ntake",
+        "a row's\ncache",
+        "rows\nthat fit",
+        "longest\nrow",
+        "first\ntoken",
+        "tokens/s\nof one",
+        "of all",
+    )
     for number, title in enumerate(titles):
         table.add_column(title, justify="right" if number > 1 else "left", vertical="bottom", no_wrap=True)
     for f in result["formats"]:
@@ -110,15 +123,20 @@ def serving_picture(result: Mapping[str, Any]) -> Any:
     measured = " (as copies reach it here; reading alone may go beyond)" if d["kind"] == "cpu" else ""
     return Group(
         Text(
-            f"{result['model']}: {result['parameters']:,} parameters, served on {many}{d['name']} of {memory(d['memory_gib'])}",
+            (
+                f"{result['model']}: {result['parameters']:,} parameters, served on {many}{d['name']} of "
+                f"{memory(d['memory_gib'])}"
+            ),
             style="bold",
         ),
         Text(
-            f"a token takes {result['cache_bytes_per_token'] / 1024:,.0f} KiB of cache, a row has {result['length']:,} tokens; what each device holds:"
+            f"a token takes {result['cache_bytes_per_token'] / 1024:,.0f} KiB of cache, a row has "
+            f"{result['length']:,} tokens; what each device holds:"
         ),
         table,
         Text(
-            f"at best: tokens/s are the memory's bandwidth over weights and caches, of one row and of all that fit{measured}; the first token comes when the "
+            "at best: tokens/s are the memory's bandwidth over weights and caches, of one row and of all that "
+            f"fit{measured}; the first token comes when the "
             "prompt's FLOPs are done; embedding and head are in bf16",
             style="dim",
         ),
@@ -145,7 +163,10 @@ def budget_picture(flops: float, approaches: Sequence[Mapping[str, Any]]) -> Any
     middle = _count(approaches[0]["parameters"]).replace(" ", "")
     return Group(
         Text(
-            f"{flops:g} FLOPs are best spent on (Hoffmann et al. 2022, arXiv:2203.15556; FLOPs = 6 x parameters x tokens)",
+            (
+                f"{flops:g} FLOPs are best spent on (Hoffmann et al. 2022, arXiv:2203.15556; FLOPs = 6 x "
+                "parameters x tokens)"
+            ),
             style="bold",
         ),
         table,
