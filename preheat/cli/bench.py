@@ -1,4 +1,4 @@
-"""preheat bench"""
+"""The `preheat bench` command."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def bench(
     out: Annotated[Path | None, typer.Option("--out", help="Where the results go; bench/NAME when not given.")] = None,
     json: Json = False,
 ) -> None:
-    """Techniques side by side on this machine: speed with its spread, memory, start-up time, loss and gradients; or models as they write.
+    """Techniques side by side on this machine: speed with its spread, memory, start-up time, loss and gradients; or
+    models as they write.
 
     Example: `preheat bench demo --ablate`, `preheat bench demo --techniques lora,lion`, or
     `preheat bench runs/mine compressed/mine --inference --variant cache=int8`.
@@ -94,7 +95,8 @@ def bench(
     if ablate == bool(techniques):
         raise RecipeError("bench: say what to compare: --ablate, or --techniques A,B,C")
     loaded = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])
-    from preheat.bench.compare import ablation, chosen  # they import torch, and a recipe that is wrong is told before
+    # Imported after the recipe is checked, since these import torch.
+    from preheat.bench.compare import ablation, chosen
     from preheat.bench.compare import bench as run
     from preheat.cli.views.console import console, emit
     from preheat.report import write_bench
@@ -141,7 +143,7 @@ def _between(row: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]], wide: bool) -> Any:
-    """The report has every column; a narrow terminal gets those that the verdicts speak of."""
+    """Returns the result table; a narrow terminal gets only the columns that the verdicts mention."""
     from rich.table import Table
 
     from preheat.cli.views.console import memory, rate
@@ -153,7 +155,7 @@ def _table(rows: list[dict[str, Any]], wide: bool) -> Any:
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         if row["failed"]:
-            continue  # told below, where a sentence has room
+            continue  # printed below the table as a full sentence
         cosine = row["gradient_cosine"]
         table.add_row(
             row["name"],

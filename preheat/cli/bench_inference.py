@@ -1,4 +1,4 @@
-"""What `preheat bench --inference` does: contenders from the command line, progress, and the table."""
+"""`preheat bench --inference`: reads contenders from the command line, measures them, prints the table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def inference(
     out: Path | None,
     json: bool,
 ) -> None:
-    """Measures models as they write, side by side."""
+    """Measures text generation of several models side by side."""
     from preheat.bench.inference import bench_inference
     from preheat.cli.views.console import console, emit
     from preheat.inference.load import require_model
@@ -80,7 +80,7 @@ def _numbers(name: str, text: str, least: int) -> list[int]:
 
 
 def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[str]) -> list[InferenceContender]:
-    """Every model as `--set` says, and then under each of the variants."""
+    """Returns the contenders: each model with the `--set` settings, then with each variant added."""
     from preheat.bench.inference import InferenceContender
     from preheat.cli.options.generation import sampling
     from preheat.errors import RecipeError
@@ -111,7 +111,7 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
 
 
 def _table(results: dict[str, Any], wide: bool) -> Any:
-    """The report has every column; a narrow terminal gets speed and the cache."""
+    """Returns the result table; a narrow terminal gets only speed and cache size."""
     from rich.table import Table
 
     from preheat.cli.views.console import rate
@@ -120,14 +120,14 @@ def _table(results: dict[str, Any], wide: bool) -> Any:
         return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.0f} KiB"
 
     table = Table(box=None, pad_edge=False)
-    table.add_column("model", overflow="fold")  # the numbers stay whole
+    table.add_column("model", overflow="fold")  # fold names so that numbers are not cut
     more = ("low to high", "prefill/s", "a pass", "predicted", "same text") if wide else ()
     for title in ("rows x tokens", "first token", "tokens/s", "times the first", "cache", *more):
         table.add_column(title, justify="right", no_wrap=True)
     for row in results["rows"]:
         first, speed, ratio = row["first_token_seconds"], row["decode_tokens_per_second"], row["ratio"]
         table.add_row(
-            row["name"].replace(", ", ",").replace(",", ", "),  # so that it folds between settings
+            row["name"].replace(", ", ",").replace(",", ", "),  # allows a line break between settings
             f"{row['rows']} x {row['length']}",
             f"{first['value'] * 1e3:,.1f} ms",
             rate(speed["value"]),

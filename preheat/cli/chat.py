@@ -1,4 +1,4 @@
-"""preheat chat"""
+"""The `preheat chat` command."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def chat(
     template: generation.ChatTemplate = None,
     base: Base = None,
 ) -> None:
-    """Talks with a run or a model: turn by turn on a terminal, or a message a line from a pipe. /help lists what else can be said.
+    """Talks with a run or a model: turn by turn on a terminal, or a message a line from a pipe. /help lists what else
+    can be said.
 
     Example: `preheat chat runs/mine`; from a script: `echo "Who are you?" | preheat chat runs/mine`
     """
@@ -86,7 +87,7 @@ def chat(
             elif line:
                 _answer(talk, line)
         except PreheatError as error:
-            if not live:  # nobody is there to say it otherwise
+            if not live:  # a script cannot correct its input
                 raise
             say(f"error: {shorten(str(error), 700)}", error=True)
 

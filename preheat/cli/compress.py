@@ -1,4 +1,4 @@
-"""preheat compress"""
+"""The `preheat compress` command."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def compress(
 ) -> None:
     """Makes a trained model smaller and faster: quality, size and speed before and after, a model card, and a page.
 
-    Example: `preheat compress runs/demo --method int8`; `preheat compress runs/demo --method int4 --method gptq --bits 5`;
-    `preheat compress my-model --method awq --set group=64 --data text.txt`; `preheat compress runs/demo --recipe edge`;
-    an image classifier: `preheat compress my-mobilenet --recipe edge-vision --data images`
+    Example: `preheat compress runs/demo --method int8`; `preheat compress runs/demo --method int4 --method gptq --bits
+    5`; `preheat compress my-model --method awq --set group=64 --data text.txt`; `preheat compress runs/demo --recipe
+    edge`; an image classifier: `preheat compress my-mobilenet --recipe edge-vision --data images`
     """
     from contextlib import nullcontext
 
@@ -170,7 +170,7 @@ def compress(
 
 
 def _show(result: dict[str, Any], target: Path, *, json: bool) -> None:
-    """Tells what was found."""
+    """Prints the result: a table, notes and exports, or one JSON object."""
     from preheat.cli.views.console import console, emit
 
     if json:

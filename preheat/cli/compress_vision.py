@@ -1,4 +1,4 @@
-"""preheat compress for image classifiers"""
+"""`preheat compress` for image classifiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["compress_vision"]
 
 
 def compress_vision(model: str, recipe: str, data: str, out: Path | None, *, json: bool) -> None:
-    """Runs a chain on an image classifier and tells accuracy, bytes and agreement after each step."""
+    """Runs a compression pipeline on an image classifier; prints accuracy, bytes and agreement after each step."""
     from contextlib import nullcontext
 
     from transformers.utils.logging import disable_progress_bar

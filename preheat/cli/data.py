@@ -1,4 +1,4 @@
-"""preheat data"""
+"""The `preheat data` command."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def data(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Shows a recipe's data as the model will see it, what of it is trained on, and what the checks before training find.
+    """Shows a recipe's data as the model will see it, what of it is trained on, and what the checks before training
+    find.
 
     Example: `preheat data my.yaml --rows 5 --html data.html`. Exit code 4: a check refuses the data.
     """
     from preheat import recipe as recipes
 
-    chosen = recipes.load(recipe, set or [])  # before torch is imported, which takes seconds
+    chosen = recipes.load(recipe, set or [])  # reports recipe errors before torch is imported, which takes seconds
     from preheat import report
     from preheat.cli.views.console import console, emit
     from preheat.data.preview import preview

@@ -1,4 +1,4 @@
-"""preheat demo"""
+"""The `preheat demo` command."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def demo(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Plans, trains a small model on Python's own standard library, evaluates, shows text that it writes, and reports. Offline, two minutes.
+    """Plans, trains a small model on Python's own standard library, evaluates, shows text that it writes, and reports.
+    Offline, two minutes.
 
     Example: `preheat demo`
     """
     from preheat import recipe as recipes
 
-    recipes.load("demo", set or [])  # a wrong key is told before torch is imported
+    recipes.load("demo", set or [])  # reports a wrong key before torch is imported
     from preheat.cli.train import run
     from preheat.cli.views.console import console
     from preheat.run_dir import Reader
@@ -62,7 +63,7 @@ def demo(
 
 
 def _precision_settings() -> list[str]:
-    """What goes before the user's settings, so that it takes two minutes here too: fp32 where products in bf16 would take an hour."""
+    """Returns settings applied before the user's: fp32 if bf16 on this CPU would turn two minutes into an hour."""
     import torch
 
     from preheat.hardware.probe import quick_half
@@ -72,7 +73,7 @@ def _precision_settings() -> list[str]:
 
 
 def _free(path: Path) -> Path:
-    """runs/demo, or runs/demo-2 and so on where that stands already."""
+    """Returns the path, or the first free one of path-2, path-3, ... if it exists."""
     candidate, number = path, 1
     while candidate.exists():
         number += 1

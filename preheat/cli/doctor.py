@@ -1,4 +1,4 @@
-"""preheat doctor"""
+"""The `preheat doctor` command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def oom(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was out of memory.")],
     json: Json = False,
 ) -> None:
-    """What filled the memory of a run, the three cheapest ways out by the plan, and allocator settings where free memory lay in pieces.
+    """What filled the memory of a run, the three cheapest ways out by the plan, and allocator settings where free
+    memory lay in pieces.
 
     Example: `preheat doctor oom runs/demo`
     """

@@ -1,4 +1,4 @@
-"""preheat eval"""
+"""The `preheat eval` command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["evaluate"]
 
 SPLITS = ("validation", "train")
-Results = dict[str, dict[str, "Result"]]  # texts, tasks: by name
+Results = dict[str, dict[str, "Result"]]  # {"texts": {name: result}, "tasks": {name: result}}
 
 
 def evaluate(
@@ -85,8 +85,9 @@ def evaluate(
 ) -> None:
     """Loss and perplexity on texts, and scores of tasks, with 95 % bootstrap intervals; before and after in one table.
 
-    Example: `preheat eval runs/demo`, `preheat eval my-model --data notes.txt --tasks multiple_choice=rows.jsonl`, `preheat eval runs/demo --before`,
-    `preheat eval my-model --length 4096 --tasks 'recall,lengths=[1024, 4096]' --tasks positions=book.txt`
+    Example: `preheat eval runs/demo`, `preheat eval my-model --data notes.txt --tasks multiple_choice=rows.jsonl`,
+    `preheat eval runs/demo --before`, `preheat eval my-model --length 4096 --tasks 'recall,lengths=[1024, 4096]'
+    --tasks positions=book.txt`
     """
     from preheat.cli.views.console import console, emit
     from preheat.errors import RecipeError
@@ -141,6 +142,7 @@ def evaluate(
 
 
 def _begin(samples: Path) -> None:
+    """Empties the file for samples; raises RecipeError if the file is not a samples file of ours."""
     from preheat.errors import RecipeError
     from preheat.run_dir import require_own
 
@@ -155,7 +157,7 @@ def _begin(samples: Path) -> None:
 
 
 def _recipe_of(models: list[str]) -> Recipe | None:
-    """Of the last run that is named: it says what is read, and how."""
+    """Returns the recipe of the last run among the models, which sets how texts are read; None without a run."""
     from preheat import recipe as recipes
     from preheat.run_dir import Reader
 
@@ -176,7 +178,7 @@ def _evaluate_model(
     samples: Path | None,
     base: str | None,
 ) -> Results:
-    """Everything of one model, which is then let go of."""
+    """Evaluates one model on all texts and tasks; the model is freed on return."""
     from preheat.cli.views.console import console
     from preheat.evaluation.lm_eval import measure_by_harness
     from preheat.evaluation.long_context import measure_length, questions_of, reach_of
@@ -248,7 +250,7 @@ def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: 
 
 
 def _summarize(model: str, results: Results) -> dict[str, Any]:
-    """loss, perplexity, bits_per_byte and tokens are those of the first text; None without one."""
+    """Returns the results as JSON data; top-level loss, perplexity and bits_per_byte are those of the first text."""
     from preheat.evaluation.results import described
 
     parts = {part: {name: described(result) for name, result in of.items()} for part, of in results.items()}

@@ -1,4 +1,4 @@
-"""preheat export"""
+"""The `preheat export` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""preheat generate"""
+"""The `preheat generate` command."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def generate(
 ) -> None:
     """Writes text with a run or a model, as it is written.
 
-    Example: `preheat generate runs/demo --prompt "def main("`; two models: `preheat generate base runs/mine --file prompts.txt`
+    Example: `preheat generate runs/demo --prompt "def main("`; two models: `preheat generate base runs/mine --file
+    prompts.txt`
     """
     from preheat.cli.views.console import emit
     from preheat.data.rows.prompt_files import read_prompts
@@ -103,7 +104,7 @@ def generate(
                 for p, t in zip(prompts, generated, strict=True)
             ]
         )
-        del opened  # before the next is built
+        del opened  # frees its memory before the next model is loaded
     if json:
         every = [text for group in texts for text in group]
         emit({**(every[0] if len(every) == 1 else {}), "texts": every, **watched.figures()})
@@ -114,7 +115,7 @@ def generate(
 
 
 class _Screen:
-    """Texts on standard output in their order: one while it is written, those that are written beside it when their turn has come."""
+    """Streams a batch of texts to standard output in order; text of later rows is buffered until their turn."""
 
     def __init__(self, prompts: list[Any], chat: bool):
         self.prompts, self.chat = prompts, chat
@@ -147,12 +148,12 @@ class _Screen:
 
 
 def _prompt_text(prompt: Any) -> str:
-    """A prompt on a page: a text, or a chat's messages."""
+    """Returns a prompt as text; chat messages become one line each."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
 
 
 def _print_side_by_side(models: list[str], texts: list[list[dict[str, Any]]]) -> None:
-    """Each prompt with what each model wrote: in columns where the terminal is wide enough, else one after the other."""
+    """Prints each prompt with the text of each model: in columns if the terminal is wide enough, else one per line."""
     from rich.table import Column, Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""preheat launch"""
+"""The `preheat launch` command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from preheat.training.launch.job import Kind
 __all__ = ["launch"]
 
 _HELP = field_docs(Job)
-"""In each job: a file that has it may be replaced."""
 
 
 def launch(
@@ -57,9 +56,11 @@ def launch(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Writes a recipe as a job for a cluster: rendezvous, restarts, environment, and a folder by which every start knows where to go on.
+    """Writes a recipe as a job for a cluster: rendezvous, restarts, environment, and a folder by which every start
+    knows where to go on.
 
-    Example: `preheat launch demo --scheduler slurm --nodes 2 --gpus-per-node 4 --time 4:00:00 --set techniques.fsdp={} -o demo.sbatch`
+    Example: `preheat launch demo --scheduler slurm --nodes 2 --gpus-per-node 4 --time 4:00:00 --set techniques.fsdp={}
+    -o demo.sbatch`
     """
     from preheat import recipe as recipes
     from preheat.cli.views.console import console, emit

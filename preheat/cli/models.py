@@ -1,4 +1,4 @@
-"""preheat models"""
+"""The `preheat models` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""preheat nettest"""
+"""The `preheat nettest` command."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def nettest(
 ) -> None:
     """Latency and bus bandwidth of collectives between processes, as nccl-tests count them, and from host to host.
 
-    Example: `preheat nettest --nproc 2 --html net.html`, and on every host `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29400 --rdzv-backend c10d -m preheat nettest`
+    Example: `preheat nettest --nproc 2 --html net.html`, and on every host `torchrun --nnodes 2 --nproc-per-node 8
+    --rdzv-endpoint HOST:29400 --rdzv-backend c10d -m preheat nettest`
     """
     import os
 
@@ -75,7 +76,7 @@ def nettest(
         )
     if html is not None and not (html.parent.is_dir() and os.access(html.parent, os.W_OK)):
         raise RecipeError(f"--html {html}: cannot be written; name a file in a folder that exists")
-    # torch's own words on a rendezvous that fails are a page of frames; what is wrong is told in one line.
+    # Silences torch's C++ stack trace for a failed rendezvous; preheat prints the cause in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     task = net.Task(
         collectives=tuple(collectives or net.COLLECTIVES),
@@ -95,7 +96,7 @@ def nettest(
             tell=lambda what, done: status.update(f"measuring {what} ({done:.0%})"),
         )
     if not result:
-        return  # another rank tells
+        return  # another rank prints the result
     if html is not None:
         from preheat.report.nettest_page import write_net
 

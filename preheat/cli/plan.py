@@ -1,4 +1,4 @@
-"""preheat plan"""
+"""The `preheat plan` command."""
 
 from __future__ import annotations
 
@@ -89,10 +89,11 @@ def plan(
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with plots there.")] = None,
     json: Json = False,
 ) -> None:
-    """What fits, what is fastest, and why not otherwise: a dry run of the very step, on this machine or on a device that is not here.
+    """What fits, what is fastest, and why not otherwise: a dry run of the very step, on this machine or on a device
+    that is not here.
 
-    Example: `preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method lora`, `preheat plan llama-3.1-70b --gpu H100 --count 8 --nodes 8`. A recipe is
-    planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
+    Example: `preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method lora`, `preheat plan llama-3.1-70b --gpu H100 --count 8
+    --nodes 8`. A recipe is planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
     """
     from preheat.cli.options.unused import name_unread
     from preheat.cli.plan_modes import budget, searched, served, stated
@@ -110,7 +111,7 @@ def plan(
     def question(method: str) -> Question:
         return asked(what, set or [], method=method, length=length, batch_tokens=batch_tokens, devices=devices)
 
-    gc.set_threshold(50_000)  # while torch is imported the collector finds nothing, and takes a tenth of the time
+    gc.set_threshold(50_000)  # garbage collection would take a tenth of torch's import time
     from preheat.training.plan_request import asked
 
     first = question(method or "full")
@@ -138,7 +139,7 @@ def plan(
 def finish(
     result: dict[str, Any], page: Any, question: Question, *, out: Path | None, html: Path | None, json: bool
 ) -> None:
-    """Writes what was asked for, prints the rest."""
+    """Writes the recipe and the page if requested, prints the plan, and exits with code 3 if it does not fit."""
     from preheat.cli.plan_modes import recipe_text, write_recipe
     from preheat.cli.views.console import console, emit
     from preheat.cli.views.plan_view import whole_picture

@@ -1,4 +1,4 @@
-"""What `preheat plan` does once it is known what was asked: plan as it is, search, serve, or spend a budget of FLOPs."""
+"""Modes of `preheat plan`: plan a recipe unchanged, search, plan serving, or size a model for a FLOPs budget."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ["budget", "recipe_text", "searched", "served", "stated", "write_recipe"]
 
-_SECONDS = {1: 8.0, 64: 50.0}  # for trying, by the number of devices up to which
-_MANY = 60.0
+_SECONDS = {1: 8.0, 64: 50.0}  # {largest number of devices: seconds for the search}
+_MANY = 60.0  # seconds for the search on more devices
 
 
 def stated(
     question: Question, gpu: str | None, devices: int, per_host: int, price: float | None
 ) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
-    """A recipe as it is; and what draws its figures."""
+    """Plans a recipe unchanged; returns (plan, function that computes the figures of its page)."""
     from preheat.core import Tag
     from preheat.planning.explain import explain, figures
     from preheat.planning.observation_cache import observe_cached
@@ -45,7 +45,7 @@ def stated(
     prediction = plan(recipe, rows=rows, **context, **world)
     added = tuple(recipe.techniques.values())
     more: dict[str, Any] = {}
-    if any(Tag.EXTENDED_CONTEXT in t.provided() for t in added):  # whose question is how long
+    if any(Tag.EXTENDED_CONTEXT in t.provided() for t in added):  # also report the longest context that fits
         more["longest_context"] = longest_as_stated(recipe, **context, **world)
     result = SearchResult(EvaluatedPlan(recipe, prediction, worst(added), recipe.batch.size, ()))
 
@@ -76,11 +76,11 @@ def searched(
     price: float | None,
     quiet: bool,
 ) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
-    """The best recipe by a search; where nothing fits, what would with another method stands among the alternatives.
+    """Searches for the best recipe; if nothing fits, plans of other methods that do are added to the alternatives.
 
     Args:
-        others: what is tried then: {method: question}.
-        quiet: nothing is told while it goes on.
+        others: requests to try in that case: {method: request}.
+        quiet: do not print progress.
     """
     from preheat.planning.explain import explain, figures
     from preheat.planning.observation_cache import observe_cached, observe_for_others
@@ -138,7 +138,7 @@ def searched(
 
 
 def recipe_text(result: Mapping[str, Any], question: Question) -> str:
-    """The chosen recipe as YAML; a model by its name gets the checkpoint to train from."""
+    """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
     from preheat.recipe.commented_yaml import brief
 
     values = dict(result["recipe"])
@@ -159,7 +159,7 @@ def write_recipe(result: Mapping[str, Any], question: Question, path: Path) -> N
 
 
 def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:
-    """Weights, KV cache, rows that fit, and speed at best, by the formats of weights and cache."""
+    """Prints weights, KV cache, rows that fit and peak speed for each combination of weight and cache format."""
     from preheat.cli.views.console import console, emit
     from preheat.cli.views.plan_view import serving_picture
     from preheat.hardware.rates import Rates
@@ -170,7 +170,7 @@ def served(question: Question, gpu: str | None, devices: int, json: bool) -> Non
     config, total, ends = parameters_of(recipe)
     device, rates, _ = hardware(gpu, recipe, devices)
     if isinstance(rates, Rates):
-        bandwidth, peaks = rates.bandwidth, rates.peak_matrix_rate  # measured here
+        bandwidth, peaks = rates.bandwidth, rates.peak_matrix_rate  # measured on this machine
     else:
         assert rates.device.bandwidth is not None
         bandwidth, peaks = rates.device.bandwidth, rates.device.sustained()
@@ -223,7 +223,7 @@ def served(question: Question, gpu: str | None, devices: int, json: bool) -> Non
 
 
 def budget(flops: float, json: bool) -> None:
-    """The compute-optimal model and tokens of a budget, by three approaches."""
+    """Prints the compute-optimal model size and tokens for a budget of FLOPs, by three approaches."""
     from preheat.cli.views.console import console, emit
     from preheat.cli.views.plan_view import budget_picture
     from preheat.planning.analytic import compute_optimal

@@ -1,4 +1,4 @@
-"""preheat recipes, preheat init"""
+"""The `preheat recipes` and `preheat init` commands."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ app = typer.Typer(
 
 
 def _summary(path: Path) -> str:
+    """Returns the first line of a recipe file, which is a comment that describes it."""
     return path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
 
 

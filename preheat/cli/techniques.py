@@ -1,4 +1,4 @@
-"""preheat techniques"""
+"""The `preheat techniques` command."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def techniques(context: typer.Context, json: Json = False) -> None:
 
 @app.command("show")
 def show(name: str) -> None:
-    """What a technique does, when it helps and hurts, its source and its settings. Example: `preheat techniques show lora`"""
+    """What a technique does, when it helps and hurts, its source and its settings. Example: `preheat techniques show
+    lora`"""
     import dataclasses
 
     from preheat.core import registry

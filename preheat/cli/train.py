@@ -1,4 +1,4 @@
-"""preheat train"""
+"""The `preheat train` command."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["resuming", "run", "train"]
 def run(
     recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bool, again: Sequence[str]
 ) -> dict[str, Any]:
-    """Trains, writes the report, and shows predicted beside measured (or prints the JSON object).
+    """Trains, writes the report, and prints predictions next to measurements (or the JSON object).
 
     Args:
-        again: arguments of the command that the user typed; a run that a signal ended is gone on with by them.
+        again: arguments of the user's command, for the command that resumes an interrupted run.
 
     Raises:
-        typer.Exit: a signal ended the run, after it was saved.
+        typer.Exit: a signal ended the run after its checkpoint was saved.
     """
     from contextlib import nullcontext
 
@@ -42,7 +42,7 @@ def run(
     from preheat.training.loop import train as start
 
     screen = console()
-    lead = int(os.environ.get("RANK", "0")) == 0  # of several processes the first shows and reports
+    lead = int(os.environ.get("RANK", "0")) == 0  # only rank 0 prints and writes the report
     live = Live(screen, recipe.name) if lead and not json else nullcontext(Alarms())
     folder = out or Path("runs") / recipe.name
     with live as watch, _naming_resume_command(folder, again):
@@ -71,7 +71,10 @@ def run(
 
 
 def _exit_code(stopped: str | None) -> int:
-    """Of a run that a signal ended after it was saved. Under torchrun or in a job 0: a process that failed would be started again."""
+    """Returns the exit code of a run that a signal ended after its checkpoint was saved.
+
+    It is 0 under torchrun or in a cluster job, which would restart a process that failed.
+    """
     import signal
 
     known = {number.name: int(number) for number in signal.Signals}
@@ -79,7 +82,7 @@ def _exit_code(stopped: str | None) -> int:
 
 
 def resuming(arguments: Sequence[str], folder: Path) -> str:
-    """The command that goes on with a run, as a shell reads it: what the user typed, with the run's folder and --resume."""
+    """Returns the shell command that resumes a run: the user's command with the run's folder and --resume."""
     left, rest = [], iter(arguments)
     for part in rest:
         if part == "--out":
@@ -97,7 +100,7 @@ def _finished(result: dict[str, Any], recipe: Recipe) -> Any:
         limits["steps"] = result["steps"]
     later = " ".join(
         f"--set stop.{key}={2 * limit:g}" for key, limit in limits.items()
-    )  # the first that is reached ends it
+    )  # the first limit reached ends the run
     return Text(
         f"{result['run']}: has finished already, at step {result['steps']:,}; nothing was written. "
         f"To go on longer, resume it with a later end: {later}"
@@ -106,7 +109,7 @@ def _finished(result: dict[str, Any], recipe: Recipe) -> Any:
 
 @contextmanager
 def _naming_resume_command(folder: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Names the command that goes on with the run, if one stands in the folder when a signal ends it."""
+    """Adds the command that resumes the run to an `Interrupted` error, if the folder holds a run by then."""
     try:
         yield
     except Interrupted as signal:
@@ -147,7 +150,7 @@ def _summary(result: dict[str, Any]) -> Any:
 
 
 def _not_a_model(what: str) -> None:
-    """Raises RecipeError if a model is named where a recipe is expected, with the commands that lead from the one to the other."""
+    """Raises RecipeError if `what` is a model instead of a recipe; the message has the commands that make a recipe."""
     from preheat import recipe as recipes
     from preheat.errors import RecipeError
     from preheat.models import presets
@@ -156,7 +159,7 @@ def _not_a_model(what: str) -> None:
         return
     try:
         presets.on_hub(what)
-    except RecipeError:  # no model's name: whatever it is, loading it tells
+    except RecipeError:  # not the name of a model: loading it as a recipe reports any error
         return
     if not Path(what).exists():
         raise RecipeError(
@@ -167,10 +170,10 @@ def _not_a_model(what: str) -> None:
 def _dry_run(
     recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool
 ) -> None:
-    """Data, the run's folder and a plan of the recipe as it is; exit code 3 where it does not fit."""
+    """Checks the data and the run's folder and plans the recipe unchanged; exits with code 3 if it does not fit."""
     from preheat.training.plan_request import asked, hardware
 
-    # Before torch is imported, which takes seconds.
+    # Reports recipe errors before torch is imported, which takes seconds.
     question = asked(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
     from preheat.cli.plan import finish
     from preheat.cli.plan_modes import stated
@@ -184,7 +187,7 @@ def _dry_run(
         raise RecipeError(f"{recipe}: --dry-run takes a recipe; preheat plan takes a model, and writes one with --out")
     check_folder(out or Path("runs") / question.recipe.name, resume=resume)
     if gpu is not None:
-        hardware(gpu, question.recipe, 1)  # one that is not known is told before the data is read
+        hardware(gpu, question.recipe, 1)  # reports an unknown GPU before the data is read
     if question.absent is None:
         require_weights(question.recipe)
         data, _, _ = read_data(question.recipe, Alarms())
@@ -197,7 +200,7 @@ def _dry_run(
 
 
 def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json: bool, typed: Sequence[str]) -> None:
-    """Trains in several processes, and exits as they did."""
+    """Trains in several processes and exits with their exit code."""
     from preheat.cli.views.console import Alarms, emit
     from preheat.training.launch.local import start
     from preheat.training.recovery.fallback_log import oom_records
@@ -271,9 +274,9 @@ def train(
 ) -> None:
     """Trains a recipe, and ends with predicted beside measured and a report.
 
-    Example: `preheat train demo --set stop.steps=50 --out runs/first`, and after a crash the same with `--resume`. On several devices:
-    `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, whose jobs `preheat launch` writes. Would it run?
-    `preheat train demo --dry-run`.
+    Example: `preheat train demo --set stop.steps=50 --out runs/first`, and after a crash the same with `--resume`. On
+    several devices: `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, whose
+    jobs `preheat launch` writes. Would it run? `preheat train demo --dry-run`.
     """
     from preheat import recipe as recipes
     from preheat.errors import RecipeError
@@ -284,7 +287,7 @@ def train(
         return
     if gpu is not None:
         raise RecipeError("--gpu: a run takes the devices that are here; add --dry-run to look at it on another")
-    # Of the processes that it starts the first warns.
+    # With several processes, rank 0 prints the warnings.
     read = recipes.load(recipe, set or [], warn=nproc < 2 or "RANK" in os.environ)
     folder = out or Path("runs") / read.name
     if nproc > 1 and "RANK" not in os.environ:

@@ -1,4 +1,4 @@
-"""preheat try"""
+"""The `preheat try` command."""
 
 from __future__ import annotations
 
@@ -63,11 +63,13 @@ def try_(
     ] = False,
     json: Json = False,
 ) -> None:
-    """One technique against without it, on real text (Python's own library), each in its own process: speed, memory, loss.
+    """One technique against without it, on real text (Python's own library), each in its own process: speed, memory,
+    loss.
 
     A trial takes a few minutes and at most 16 GiB; what would need more is told with its prediction.
 
-    Example: `preheat try --technique mixed_precision --model-size small`, or `preheat try --technique integration --benchmark`.
+    Example: `preheat try --technique mixed_precision --model-size small`, or `preheat try --technique integration
+    --benchmark`.
     """
     from contextlib import nullcontext
 

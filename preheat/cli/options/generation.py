@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: the options of drawing, the choice of a template, and figures of what was written."""
+"""Shared by `generate` and `chat`: sampling options, chat template selection, and generation statistics."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ ChatTemplate = Annotated[
 
 
 def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
-    """The settings of the command line.
+    """Returns the sampling settings of the command line.
 
     Args:
-        overrides: `sample.key=value` each, for what has no option of its own.
+        overrides: `sample.key=value` each, for settings without an option of their own.
 
     Raises:
-        RecipeError: one that is no setting of writing, or they contradict each other.
+        RecipeError: an override is not a sampling setting, or the settings contradict each other.
     """
     from preheat.errors import RecipeError
     from preheat.recipe.validate import RecipeReader
@@ -104,11 +104,11 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
 def choose_template(
     opened: LoadedModel, model: str, setting: str | None, use_chat: bool | None
 ) -> tuple[Template | None, str]:
-    """The template to lay out chats with, and why, in words.
+    """Returns (chat template or None for plain text, description of the choice).
 
     Args:
         setting: --template.
-        asked: --chat or --no-chat; None: as the run was trained.
+        use_chat: --chat or --no-chat; None: as the run was trained.
 
     Raises:
         RecipeError: a template is needed and there is none.
@@ -123,7 +123,10 @@ def choose_template(
 
 
 class Watched:
-    """Counts seconds while it is entered; tokens, the kind of device and whether the model was compiled are set by whoever writes."""
+    """Context manager that adds up the seconds spent inside.
+
+    The caller sets `tokens`, `kind` (of the device) and `compiled`.
+    """
 
     def __init__(self) -> None:
         self.tokens, self.seconds, self.kind, self.compiled = 0, 0.0, "cpu", False
@@ -155,5 +158,5 @@ class Watched:
 
 
 def note(text: str) -> None:
-    """Told beside the text, on standard error."""
+    """Prints a dim line on standard error, apart from the generated text."""
     console(error=True).print(text, style="dim", soft_wrap=True)

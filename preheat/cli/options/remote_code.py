@@ -1,4 +1,4 @@
-"""--trust-remote-code, on every command that opens a model."""
+"""The `--trust-remote-code` option of every command that loads a model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _NAME = "trust_remote_code"
 
 
 def opens_models(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a command with the option added, which holds for all that it does and for the processes that it starts."""
+    """Adds `--trust-remote-code` to a command; it applies to the whole call and to the processes that it starts."""
 
     @functools.wraps(function)
     def run(*args: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
         if trust_remote_code:
-            os.environ[remote_code.VARIABLE] = "1"  # `main` puts it back
+            os.environ[remote_code.VARIABLE] = "1"  # for child processes; `main` restores it
         with remote_code.trusting(trust_remote_code):
             return function(*args, **kwargs)
 

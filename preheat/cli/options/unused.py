@@ -1,8 +1,8 @@
-"""Options and keys that the mode at hand does not read are refused or named: they would change nothing, and nobody would notice.
+"""Rejects or reports options and recipe keys that a command ignores in its current mode.
 
-A mode is a row of `MODES`: when a command is in it, and which options and keys it then leaves unread. `Command` looks at what stands on
-the command line before the command begins; `name_unread` at a recipe that was read. What a recipe's own keys make unread, whatever the
-command, is in `preheat.recipe.unused_keys`.
+`MODES` lists for each command its modes: the condition, and the options and keys that are then unread. `Command` checks
+the command line before the command runs; `name_unread` checks a loaded recipe. Keys that are unread because of other
+keys of the recipe, whatever the command, are in `preheat.recipe.unused_keys`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["MODES", "Command", "Mode", "name_unread"]
 
 @dataclass(frozen=True)
 class Mode:
-    """Options that a command leaves unread in one of its modes.
+    """A mode of a command, with the options and recipe keys that it ignores.
 
     Attributes:
-        when: whether the command is in it, by its parameters.
-        unread: the parameters that it does not read.
-        why: what the mode is, as the message ends.
-        keys: of recipes that are read in this mode, a dot at the end for all below; None: all but `unread_keys`.
-        unread_keys: of recipes that are not read in this mode.
-        named: what `--set` gives in vain is named and not refused, since the same words are often given to several commands.
+        when: predicate on the command's parameters: true in this mode.
+        unread: names of the parameters that the mode ignores.
+        why: reason, appended to the message.
+        keys: recipe keys that the mode reads; a trailing dot includes all keys below; None: all but `unread_keys`.
+        unread_keys: recipe keys that the mode ignores.
+        named: warn about an ignored `--set` instead of raising, since users often pass one `--set` to several commands.
     """
 
     when: Callable[[Mapping[str, Any]], Any]
@@ -46,12 +46,12 @@ class Mode:
     named: bool = False
 
     def reads(self, key: str) -> bool:
-        """Whether this mode reads a key of a recipe."""
+        """Returns True if this mode reads the recipe key."""
         return (self.keys is None or _is_one_of(key, self.keys)) and not _is_one_of(key, self.unread_keys)
 
     @property
     def readable(self) -> str:
-        """What it reads, for messages."""
+        """Returns a description of the keys that the mode reads, for messages."""
         named = [
             f"{key}*" if key.endswith(".") else key for key in self.keys or () if f"{key}." not in (self.keys or ())
         ]
@@ -224,7 +224,7 @@ def _is_classifier(model: str) -> bool:
 
 
 class Command(typer.core.TyperCommand):
-    """A command that refuses or names the options that its mode leaves unread."""
+    """A typer command that rejects or reports options that its mode ignores."""
 
     def invoke(self, context: Any) -> Any:
         for mode in MODES.get(self.name or "", ()):
@@ -256,10 +256,12 @@ def _refuse_keys(overrides: Sequence[str], mode: Mode) -> None:
 
 
 def name_unread(command: str, parameters: Mapping[str, Any], recipe: Recipe, *, besides: Collection[str] = ()) -> None:
-    """Names, in one line a mode, what a recipe states and the command does not read: it was written to be trained.
+    """Prints one note per mode with the recipe keys that the command ignores.
+
+    It does not raise: the recipe was written for training and may set more than this command reads.
 
     Args:
-        besides: keys that did not come from the recipe.
+        besides: keys to skip, since they do not come from the recipe.
     """
     for mode in MODES[command]:
         if mode.named or not mode.when(parameters):

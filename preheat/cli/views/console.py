@@ -1,4 +1,4 @@
-"""What commands share: options, numbers in words, the plan's picture, and the live view of a run."""
+"""Shared by the commands: common options, number formatting, the plan view, and the live view of a run."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 
 def emit(value: Any) -> None:
-    """One JSON object on standard output; NaN becomes null."""
-
+    """Prints one JSON object on standard output; NaN becomes null."""
     say(to_json(value))
 
 
 def rate(value: float | None) -> str:
-    """12,345 or 12.3 for small ones."""
+    """Returns a rate as text: 12,345, or 12.3 below 100."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def gflops(rate: float) -> str:
-    """
+    """Returns FLOP/s as a number of GFLOP/s.
+
     >>> gflops(2.3e8), gflops(9.81e11)
     ('0.23', '981')
     """
@@ -69,7 +69,8 @@ def gflops(rate: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """
+    """Returns seconds as text in its two largest units.
+
     >>> duration(75), duration(7300), duration(3 * 86400)
     ('1 min 15 s', '2 h 1 min', '3 d 0 h')
     """
@@ -90,7 +91,7 @@ def memory(gib: float) -> str:
 
 
 def experts(metrics: Mapping[str, Any]) -> str:
-    """How evenly a step's experts were loaded, shortly.
+    """Returns the load balance of a step's experts as a short text.
 
     Example:
         >>> experts({"expert_load": 1.84, "experts_idle": 3})
@@ -101,7 +102,7 @@ def experts(metrics: Mapping[str, Any]) -> str:
 
 
 def picture(plan: Mapping[str, Any], name: str) -> Any:
-    """A plan as rich draws it: memory by category against the device's, speed, and the verdict."""
+    """Returns a plan as a rich renderable: memory by category against the device's memory, speed, and the verdict."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -111,7 +112,9 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     peak, has = plan["peak_gib"], plan["available_gib"]
     bars = Table.grid(padding=(0, 2))
     width = 36
-    scale = width / max(peak, has if has < 2.5 * peak else 0.0, 1e-9)  # of the device, where that is not far more
+    scale = width / max(
+        peak, has if has < 2.5 * peak else 0.0, 1e-9
+    )  # scale to the device's memory unless it is far more than the peak
     for category, gib in plan["memory"].items():
         bars.add_row(
             f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan")
@@ -178,7 +181,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
 
 
 def _phases(plan: Mapping[str, Any]) -> Any:
-    """A row a phase, a column a category; the phase that is the peak stands out."""
+    """Returns a table of memory with a row per phase and a column per category; the peak phase is bold."""
     from rich.table import Table
 
     unit, scale = ("GiB", 1) if plan["peak_gib"] >= 1 else ("MiB", 1024)
@@ -202,14 +205,14 @@ def _phases(plan: Mapping[str, Any]) -> Any:
 
 
 class Alarms(Watch):
-    """Only what must be seen."""
+    """Prints alarms only."""
 
     def alarm(self, message: str) -> None:
         say(message, error=True)
 
 
 class Live(Alarms):
-    """A run on the terminal: stages, a progress bar with loss, speed, MFU, memory and time left, and what is noteworthy."""
+    """Live view of a run: stages, notices, and a progress bar with loss, speed, MFU, memory and time left."""
 
     def __init__(self, screen: Any, name: str):
         from rich.progress import BarColumn
@@ -251,7 +254,7 @@ class Live(Alarms):
 
     def step(self, metrics: Mapping[str, Any], total: int | None) -> None:
         self._seconds = [*self._seconds[-19:], metrics["seconds"]]
-        # Drawing at every step would cost more than short steps take.
+        # Redrawing at every step would take longer than a short step.
         if time.monotonic() - self._drawn < 0.25 and metrics["step"] != total:
             return
         self._drawn = time.monotonic()

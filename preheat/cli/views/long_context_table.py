@@ -1,4 +1,4 @@
-"""What tasks of length found, part by part: depth against length, loss by position."""
+"""Tables of long-context tasks: accuracy by depth and length, loss by position."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["grids"]
 
 
 def grids(summary: Mapping[str, Any]) -> Iterator[Any]:
-    """A table for each task that has parts; before and after stand in one cell.
+    """Yields a table for each task with parts; a cell holds the values before and after.
 
     Args:
-        made: as `preheat eval --json` prints it.
+        summary: as `preheat eval --json` prints it.
     """
     for name, result in summary["tasks"].items():
         if parts := result.get("parts"):

@@ -1,4 +1,4 @@
-"""Plans as rich draws them: memory against the device's, alternatives, reasons; serving; a budget of FLOPs."""
+"""Plans as rich renderables: memory, alternatives and rejections of training plans; serving; FLOPs budgets."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from preheat.cli.views.console import memory, picture, rate
 
 __all__ = ["budget_picture", "serving_picture", "whole_picture"]
 
-_REASONS = 12  # lines that a terminal shows; --json and --html have all
+_REASONS = 12  # rejections listed on a terminal; --json and --html list all
 
 
 def whole_picture(result: Mapping[str, Any], name: str) -> Any:
-    """A plan with what was chosen, the alternatives, and why not the others."""
+    """Returns a plan with the chosen recipe, the alternatives, and the reasons for rejecting the others."""
     from rich.console import Group
     from rich.text import Text
 
@@ -65,7 +65,7 @@ def _energy(energy: Mapping[str, Any]) -> str:
 def _alternatives(result: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
-    # Numbers first, and never broken; the techniques take what is left of the line.
+    # Numbers come first and are never wrapped; the techniques get the rest of the line.
     table = Table(box=None, pad_edge=False)
     for title in ("memory", "tokens/s", *(["$ / M tokens"] if result["cost"] else [])):
         table.add_column(title, justify="right", no_wrap=True)
@@ -86,7 +86,7 @@ def _reasons(rejected: Sequence[Mapping[str, str]]) -> list[Any]:
 
 
 def serving_picture(result: Mapping[str, Any]) -> Any:
-    """What serving needs, a row a format."""
+    """Returns the memory and speed of serving, one row per format."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -144,7 +144,7 @@ def serving_picture(result: Mapping[str, Any]) -> Any:
 
 
 def budget_picture(flops: float, approaches: Sequence[Mapping[str, Any]]) -> Any:
-    """The compute-optimal model, a row an approach."""
+    """Returns the compute-optimal model size, one row per approach."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -175,7 +175,8 @@ def budget_picture(flops: float, approaches: Sequence[Mapping[str, Any]]) -> Any
 
 
 def _count(value: float) -> str:
-    """
+    """Returns a count with three digits and its unit.
+
     >>> _count(1_210_000_000.0), _count(69e9)
     ('1.21 B', '69.0 B')
     """
