@@ -1,4 +1,4 @@
-"""A comparison of techniques as one page: verdicts in words, what each gives of speed and memory, every contender's figures.
+"""HTML page of `preheat bench`: verdicts, speed and memory gain of each technique, figures of every contender.
 
 bench.json ──render──▶ bench.html
 """
@@ -28,11 +28,11 @@ from preheat.report.run_page import document, scrolling, write_figures
 __all__ = ["write_bench"]
 
 MEMORY_SEEN, SPEED_SEEN = 0.02, 0.03
-"""Shares of the whole below which a difference is taken for none, as in the verdicts."""
+"""Relative differences below these count as none; the same thresholds as for the verdicts."""
 
 
 def write_bench(folder: str | Path) -> Path:
-    """Writes `bench.html` beside a `bench.json` and returns its path.
+    """Writes `bench.html` next to a `bench.json` and returns its path.
 
     Raises:
         RunError: there is no bench.json, it is damaged, or the page cannot be written.
@@ -92,9 +92,9 @@ def _waterfalls(result: dict[str, Any]) -> str:
         ("tokens_per_second", "Speed", "thousand tokens/s", 1e-3, SPEED_SEEN),
     ):
         plain, combined = rows["plain"][key] * scale, rows["all"][key] * scale
-        threshold = least * max(plain, combined)  # less than that cannot be measured: no difference is drawn
+        threshold = least * max(plain, combined)  # smaller differences are below the noise and drawn as none
         parts = [(name, combined - row[key] * scale) for name, row in left_out]
-        if key == "tokens_per_second":  # a verdict that says no difference was seen is drawn as none
+        if key == "tokens_per_second":  # draw no difference if the verdict found none
             parts = [(name, 0.0 if judged.get(name, {}).get("within_noise") else size) for name, size in parts]
         parts = [(name, size if abs(size) >= threshold else 0.0) for name, size in parts]
         overlap = combined - plain - sum(size for _, size in parts)

@@ -1,4 +1,4 @@
-"""Compressed variants as one page: quality against size and against speed, the table, the one that was chosen.
+"""HTML page of `preheat compress`: quality against size and speed, a table of all variants, the chosen one.
 
 compress.json ──write_compress──▶ compress.html
 """
@@ -22,7 +22,7 @@ __all__ = ["front", "write_compress"]
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Numbers of the points that no other is at most as large as in both and smaller in one, by their first value.
+    """Returns the indices of the Pareto front (both coordinates minimized), sorted by x.
 
     Example:
         >>> front([(1.0, 3.0), (2.0, 2.0), (2.5, 2.5), (3.0, 1.0)])
@@ -37,7 +37,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def write_compress(folder: str | Path) -> Path:
-    """Writes `compress.html` beside a `compress.json` and returns its path.
+    """Writes `compress.html` next to a `compress.json` and returns its path.
 
     Raises:
         RunError: there is no compress.json, it is damaged, or the page cannot be written.
@@ -75,7 +75,7 @@ figures as data: compress.json.</footer>""",
 
 
 def _points(result: dict[str, Any], by: str) -> list[tuple[str, float, float]]:
-    """(name, MiB or milliseconds a token, perplexity); the model as it was first."""
+    """Returns (name, MiB or milliseconds per token, perplexity) of each variant; the original model comes first."""
 
     def at(figures: dict[str, Any]) -> float:
         return figures["bytes"] / 2**20 if by == "size" else 1e3 / figures["decode_tokens_per_second"]  # type: ignore[no-any-return]
@@ -154,7 +154,7 @@ def _tick(decimals: int, value: float, place: int | None) -> str:
 
 
 def _decimals(ticks: Sequence[float]) -> int:
-    """So many that no two ticks read alike.
+    """Returns the number of decimals that makes all tick labels differ.
 
     Example:
         >>> _decimals([0.0, 0.5, 1.0]), _decimals([1.11, 1.11005, 1.1101]), _decimals([0.0, 10.0])
@@ -167,7 +167,8 @@ def _decimals(ticks: Sequence[float]) -> int:
 
 
 def _rise(share: float) -> str:
-    """
+    """Returns a rise of perplexity as a signed percentage, or as a factor from 1,000 % on.
+
     >>> _rise(0.004), _rise(237.0)
     ('+0.40%', '×238')
     """

@@ -1,4 +1,4 @@
-"""Data as one page: examples with what is trained on marked, lengths, sources, and what the checks found."""
+"""HTML page of `preheat data`: examples with their trained tokens marked, lengths, sources, results of the checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["write_data"]
 
 
 def write_data(shown: dict[str, Any], path: str | Path) -> Path:
-    """Writes what `preheat.data.preview.preview` gives, and its `name`, as a page, and returns its path.
+    """Writes the page and returns its path.
+
+    Args:
+        shown: the result of `preheat.data.preview.preview`, and `name`.
 
     Raises:
         RunError: the page cannot be written.

@@ -1,4 +1,4 @@
-"""Values in a grid as shades of one colour: the load of experts, layer by layer, over the steps of a run."""
+"""Heat map of expert load, layer by layer, over the steps of a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 __all__ = ["columns_of", "heat", "loads"]
 
-_COLUMNS = 40
+_COLUMNS = 40  # more cells would be narrower than a few pixels
 
 
 def columns_of(rows: Sequence[Sequence[float]], most: int = _COLUMNS) -> list[list[float]]:
-    """At most so many columns: the mean of neighbouring ones.
+    """Reduces rows to at most `most` columns by averaging neighbours.
 
     Example:
         >>> columns_of([[1.0, 3.0, 5.0, 5.0]], 2)
@@ -39,12 +39,12 @@ def heat(
     x: tuple[float, float],
     labels: tuple[str, str],
 ) -> str:
-    """A grid of shades as an SVG element: rows from the top, each value between `low` (the page) and `high` (the full colour).
+    """Draws a heat map as an SVG element, rows from the top; `low` has the page's colour and `high` the full colour.
 
     Args:
         name: unique in the page.
-        words: what it shows, for those who cannot see it.
-        x: what the left and right edge stand for.
+        alt_text: description for screen readers.
+        x: x values of the left and right edge.
         labels: of the axes, x and y.
     """
 
@@ -75,10 +75,10 @@ def heat(
 
 
 def loads(records: Sequence[tuple[int, Sequence[float]]]) -> tuple[str, str]:
-    """The load of experts by layer over the steps: (words, drawing).
+    """Draws the load of experts by layer over the steps; returns (caption, drawing).
 
     Args:
-        found: (step, of each layer the busiest expert's tokens over the mean), as `metrics.jsonl` has them.
+        records: (step, tokens of the busiest expert over the mean, for each layer), as in `metrics.jsonl`.
     """
     grid = columns_of([list(layer) for layer in zip(*(row for _, row in records), strict=True)])
     (first, begun), (last, ended) = records[0], records[-1]

@@ -1,6 +1,7 @@
-"""Numbers in words, and foreign text made safe for a page. A value that is missing reads 'not recorded'.
+"""Formats numbers and escapes text from outside for the pages.
 
-A number too small to show reads 0, without a sign. Text that is too long for a page loses its middle.
+A missing value becomes 'not recorded'; a number too small to show becomes 0 without a sign; text that is too long for
+a page loses its middle.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ NOT_FINITE = "not finite"
 
 
 LONG = 20_000
-"""Characters of a sample, a token listing or a recipe that a page shows at most."""
-_INLINE = 2_000  # of a name, a value or a message: more than any sentence of ours, and a page stays small
-_LARGEST = 1e100  # nothing that is measured is larger, and a plot's arithmetic overflows soon after
+"""Maximum characters of a sample, a token listing or a recipe on a page."""
+_INLINE = 2_000  # maximum characters of a name, value or message: longer than our messages, short enough for a page
+_LARGEST = 1e100  # no measurement is larger, and matplotlib's arithmetic overflows soon after
 
 
 def escape(text: Any, limit: int = _INLINE) -> str:
-    """`clean` text, escaped for HTML, in attributes too; beyond `limit` characters its middle is left out."""
+    """Returns text cleaned and escaped for HTML and attributes; beyond `limit` characters its middle is left out."""
     text = str(text)
     if len(text) > limit:
         half = limit // 2
@@ -58,39 +59,39 @@ def escape(text: Any, limit: int = _INLINE) -> str:
 
 
 def mapping(data: Any) -> dict[str, Any]:
-    """The value if it is a mapping, else an empty one: a file of a run may hold anything."""
+    """Returns the value if it is a dict, else an empty dict: a file of a run may hold anything."""
     return data if isinstance(data, dict) else {}
 
 
 def headline(text: Any) -> str:
-    """A foreign name for a title or a heading: one short line, not escaped."""
+    """Returns a name from outside as one short line for a title or a heading, not escaped."""
     return shorten(str(text), 120) or "unnamed"
 
 
 def nbsp_units(text: Any) -> str:
-    """`escape`d text whose numbers stay on one line with their units."""
+    """Returns escaped text with no-break spaces between numbers and their units."""
     return re.sub(r"(?<=\d) (?=(?:%|GiB|MiB|[KMBT]|d|h|min|s)\b|%)", "\u00a0", escape(text))
 
 
 def number(value: Any) -> float | None:
-    """The value as a finite float, or None if it is missing, not a number, NaN, infinite or absurdly large."""
+    """Returns the value as a finite float; None if it is missing, not a number, NaN, infinite or absurdly large."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if -_LARGEST < value < _LARGEST else None
 
 
 def _signed(text: str) -> str:
-    """With a minus sign for a hyphen, and without one if only zeros follow."""
+    """Replaces a hyphen by a minus sign, or drops it if only zeros follow."""
     return text.replace("-", "\u2212" if re.search("[1-9]", text) else "")
 
 
 def _decimals(value: float, digits: int) -> str:
-    """1234.5 -> '1,234.5'; what would fill a line is written with an exponent."""
+    """1234.5 -> '1,234.5'; numbers from 1e15 on get an exponent."""
     return _signed(f"{value:,.{digits}f}" if abs(value) < 1e15 else f"{value:.3g}")
 
 
 def loss(value: Any) -> str:
-    """A loss in nats, or 'not finite' if it was NaN or infinite."""
+    """Returns a loss in nats, or 'not finite' if it is NaN or infinite."""
     finite = number(value)
     if finite is None:
         return NOT_FINITE if isinstance(value, float) else MISSING
@@ -115,7 +116,7 @@ def count(value: Any) -> str:
 
 
 def gib(value: Any) -> str:
-    """1.0512 -> '1.05 GiB'; less than one is said in MiB, less than a hundredth of a MiB is 0."""
+    """1.0512 -> '1.05 GiB'; below 1 GiB in MiB, below 0.005 MiB 0."""
     finite = number(value)
     if finite is None:
         return MISSING
@@ -127,7 +128,7 @@ def gib(value: Any) -> str:
 
 
 def unit_of(sizes: Sequence[Any]) -> tuple[str, float]:
-    """The unit that suits all sizes (GiB) of a column or an axis, by the largest, and what a GiB is in it.
+    """Returns the unit for the sizes (GiB) of a column or an axis, chosen by the largest, and a GiB in that unit.
 
     Example:
         >>> unit_of([0.0002, 1.4]), unit_of([0.0002, 0.3])
@@ -138,7 +139,7 @@ def unit_of(sizes: Sequence[Any]) -> tuple[str, float]:
 
 
 def sizes(values: Sequence[Any], *, signed: bool = False) -> tuple[str, list[str]]:
-    """A column of sizes (GiB) in one unit and with the same decimals: (unit, the texts). What rounds to nothing reads 0.
+    """Formats a column of sizes (GiB) in one unit with equal decimals; returns (unit, texts). Rounded zeros are '0'.
 
     Example:
         >>> sizes([0.30001, 0.0005, 0.0, None])
@@ -160,7 +161,7 @@ def sizes(values: Sequence[Any], *, signed: bool = False) -> tuple[str, list[str
 
 
 def change(value: float, total: float) -> str:
-    """A difference with its sign, to about a thousandth of the whole that it is part of; less than that is 0.
+    """Returns a signed difference, to about a thousandth of `total`; anything smaller is 0.
 
     Example:
         >>> change(-0.437, 12.0), change(-1.5e-05, 0.055)
@@ -178,11 +179,13 @@ def percent(value: Any, digits: int = 0) -> str:
 
 
 def between(metric: Any, *, signed: bool = False) -> str:
-    """{value, low, high} -> '1.788 [1.70, 1.88]'; an interval that is not known is left out.
+    """{value, low, high} -> '1.788 [1.70, 1.88]'; an unknown interval is left out.
 
     Example:
-        >>> between({"value": 0.24, "low": 0.16, "high": 0.33}), between({"value": -0.5, "low": None, "high": None}, signed=True)
-        ('0.240 [0.160, 0.330]', '−0.500')
+        >>> between({"value": 0.24, "low": 0.16, "high": 0.33})
+        '0.240 [0.160, 0.330]'
+        >>> between({"value": -0.5, "low": None, "high": None}, signed=True)
+        '−0.500'
     """
     metric = mapping(metric)
     values = [number(metric.get(key)) for key in ("value", "low", "high")]
@@ -198,13 +201,13 @@ def between(metric: Any, *, signed: bool = False) -> str:
 
 
 def off_by(predicted: Any, measured: Any) -> float | None:
-    """How far a prediction is from what was measured, as a share of the measured; None where either is missing."""
+    """Returns the relative error of a prediction, predicted / measured - 1; None if either is missing."""
     guess, real = number(predicted), number(measured)
     return None if guess is None or not real else guess / real - 1
 
 
 def signed_percent(value: float) -> str:
-    """-0.029 -> '−3 %'; a difference that rounds to nothing has no sign."""
+    """-0.029 -> '−3 %'; a difference that rounds to 0 has no sign."""
     rounded = round(100 * value)
     return _signed(f"{rounded:+,d} %" if abs(rounded) < 1e6 else f"{float(rounded):+.2g} %") if rounded else "0 %"
 
@@ -225,7 +228,7 @@ def duration(seconds: Any) -> str:
 
 
 def clock(seconds: Any) -> str:
-    """3725.4 -> '1:02:05': one form for a whole column."""
+    """3725.4 -> '1:02:05', the same format for all rows of a column."""
     finite = number(seconds)
     if finite is None or not 0 <= finite < 1e10:
         return MISSING
@@ -234,7 +237,7 @@ def clock(seconds: Any) -> str:
 
 
 def value(data: Any, depth: int = 0) -> str:
-    """Any value of a run in one line, for tables; not escaped."""
+    """Returns any value of a run as one line for tables, not escaped."""
     if data is None or data in ("", [], {}):
         return MISSING
     if isinstance(data, bool):

@@ -1,4 +1,4 @@
-"""How models write, side by side, as one page: a sentence, speed by batch and length, and every figure.
+"""HTML page of `preheat bench --inference`: a summary, speed by batch size and length, and all figures.
 
 inference.json ──render──▶ inference.html
 """
@@ -17,7 +17,7 @@ __all__ = ["write_inference"]
 
 
 def write_inference(folder: str | Path) -> Path:
-    """Writes `inference.html` beside an `inference.json` and returns its path.
+    """Writes `inference.html` next to an `inference.json` and returns its path.
 
     Raises:
         RunError: there is no inference.json, it is damaged, or the page cannot be written.
@@ -68,7 +68,7 @@ def _headline(result: dict[str, Any]) -> str:
 
 
 def _drawings(result: dict[str, Any]) -> list[str]:
-    """Tokens a second over rows, and time to the first token over lengths: the longest prompts, and the most rows."""
+    """Draws tokens/s by batch size (longest prompts) and time to first token by prompt length (largest batch)."""
     rows, batches, lengths = result["rows"], result["batches"], result["lengths"]
     drawn = []
     for key, title, unit, scale, at, fixed, most in (

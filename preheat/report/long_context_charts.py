@@ -1,4 +1,7 @@
-"""What a model makes of long texts, drawn: depth against length as a heat map, loss by position and by context as curves; before and after."""
+"""Charts of long-context evaluations before and after training.
+
+Accuracy by depth and length is a heat map; loss by position and by context length are curves.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ Parts = Sequence[Mapping[str, Any]]
 
 
 def lengths(after: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """The drawings of every task that was measured part by part; "" where none was.
+    """Returns the charts of all tasks with per-part results; "" if there are none.
 
     Args:
-        after, before: {"tasks": {name: {"parts": [...]}}}, as an evaluation is recorded.
+        after, before: {"tasks": {name: {"parts": [...]}}}, as recorded by an evaluation.
     """
     drawings = list[str]()
     for task, result in mapping(after.get("tasks")).items():
@@ -44,11 +47,12 @@ def lengths(after: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     return "".join(drawings)
 
 
+# Keys of the parts: needle by depth, loss by position, continuation by share of the context.
 _KINDS = (("length", "depth"), ("start", "end"), ("length", "share"))
 
 
 def _complete_parts(result: Any) -> Parts:
-    """The parts of a result that are measured and whole, all of the kind of the first."""
+    """Returns the measured parts of a result that have all keys of their kind; all are of the same kind."""
     listed = mapping(result).get("parts")
     parts = (
         [part for part in listed if number(mapping(part).get("value")) is not None] if isinstance(listed, list) else []
@@ -70,7 +74,7 @@ def _figure(title: str, caption: str, drawing: str, legend: Sequence[tuple[str, 
 
 
 def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
-    """Accuracy at each depth and length.
+    """Draws a heat map of accuracy at each depth and length.
 
     Args:
         name: unique in the page.

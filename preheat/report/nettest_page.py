@@ -1,4 +1,4 @@
-"""What `preheat nettest` measured as one page: bus bandwidth and time by size, pairs of ranks, every figure.
+"""HTML page of `preheat nettest`: bus bandwidth and time by message size, pairs of ranks, all figures.
 
 {rows, pairs, expected, ...} ──write_net──▶ page.html
 """
@@ -18,7 +18,8 @@ __all__ = ["against_words", "seconds", "size", "write_net"]
 
 
 def seconds(value: float) -> str:
-    """
+    """Returns seconds with three digits and an SI unit.
+
     >>> seconds(2.5e-5), seconds(0.0123), seconds(2.0)
     ('25 µs', '12.3 ms', '2 s')
     """
@@ -29,7 +30,8 @@ def seconds(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """
+    """Returns bytes with three digits and a binary unit.
+
     >>> size(1024), size(1536), size(64 * 2**20)
     ('1 KiB', '1.5 KiB', '64 MiB')
     """
@@ -40,7 +42,7 @@ def size(value: float) -> str:
 
 
 def against_words(result: dict[str, Any]) -> str:
-    """What the catalogue expects of the links, and the share that the best size of each collective reached."""
+    """Returns a sentence that compares the best bus bandwidth of each collective with the catalogue's link rate."""
     expected = result["expected"]
     link_rate = expected["in_host" if result["hosts"] == 1 else "between_hosts"]
     where = "between neighbours in a host" if result["hosts"] == 1 else "of a device to other hosts"

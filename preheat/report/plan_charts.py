@@ -1,4 +1,4 @@
-"""The plots of a plan: memory over a step, the roofline, memory against speed of all that was looked at."""
+"""Charts of a plan: memory over a step, roofline, memory against speed of all candidates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _figure(title: str, caption: str, drawing: str, legend: Sequence[tuple[str, 
 
 
 def timeline(trace: Mapping[str, Any], available: float) -> str:
-    """Memory alive over the allocations of a step: one colour a phase."""
+    """Draws the memory of live tensors over the allocations of a step, one colour per phase."""
     points, phases = trace["bytes"], trace["phases"]
     most = max((size for _, size in points), default=0.0)
     unit, scale = unit_of([most])
@@ -50,7 +50,7 @@ def timeline(trace: Mapping[str, Any], available: float) -> str:
 
 
 def roofline(figures: Mapping[str, Any]) -> str:
-    """FLOP/s against FLOPs a byte, below what the device can do; a mark's name has its share of the products' time."""
+    """Draws the roofline: FLOP/s against FLOPs per byte; the legend has each operator's share of the matmul time."""
     points, peak, bandwidth = figures["points"], figures["peak"], figures["bandwidth"]
     caption = "Under the slope memory decides, under the level the matrix units: " + ", ".join(
         f"{p['operator']} {p['flops'] / peak:.0%} of the peak" for p in points
@@ -81,13 +81,13 @@ def roofline(figures: Mapping[str, Any]) -> str:
 
 
 def pareto(tried: Sequence[Mapping[str, Any]], guesses: Sequence[Mapping[str, Any]], available: float) -> str:
-    """Tokens a second against memory of all candidates: those that were dry-run, and in grey those that were estimated.
+    """Draws tokens/s against memory of all candidates: dry-run ones, and estimated ones in grey.
 
-    "" for a single candidate: one dot compares nothing.
+    Returns "" for a single candidate, since there is nothing to compare.
     """
     if len(tried) + len(guesses) < 2 or len({(p["peak_gib"], p["tokens_per_second"]) for p in (*tried, *guesses)}) < 2:
         return ""
-    # What needs many times the device's memory would squeeze all that matters into a corner.
+    # Leave out candidates that need far more memory than the device has: they would squeeze the rest into a corner.
     most = max([available * 1.6, *(p["peak_gib"] for p in tried)]) * 1.08
     shown = [p for p in guesses if p["peak_gib"] <= most]
     unit, scale = unit_of([*(p["peak_gib"] for p in (*tried, *shown)), available])

@@ -1,6 +1,6 @@
-"""A plan as one page: verdict, memory by category and over a step, what was looked at, roofline, alternatives, reasons, the recipe.
+"""HTML page of a plan: verdict, memory, step timeline, roofline, candidates, alternatives, rejections, recipe.
 
-{plan, alternatives, rejected, figures: {timeline, roofline, guesses, pareto}, yaml} ──write_plan──▶ page.html
+{plan, alternatives, rejected, figures: {timeline, roofline, guesses, pareto}, recipe_text} ──write_plan──▶ page.html
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def write_plan(plan: Mapping[str, Any], path: str | Path) -> Path:
     """Writes the page and returns its path.
 
     Args:
-        made: a plan as `preheat plan --json` prints it, its `figures`, and `yaml`: the recipe as text.
+        plan: as `preheat plan --json` prints it, with `figures` and `recipe_text` (YAML).
 
     Raises:
         RunError: it cannot be written.
@@ -47,7 +47,8 @@ def _page(plan: Mapping[str, Any]) -> str:
         (
             "step",
             "A step",
-            f'<div class="two">{plan_charts.timeline(drawn["timeline"], plan["available_gib"])}{plan_charts.roofline(drawn["roofline"])}</div>',
+            f'<div class="two">{plan_charts.timeline(drawn["timeline"], plan["available_gib"])}'
+            f"{plan_charts.roofline(drawn['roofline'])}</div>",
         ),
         ("choice", "Candidates", _candidates(plan)),
         ("reasons", "Why not the others", _reasons(plan)),
@@ -144,7 +145,7 @@ def _memory(plan: Mapping[str, Any]) -> str:
 
 
 def _phases(plan: Mapping[str, Any]) -> tuple[str, str]:
-    """A bar a phase, and the same in figures."""
+    """Returns (chart of memory by phase, table of the same figures)."""
     split = plan["phase_memory"] | ({"export, later": plan["export"]} if plan["export"] else {})
     drawing = svg.stacked(
         "plan-phases",
@@ -187,11 +188,11 @@ def _overhead(plan: Mapping[str, Any]) -> str:
     return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
 
 
-_MOST_LISTED = 12  # of the candidates that were estimated and do not fit: the fastest
+_MOST_LISTED = 12  # rows for estimated candidates that do not fit; the fastest are listed
 
 
 def _candidates(plan: Mapping[str, Any]) -> str:
-    """The candidates as a plot and a table, and the alternatives; a recipe that was planned as it is has none."""
+    """Returns the candidates as a chart and a table, and the alternatives; a recipe planned unchanged has neither."""
     figures, available = plan["figures"], plan["available_gib"]
     tried, guesses = figures["pareto"], figures["guesses"]
     if len(tried) + len(guesses) < 2 and not plan["alternatives"]:
@@ -200,7 +201,7 @@ def _candidates(plan: Mapping[str, Any]) -> str:
             "searches around it.</p>"
         )
     known = {p["techniques"] for p in tried}
-    least: dict[str, Mapping[str, Any]] = {}  # of each set of techniques, as it needs the least
+    least: dict[str, Mapping[str, Any]] = {}  # {techniques: their candidate with the least memory}
     for p in guesses:
         if p["peak_gib"] < least.get(p["techniques"], {"peak_gib": float("inf")})["peak_gib"]:
             least[p["techniques"]] = p

@@ -1,4 +1,4 @@
-"""Everything that a report says, as data: what `report.json` holds and what the page is drawn from."""
+"""Collects the figures of a report: the content of `report.json`, from which the page is drawn."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from preheat.run_dir import MEMORY_KEYS, METRIC_KEYS, Reader, expected_memory
 
 __all__ = ["collect"]
 
-NOT_IN_TIMELINE = ("sample", "baseline")  # they have places of their own
+NOT_IN_TIMELINE = ("sample", "baseline")  # events with sections of their own
 
 
 def collect(path: str | Path) -> dict[str, Any]:
-    """Reads a run and works out the figures of its report.
+    """Reads a run and computes the figures of its report.
 
     Returns:
-        {title, run, state, verdict, setup: [(what, value)], summary, predicted, measured, difference, curves, expert_loads, not_finite, evaluations, evaluation,
-        baseline, memory, phases, changes, samples, events, environment, recipe, again}. Values that the run
-        does not hold are None; losses that were not finite are NaN here and null in `report.json` (see `strict`).
+        {title, run, state, verdict, setup: [(what, value)], summary, predicted, measured, difference, curves,
+        expert_loads, not_finite, evaluations, evaluation, baseline, memory, phases, changes, samples, events,
+        environment, recipe, damaged, again}. Missing values are None; losses that are not finite are NaN here and null
+        in `report.json`.
 
     Raises:
-        RunError: no run lies there. Files of it that are damaged are left out, and named in `damaged`.
+        RunError: the folder holds no run. Damaged files of a run are skipped and listed in `damaged`.
     """
     import shlex
 
@@ -45,7 +46,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
     evaluation = run.evaluation
     recipe, recipe_text = run.recipe_shown()
-    # A damaged or foreign file may hold anything: from here on each of these has the type that the page counts on.
+    # A damaged or foreign file may hold anything: enforce the types that the page relies on.
     recipe, plan, environment, changes, evaluation = map(mapping, (recipe, plan, environment, changes, evaluation))
     metrics, evaluations = ([m for m in lines if _is_step(m.get("step"))] for lines in (metrics, evaluations))
     events = [e for e in events if isinstance(e.get("kind"), str)]
@@ -55,7 +56,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     last = metrics[-1] if metrics else {}
     finished: dict[str, Any] = next((e for e in reversed(events) if e["kind"] == "finished"), {})
     evaluated = evaluations[-1] if evaluations else {}
-    # `finished` tells of an earlier session when the run went on after it.
+    # If the run continued after `finished`, that event describes an earlier session: ignore it.
     went_on = "steps" in finished and "step" in last and finished["steps"] != last["step"]
     end = {} if went_on else finished
 
@@ -130,7 +131,7 @@ def collect(path: str | Path) -> dict[str, Any]:
 
 
 def _setup(recipe: dict[str, Any], plan: dict[str, Any], environment: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was asked for, as the head of the page shows it: (what, value), as far as the recipe states it."""
+    """Returns (label, value) pairs of the recipe for the head of the page; settings that it lacks are left out."""
     model, data, batch, optimizer, schedule, stop, techniques = (
         mapping(recipe.get(key)) for key in ("model", "data", "batch", "optimizer", "schedule", "stop", "techniques")
     )
@@ -162,7 +163,7 @@ def _setup(recipe: dict[str, Any], plan: dict[str, Any], environment: dict[str, 
 
 
 def _model(model: dict[str, Any]) -> str | None:
-    """A checkpoint by its path or preset, a new model by its family and size."""
+    """Returns the name of the model: a checkpoint's path or preset, or family and size of a new model."""
     for key in ("path", "preset"):
         if model.get(key):
             return str(model[key]) + (", weights drawn at random" if model.get("weights") == "random" else "")
@@ -184,7 +185,7 @@ def _device(environment: dict[str, Any]) -> str | None:
 
 
 def _expert_loads(metrics: list[dict[str, Any]]) -> list[list[Any]]:
-    """[step, the load of each layer] of the lines that have as many layers as the first."""
+    """Returns [step, load of each layer] of the lines with as many layers as the first."""
     rows = [
         [line["step"], loads]
         for line in metrics
@@ -211,7 +212,7 @@ def _bad(value: Any) -> bool:
 
 
 def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: dict[str, Any]) -> dict[str, str]:
-    """How the run stands, by the events of its last session: {kind: finished|stopped|failed|open, words}."""
+    """Returns the state of the run by the events of its last session: {kind: finished|stopped|failed|open, words}."""
     session: dict[str, dict[str, Any]] = {}
     for event in events:
         if event["kind"] in ("started", "resumed"):
@@ -244,7 +245,7 @@ def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: di
 
 
 def _verdict(figures: dict[str, Any]) -> str:
-    """The run in a few sentences."""
+    """Returns a summary of the run in a few sentences."""
     summary, predicted, measured = figures["summary"], figures["predicted"], figures["measured"]
     parts = [f"{_what(summary)}{_length(summary)}", _losses(summary, figures["baseline"])]
     for name, key, show in (("memory", "peak_gib", gib), ("tokens/s", "tokens_per_second", grouped)):
@@ -275,7 +276,7 @@ def _what(summary: dict[str, Any]) -> str:
 
 
 def _sources(data: Any) -> str:
-    """What a run read, in words: `data.source` is a name, or a list of names and of mappings with one each.
+    """Returns the sources of `data.source`, a name or a list of names and of mappings with a `source`.
 
     >>> _sources([{"source": "stdlib", "weight": 1}, "notes.txt"])
     'stdlib and notes.txt'

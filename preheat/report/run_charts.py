@@ -1,4 +1,4 @@
-"""The figures of a report with their plots: each a `<figure>` with a title, what it shows in words, and the drawing."""
+"""Charts of a run's report, each a `<figure>` with a title, a caption and a drawing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary"
 
 
 def _figure(title: str, caption: str, drawing: str, legend: Sequence[tuple[str, str, str]] = ()) -> str:
-    """legend: (name, colour, class) each."""
+    """Returns a `<figure>`; the legend holds (name, colour, class)."""
     items = "".join(
         f'<li class="{kind}" style="--c: var(--{colour})">{escape(name)}</li>' for name, colour, kind in legend
     )
@@ -26,7 +26,7 @@ def _figure(title: str, caption: str, drawing: str, legend: Sequence[tuple[str, 
 
 
 def losses(figures: dict[str, Any]) -> str:
-    """Training and validation loss on one plot, with the baselines as levels."""
+    """Draws training and validation loss in one chart, with the baselines as horizontal lines."""
     steps = svg.numbers(figures["curves"]["step"])
     raw = svg.numbers(figures["curves"]["loss"])
     evaluated = [e for e in figures["evaluations"] if number(e.get("validation_loss")) is not None]
@@ -67,14 +67,15 @@ def losses(figures: dict[str, Any]) -> str:
         return _figure("", " ".join(sentences), "")
     lines += [Curve(f"{name} {level:.2f}", [0.0], [level], style="named") for name, level in levels]
     drawn = [
-        f'<div class="{kind}">{svg.curves(f"loss-{kind}", lines, " ".join(sentences), marks=figures["not_finite"], size=size)}</div>'
+        f'<div class="{kind}">'
+        f"{svg.curves(f'loss-{kind}', lines, ' '.join(sentences), marks=figures['not_finite'], size=size)}</div>"
         for kind, size in (("wide", svg.WIDE), ("narrow", svg.NARROW))
     ]
     return _figure("", " ".join(sentences), "".join(drawn), legend)
 
 
 def _levels(baseline: dict[str, Any] | None) -> list[tuple[str, float]]:
-    """(name, nats a token) of models that know less: none of the text, its pieces' rates, its pairs."""
+    """Returns (name, nats per token) of the baselines: uniform, unigram and bigram models."""
     levels = []
     vocabulary = number((baseline or {}).get("vocabulary"))
     if vocabulary is not None and vocabulary > 1:
@@ -94,7 +95,7 @@ def _some(steps: Sequence[Any]) -> str:
 
 
 def over_time(figures: dict[str, Any]) -> list[str]:
-    """Learning rate, gradient norm, tokens/s and memory over the steps, and the load of experts if there are some; what no step recorded is left out."""
+    """Draws learning rate, gradient norm, tokens/s, memory and expert load over the steps, each if recorded."""
     curve, predicted, measured = figures["curves"], figures["predicted"], figures["measured"]
     bytes_held = svg.numbers(curve["memory"])
     peaks = [number(predicted["peak_gib"]), number(measured["peak_gib"])]
@@ -141,7 +142,7 @@ def over_time(figures: dict[str, Any]) -> list[str]:
 
 
 def evaluations(figures: dict[str, Any]) -> list[str]:
-    """Each metric of each task, and the loss of the second text, over the evaluations; none where there was only one."""
+    """Draws each task metric and the forgetting loss over the steps, if there are at least two evaluations."""
     lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for evaluation in figures["evaluations"]:
         step = number(evaluation.get("step"))
@@ -177,7 +178,7 @@ def _curve_figure(
     measured: tuple[str, float | None] | None = None,
     noisy: bool = True,
 ) -> str:
-    """A curve with what it shows in words; "" if no step recorded it."""
+    """Returns a curve with a caption; "" if no step recorded it."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return ""
@@ -217,7 +218,10 @@ def _rate(value: float) -> str:
 
 
 def memory(figures: dict[str, Any]) -> str:
-    """Predicted memory by category as a stacked bar, beside the measured peak and what the device has; "" if neither is recorded."""
+    """Draws predicted memory by category as a stacked bar, with the measured peak and the device's memory.
+
+    Returns "" if neither a prediction nor a measurement is recorded.
+    """
     predicted, measured = figures["predicted"], figures["measured"]
     parts = categories(figures)
     peak, real, available = (
@@ -253,7 +257,7 @@ def memory(figures: dict[str, Any]) -> str:
 
 
 def categories(figures: dict[str, Any]) -> list[tuple[str, float, str]]:
-    """(category, GiB, colour) of the predicted peak; categories that are not known stand last."""
+    """Returns (category, GiB, colour) of the predicted peak; unknown categories come last."""
     by_category = mapping(figures["memory"])
     names = [n for n in CATEGORIES if n in by_category] + [n for n in by_category if n not in CATEGORIES]
     sizes = [(name, number(by_category[name])) for name in names]

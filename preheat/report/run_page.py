@@ -1,4 +1,4 @@
-"""The page: sections in their order, one HTML text that needs nothing else."""
+"""HTML page of a run's report, and the page template of all other reports."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from preheat.sanitize import shorten
 __all__ = ["GENERATOR", "render", "write"]
 
 GENERATOR = '<meta name="generator" content="preheat">'
-"""In the head of each page: a file that has it may be replaced."""
+"""Marker in the head of each page: preheat overwrites only files that contain it."""
 
 
 def write(run: str | Path) -> Path:
     """Writes `report.html` and `report.json` into a run's folder and returns the path of the page.
 
     Args:
-        run: the folder of a run: finished, going on, stopped or failed.
+        run: the folder of a run: finished, running, stopped or failed.
 
     Raises:
-        RunError: no run lies there, or the report cannot be written.
+        RunError: the folder holds no run, or the report cannot be written.
 
     Example:
         >>> write("runs/demo")                                          # doctest: +SKIP
@@ -60,7 +60,7 @@ def write(run: str | Path) -> Path:
     page = render(figures)
     data = to_json(figures, indent=1) + "\n"
     path = Path(run) / "report.html"
-    if not (Path(run) / MARK).exists():  # a folder that has a recipe.yaml, perhaps, and is no run
+    if not (Path(run) / MARK).exists():  # not a run folder of ours, though it may hold a recipe.yaml
         require_own(path, [GENERATOR])
         require_own(path.with_name("report.json"), ['{\n "title": '])
     try:
@@ -74,7 +74,7 @@ def write(run: str | Path) -> Path:
 
 
 def render(figures: dict[str, Any]) -> str:
-    """The page of `report_data.collect`'s figures. A section of which the run recorded nothing is left out."""
+    """Returns the page for the figures of `report_data.collect`; sections without records are left out."""
     over_time = "".join(run_charts.over_time(figures))
     sections = (
         ("loss", "Loss", run_charts.losses(figures)),
@@ -101,7 +101,7 @@ def render(figures: dict[str, Any]) -> str:
 
 
 def document(title: str, body: str) -> str:
-    """A page that needs nothing else: `body` (HTML) under the house's style, with nothing allowed to load."""
+    """Returns a self-contained HTML page with our style; its content security policy blocks external resources."""
     css = resources.files("preheat.report").joinpath("page.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
@@ -124,11 +124,11 @@ def document(title: str, body: str) -> str:
 
 
 def read_figures(source: Path, command: str, keys: Iterable[str]) -> dict[str, Any]:
-    """The figures that a command wrote beside its page.
+    """Reads the JSON figures that a command wrote for its page.
 
     Args:
-        command: what writes the file.
-        keys: those that the page cannot do without, all of lists or mappings that are not empty.
+        command: the command that writes the file, for error messages.
+        keys: required keys, whose values must be non-empty lists or mappings.
 
     Raises:
         RunError: there is no such file, or it is damaged.
@@ -146,7 +146,7 @@ def read_figures(source: Path, command: str, keys: Iterable[str]) -> dict[str, A
 
 
 def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callable[[dict[str, Any]], str]) -> Path:
-    """Writes the page of a file of figures beside it; arguments and errors as of `read_figures`.
+    """Writes the page of a file of figures next to it; arguments and errors are those of `read_figures`.
 
     Args:
         draw: figures to HTML.
@@ -155,23 +155,23 @@ def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callabl
     try:
         page = draw(figures)
     except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
-        # A row lacks a key, or holds what does not belong there.
+        # A row lacks a key or holds a value of the wrong type.
         kind = f"{type(error).__name__}: {shorten(str(error))}"
         raise RunError(f"{source}: is damaged ({kind}); run {command} again") from error
     fix = "make the folder writable or free some room"
     return write_asked(source.with_suffix(".html"), page, marks=[GENERATOR], fix=fix)
 
 
-_MOST_ROWS = 400
+_MOST_ROWS = 400  # of a table: keeps the page small
 
 
 def scrolling(table: str) -> str:
-    """A table that scrolls by itself if the page is narrower."""
+    """Wraps a table so that it scrolls horizontally if the page is narrower."""
     return f'<div class="scroll">{table}</div>'
 
 
 def _table(rows: Iterable[str], head: Sequence[tuple[str, str]] = ()) -> str:
-    """A table of at most some hundred rows: of more, those in the middle are left out.
+    """Returns a table of at most `_MOST_ROWS` rows; beyond that, rows in the middle are left out.
 
     Args:
         head: (title, class) of each column.
@@ -210,7 +210,7 @@ def _header(figures: dict[str, Any]) -> str:
 
 
 def _setup(rows: Sequence[tuple[str, str]]) -> str:
-    """What the recipe asked for, at the head of the page."""
+    """Returns the settings of the recipe for the head of the page."""
     shown = "".join(f"<div><dt>{escape(what)}</dt><dd>{nbsp_units(text)}</dd></div>" for what, text in rows)
     return f'<dl class="setup" id="setup">{shown}</dl>' if rows else ""
 
@@ -219,7 +219,7 @@ _WORD = {"finished": "finished", "failed": "failed", "stopped": "stopped early",
 
 
 def _tiles(figures: dict[str, Any]) -> str:
-    """The figures that matter most; what the run did not record has no tile."""
+    """Returns tiles with the most important figures; unrecorded figures have none."""
     summary, predicted, measured, off = (figures[k] for k in ("summary", "predicted", "measured", "difference"))
     parameters = mapping(summary["parameters"])
     held_out, tokens = (number(summary[key]) for key in ("validation_loss", "tokens"))
@@ -289,7 +289,7 @@ def _memory(figures: dict[str, Any]) -> str:
 
 
 def _memory_of_gpu(figures: dict[str, Any]) -> str:
-    """Each figure of a GPU's memory beside its own prediction."""
+    """Returns a table of predicted and measured GPU memory: allocated, reserved, context."""
     names = {
         "allocated_gib": "allocated: tensors",
         "reserved_gib": "reserved by torch's allocator",
@@ -300,7 +300,8 @@ def _memory_of_gpu(figures: dict[str, Any]) -> str:
     unit, texts = sizes([size for pair in pairs for size in pair])
     rows = [
         f'<tr><td>{escape(names[key])}</td><td class="n">{predicted}</td><td class="n">{measured}</td>'
-        f'<td class="n">{signed_percent(figures["difference"][key]) if figures["difference"][key] is not None else ""}</td></tr>'
+        '<td class="n">'
+        f"{signed_percent(figures['difference'][key]) if figures['difference'][key] is not None else ''}</td></tr>"
         for key, predicted, measured in zip(keys, texts[::2], texts[1::2], strict=True)
     ]
     head = (("at the most", ""), (f"predicted, {unit}", "n"), ("measured", "n"), ("difference", "n"))
@@ -308,7 +309,7 @@ def _memory_of_gpu(figures: dict[str, Any]) -> str:
 
 
 def _fallbacks(events: list[dict[str, Any]]) -> str:
-    """Where a run was out of memory, and what it continued with."""
+    """Returns a table of out-of-memory errors and the fallbacks that the run continued with."""
     fallbacks = [e for e in events if e["kind"] == "rung"]
     if not fallbacks:
         return ""
@@ -398,7 +399,7 @@ def _evaluation(figures: dict[str, Any]) -> str:
 
 
 def _interval(text: str) -> str:
-    """'1.788 [1.70, 1.88]' with its interval as a part that may go to a line of its own."""
+    """Wraps the interval of '1.788 [1.70, 1.88]' in a span, so that it can move to a line of its own."""
     if text == MISSING:
         return '<span class="small">not measured</span>'
     figure, _, interval = nbsp_units(text).partition(" [")
@@ -457,7 +458,7 @@ _MOST_SAMPLES = 50
 
 
 def _prompt(prompt: Any) -> str:
-    """A prompt as text: a chat as one line a message."""
+    """Returns a prompt as text, with one line per chat message."""
     if not isinstance(prompt, list):
         return "" if prompt is None else str(prompt)
     messages = (message if isinstance(message, dict) else {"content": message} for message in prompt)
@@ -488,7 +489,7 @@ def _timeline(events: list[dict[str, Any]]) -> str:
 
 _KINDS = {"rung": "fallback"}
 
-# What an event records: its name on the page and how its value is written. Others are shown by their key, without underscores.
+# Fields of events: {key: (label on the page, formatter)}. Other fields are labelled by their key without underscores.
 _RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "asked": ("it asked for", lambda recorded: gib(number(recorded) and recorded / 2**30)),
     "room": ("free", lambda recorded: gib(number(recorded) and recorded / 2**30)),
@@ -518,7 +519,8 @@ _RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "where": ("while", value),
     "words": ("reason", value),
 }
-# Long lists that are shown elsewhere (fallbacks) or are for `preheat doctor oom`; `held` of a checkpoint is `seconds` of most.
+# Fields left out of the timeline: shown elsewhere, meant for `preheat doctor oom`, or redundant (a checkpoint's `held`
+# is most of its `seconds`).
 _NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "held", "path")
 
 
@@ -532,7 +534,7 @@ def _event(event: dict[str, Any]) -> str:
 
 
 def _groups(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Events in order; four or more checkpoints in a row are one group."""
+    """Groups four or more consecutive checkpoint events; every other event is a group of its own."""
     groups: list[list[dict[str, Any]]] = []
     for event in events:
         if groups and event["kind"] == "checkpoint" == groups[-1][0]["kind"]:

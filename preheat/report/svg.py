@@ -1,7 +1,7 @@
-"""Plots as inline SVG, drawn by matplotlib's object interface. Colours are the page's variables.
+"""Plots as inline SVG, drawn with matplotlib's object interface and coloured by CSS variables of the page.
 
-Each colour is drawn as a sentinel and written as `var(--name)`, so that one drawing is right in light, in dark and on
-paper. Text stays text and takes the page's font. Ids carry the plot's name, since one page holds several drawings.
+Each colour is drawn as a sentinel and replaced by `var(--name)`, so that one drawing works in light mode, in dark mode
+and in print. Text stays text in the page's font. Ids start with the plot's name, since a page holds several drawings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 COLOURS = ("ink", "muted", "grid", "page", "warn", *(f"series-{n}" for n in range(1, 7)))
 SENTINEL = {name: f"#a1b2{n:02x}" for n, name in enumerate(COLOURS)}
-_POINTS = 640  # more than a plot has pixels across on a phone; the rest would only be weight
+_POINTS = 640  # more than the pixels of a plot's width on a phone; more points would only enlarge the page
 
 NARROW = (5.3, 2.85)  # inches; 11 points of it are 10 pixels at 343 and 14 at 500 pixels of width
 WIDE = (10.8, 4.0)
@@ -55,18 +55,18 @@ _STEPS = [1, 2, 2.5, 5, 10]  # between ticks: round numbers only
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a plot: what it is called in the legend, its points, how it is drawn."""
+    """A line of a plot: its name in the legend, points, colour and style."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     colour: str = "series-1"
     style: str = "line"
-    """line, raw (light and thin), points (a line with marks), level (dashed, a reference), named (a level with its name on it)"""
+    """line, raw (light and thin), points (with markers), level (a dashed reference), named (a level with its label)"""
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """The labels of an axis: as few decimals as tell all ticks apart, the same for each; exponents for the very small and large.
+    """Returns tick labels with the fewest decimals that distinguish all ticks; very small or large ones use exponents.
 
     Example:
         >>> tick_labels([0.0, 0.5, 1.0]), tick_labels([1000.25, 1000.5]), tick_labels([0.0, 2e-5])
@@ -77,7 +77,7 @@ def tick_labels(values: Sequence[float]) -> list[str]:
         return ["0" for _ in values]
     ordered = sorted(set(values))
     gaps = [b - a for a, b in itertools.pairwise(ordered) if b - a > 1e-15 * most]
-    exact = min([*gaps, most]) / 100  # ticks lie on round numbers: so close to the value a label is that number
+    exact = min([*gaps, most]) / 100  # ticks are round numbers, so a label this close to its value is exact
     plain = 1e-3 <= most < 1e9
     for decimals in range(16):
         labels = [f"{0.0 if abs(v) < exact else v:,.{decimals}{'f' if plain else 'e'}}" for v in values]
@@ -100,10 +100,10 @@ def _tidy(label: str) -> str:
 def ticks(
     axis: MatplotlibAxis, nbins: int = 5, *, integer: bool = False, format: Callable[[float], str] | None = None
 ) -> None:
-    """Round numbers as the ticks of an axis, each with a label of its own; of a logarithmic axis at 1, 2 and 5 of each decade.
+    """Puts the ticks of an axis on round numbers with distinct labels; on a log axis at 1, 2 and 5 of each decade.
 
     Args:
-        format: writes a tick; `tick_labels` if it is not given, or if two ticks would read the same.
+        format: formats a tick value; default, and fallback if two labels would be equal: `tick_labels`.
     """
     from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -119,7 +119,7 @@ def ticks(
 
     class Decades(LogLocator):
         def tick_values(self, vmin: float, vmax: float) -> Any:
-            """Those of a linear axis if the range is so small that fewer than two of the decade's lie in it."""
+            """Returns linear ticks if the range contains fewer than two ticks of the decades."""
             locations = super().tick_values(vmin, vmax)
             low, high = min(vmin, vmax), max(vmin, vmax)
             if sum(low <= v <= high for v in locations) >= 2:
@@ -138,9 +138,9 @@ def ticks(
 
 
 def smooth(values: Sequence[float], half: int) -> list[float]:
-    """Mean over the `half` values on either side, NaN left out; the window shrinks evenly at the start.
+    """Centred moving average over `half` values on either side, ignoring NaN; the window shrinks at the start.
 
-    Shrinking on both sides at the start keeps the steep beginning of a loss curve where it is; a running mean lags.
+    Shrinking on both sides at the start preserves the steep beginning of a loss curve; a trailing mean would lag.
 
     Example:
         >>> smooth([4.0, 2.0, 3.0, 1.0], 1)
@@ -160,14 +160,14 @@ def smooth(values: Sequence[float], half: int) -> list[float]:
 
 
 def thin(x: Sequence[float], y: Sequence[float], points: int = _POINTS) -> tuple[list[float], list[float]]:
-    """At most `points` of a long curve: the least and the greatest of each stretch, so that no spike is lost."""
+    """Downsamples a curve to at most `points`: minimum and maximum of each stretch, so that no spike is lost."""
     if len(x) <= points:
         return list(x), list(y)
     keep: set[int] = {0, len(x) - 1}
     stretches = points // 2 - 1
     for n in range(stretches):
         stretch = range(n * len(x) // stretches, (n + 1) * len(x) // stretches)
-        finite = [i for i in stretch if math.isfinite(y[i])] or [stretch[0]]  # a stretch of NaN stays a gap
+        finite = [i for i in stretch if math.isfinite(y[i])] or [stretch[0]]  # keeps a stretch of NaN as a gap
         keep |= {min(finite, key=lambda i: y[i]), max(finite, key=lambda i: y[i])}
     indices = sorted(keep)
     return [x[i] for i in indices], [y[i] for i in indices]
@@ -182,14 +182,14 @@ def curves(
     marks: Sequence[float] = (),
     size: tuple[float, float] = NARROW,
 ) -> str:
-    """Curves over steps as an SVG element.
+    """Draws curves over steps as an SVG element.
 
     Args:
         name: unique in the page; ids start with it.
-        lines: what to draw, in order; a level is drawn across the plot.
-        words: what the plot shows, for those who cannot see it.
-        from_zero: the axis begins at 0, unless a value is negative.
-        marks: steps to mark at the upper edge (losses that were not finite).
+        lines: in drawing order; a level spans the plot.
+        alt_text: description for screen readers.
+        from_zero: start the y axis at 0 unless a value is negative.
+        marks: steps to mark at the upper edge (losses that are not finite).
         size: inches.
     """
 
@@ -251,7 +251,16 @@ def by_size(
     label: str = "size",
     size: tuple[float, float] = NARROW,
 ) -> str:
-    """Points over sizes that grow by factors, both axes logarithmic, as an SVG element; `format` writes a size, `label` says of what."""
+    """Draws points over sizes as an SVG element, both axes logarithmic.
+
+    Args:
+        name: unique in the page; ids start with it.
+        lines: in drawing order; a named level spans the plot.
+        alt_text: description for screen readers.
+        format: formats a size for the x axis.
+        label: of the x axis.
+        size: inches.
+    """
 
     def draw(axes: Axes) -> None:
         for line in lines:
@@ -289,11 +298,11 @@ def stacked(
     *,
     limit: tuple[str, float] | None = None,
 ) -> str:
-    """Horizontal bars of coloured pieces, one row each, as an SVG element.
+    """Draws horizontal stacked bars, one per row, as an SVG element.
 
     Args:
-        rows: (label, [(colour, GiB), ...]) from the top; the axis is in the unit that suits the longest row.
-        limit: (label, length): a line across the rows, or an arrow to the right where it is far beyond them.
+        rows: (label, [(colour, GiB), ...]) from the top; the unit of the axis depends on the longest row.
+        limit: (label, GiB): a line across the rows, or an arrow to the right if it is far beyond them.
     """
 
     unit, scale = unit_of([sum(length for _, length in pieces) for _, pieces in rows])
@@ -346,7 +355,7 @@ def stacked(
 
 @dataclass(frozen=True)
 class Span:
-    """One bar of a waterfall: from where to where."""
+    """A bar of a waterfall chart, from `start` to `end`."""
 
     name: str
     start: float
@@ -355,7 +364,7 @@ class Span:
 
 
 def spans(name: str, rows: Sequence[Span], alt_text: str, *, unit: str) -> str:
-    """A waterfall as an SVG element: one horizontal bar a row, from the top, with its length (a change, signed) beside it."""
+    """Draws a waterfall as an SVG element: one horizontal bar per row, labelled with its (signed) length."""
 
     def draw(axes: Axes) -> None:
         reach = max((max(row.start, row.end) for row in rows), default=1.0) or 1.0
@@ -386,18 +395,21 @@ def spans(name: str, rows: Sequence[Span], alt_text: str, *, unit: str) -> str:
 
 
 def drawn(name: str, size: tuple[float, float], alt_text: str, draw: Callable[[Axes], None]) -> str:
-    """What `draw` puts on the axes, as an SVG element; markers at an edge are whole, and foreign text in it is short and clean."""
+    """Returns the plot that `draw` makes on its axes as an SVG element.
+
+    Markers at an edge are not clipped, and text is shortened and cleaned.
+    """
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.text import Text
 
     with matplotlib.rc_context(), warnings.catch_warnings():
-        # The page's font draws the text, so that what matplotlib's own lacks does not matter.
+        # The page's font renders the text, so glyphs missing from matplotlib's fonts do not matter.
         warnings.filterwarnings("ignore", message="(?s).*[Gg]lyph", category=UserWarning)
-        # A plot of damaged figures may have no room left for its axes; it is drawn all the same.
+        # Damaged figures may leave no room for the axes; draw the plot anyway.
         warnings.filterwarnings("ignore", message="constrained_layout not applied", category=UserWarning)
-        matplotlib.rcdefaults()  # not the reader's matplotlibrc: equal runs give equal reports
+        matplotlib.rcdefaults()  # ignores the user's matplotlibrc: equal runs give equal reports
         matplotlib.rcParams.update(
             {
                 "svg.fonttype": "none",
@@ -429,7 +441,7 @@ def drawn(name: str, size: tuple[float, float], alt_text: str, draw: Callable[[A
 
 
 def _inline(name: str, drawing: bytes, alt_text: str) -> str:
-    """matplotlib's file as an element for a page: no namespaces, unused ids, fonts or styles of its own; the page's colours."""
+    """Turns matplotlib's SVG file into an inline element: page colours; no namespaces, unused ids, fonts or styles."""
     root = ElementTree.fromstring(drawing)
     names = {code: variable for variable, code in SENTINEL.items()}
     for element in root.iter():
@@ -461,12 +473,12 @@ def _inline(name: str, drawing: bytes, alt_text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Coordinates to a hundredth of a point: half the weight of the page, and nobody sees it."""
+    """Rounds coordinates to 0.01 points: invisible, and halves the size of the page."""
     return re.sub(r"-?\d+\.\d+", lambda m: f"{float(m.group()):.2f}".rstrip("0").rstrip("."), " ".join(text.split()))
 
 
 def _style(text: str, names: dict[str, str]) -> str:
-    """A style with the page's colours, and its size of type but not matplotlib's fonts."""
+    """Rewrites a style with the page's colours; keeps the font size, drops matplotlib's fonts."""
     rules = []
     for rule in text.split(";"):
         key, _, value = (part.strip() for part in rule.partition(":"))
@@ -478,5 +490,5 @@ def _style(text: str, names: dict[str, str]) -> str:
 
 
 def numbers(values: Sequence[Any]) -> list[float]:
-    """Logged values as floats; what is missing or no number is NaN, a gap in the curve."""
+    """Returns logged values as floats; missing values and non-numbers become NaN, a gap in the curve."""
     return [math.nan if (finite := number(v)) is None else finite for v in values]
