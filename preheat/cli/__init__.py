@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
         with raising(), remote_code.consent(), warnings_shown():
             sys.exit(command.main(arguments, prog_name="preheat", standalone_mode=False, obj=tuple(arguments)) or 0)
     except Interrupted as signal:
-        _tell(signal, json_wanted="--json" in arguments)
+        _report_signal(signal, json_wanted="--json" in arguments)
         # A nonzero exit would make torchrun or the scheduler restart this process.
         sys.exit(0 if under_agent() and LAUNCHED not in os.environ else signal.exit_code)
     except PreheatError as error:
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _tell(signal: Interrupted, *, json_wanted: bool) -> None:
+def _report_signal(signal: Interrupted, *, json_wanted: bool) -> None:
     if LAUNCHED in os.environ:
         return  # one of several ranks; the launcher prints the message
     if json_wanted:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from preheat.cli.views.console import Json, Set
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["bench"]
 
@@ -142,7 +145,7 @@ def _between(row: dict[str, Any]) -> str:
     return f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}" if len(row["speeds"]) > 1 else "one turn"
 
 
-def _table(rows: list[dict[str, Any]], wide: bool) -> Any:
+def _table(rows: list[dict[str, Any]], wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only the columns that the verdicts mention."""
     from rich.table import Table
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from preheat.bench.inference import InferenceContender
 
 __all__ = ["inference"]
@@ -110,7 +112,7 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
     return contenders
 
 
-def _table(results: dict[str, Any], wide: bool) -> Any:
+def _table(results: dict[str, Any], wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only speed and cache size."""
     from rich.table import Table
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from preheat.cli.views.console import Json
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["compress"]
 
@@ -208,7 +211,7 @@ def _list_methods() -> None:
     raise RecipeError("\n".join(["--method: name one (or a budget with --bits):", *lines]))
 
 
-def _table(result: dict[str, Any]) -> Any:
+def _table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["compress_vision"]
 
@@ -41,7 +44,7 @@ def compress_vision(model: str, recipe: str, data: str, out: Path | None, *, jso
     )
 
 
-def _table(result: dict[str, Any]) -> Any:
+def _table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

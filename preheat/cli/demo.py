@@ -39,7 +39,7 @@ def demo(
     settings = [*first, *(set or [])]
     result = run(
         recipes.load("demo", settings),
-        out=out or _free(Path("runs") / "demo"),
+        out=out or _first_free(Path("runs") / "demo"),
         resume=False,
         force=False,
         json=json,
@@ -72,7 +72,7 @@ def _precision_settings() -> list[str]:
     return ["techniques.mixed_precision.mode=fp32"] if slow else []
 
 
-def _free(path: Path) -> Path:
+def _first_free(path: Path) -> Path:
     """Returns the path, or the first free one of path-2, path-3, ... if it exists."""
     candidate, number = path, 1
     while candidate.exists():

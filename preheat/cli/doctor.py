@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from preheat.cli.views.console import Json
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 __all__ = ["app"]
 
@@ -36,10 +39,10 @@ def oom(
     if json:
         emit(diagnosis)
     else:
-        console().print(_drawn(diagnosis, run), soft_wrap=True)
+        console().print(_render(diagnosis, run), soft_wrap=True)
 
 
-def _drawn(diagnosis: dict[str, Any], run: Path) -> Any:
+def _render(diagnosis: dict[str, Any], run: Path) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

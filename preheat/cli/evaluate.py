@@ -13,6 +13,8 @@ from preheat.cli.views.console import Base, Json
 from preheat.cli.views.long_context_table import grids
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from preheat.evaluation.results import Result
     from preheat.recipe import Recipe
 
@@ -105,7 +107,7 @@ def evaluate(
     if any(isinstance(task, str) for task in chosen):
         require_harness()
     if samples is not None:
-        _begin(samples)
+        _create_samples_file(samples)
     for path in model:
         require_model(path)
     recipe = _recipe_of(model)
@@ -141,8 +143,8 @@ def evaluate(
             console().print(note, style="dim")
 
 
-def _begin(samples: Path) -> None:
-    """Empties the file for samples; raises RecipeError if the file is not a samples file of ours."""
+def _create_samples_file(samples: Path) -> None:
+    """Creates or empties the samples file; raises RecipeError if an existing file is not one of ours."""
     from preheat.errors import RecipeError
     from preheat.run_dir import require_own
 
@@ -260,7 +262,7 @@ def _summarize(model: str, results: Results) -> dict[str, Any]:
     return {"model": model, **top, "tokens": first.get("tokens"), **parts}
 
 
-def _table(summary: Mapping[str, Any]) -> Any:
+def _table(summary: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
     compared = "before" in summary

@@ -105,7 +105,7 @@ def nettest(
         emit(result)
         return
     screen = console()
-    for part in _shown(result):
+    for part in _renderables(result):
         screen.print(part)
     for path in (result["stored"], result.get("html")):
         if path:
@@ -121,7 +121,7 @@ def _backend(nproc: int | None) -> str:
     return "nccl" if torch.cuda.device_count() >= wanted else "gloo"
 
 
-def _shown(result: dict[str, Any]) -> list[RenderableType]:
+def _renderables(result: dict[str, Any]) -> list[RenderableType]:
     from rich.table import Table
 
     from preheat.report.nettest_page import against_words, seconds, size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -137,7 +138,13 @@ def plan(
 
 
 def finish(
-    result: dict[str, Any], page: Any, question: Question, *, out: Path | None, html: Path | None, json: bool
+    result: dict[str, Any],
+    page: Callable[[], dict[str, Any]],
+    question: Question,
+    *,
+    out: Path | None,
+    html: Path | None,
+    json: bool,
 ) -> None:
     """Writes the recipe and the page if requested, prints the plan, and exits with code 3 if it does not fit."""
     from preheat.cli.plan_modes import recipe_text, write_recipe

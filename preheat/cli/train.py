@@ -19,6 +19,9 @@ from preheat.training.launch.local import LAUNCHED
 from preheat.training.signals import under_agent
 
 if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.text import Text
+
     from preheat.recipe import Recipe
 
 __all__ = ["resuming", "run", "train"]
@@ -92,7 +95,7 @@ def resuming(arguments: Sequence[str], folder: Path) -> str:
     return shlex.join(["preheat", *left, "--out", str(folder), "--resume"])
 
 
-def _finished(result: dict[str, Any], recipe: Recipe) -> Any:
+def _finished(result: dict[str, Any], recipe: Recipe) -> Text:
     from rich.text import Text
 
     limits = {key: limit for key in ("tokens", "epochs", "hours") if (limit := getattr(recipe.stop, key))}
@@ -117,7 +120,7 @@ def _naming_resume_command(folder: Path, arguments: Sequence[str]) -> Iterator[N
         raise Interrupted(signal.number, resuming(arguments, folder) if begun else None) from None
 
 
-def _summary(result: dict[str, Any]) -> Any:
+def _summary(result: dict[str, Any]) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

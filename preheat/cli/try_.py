@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from preheat.cli.views.console import Json
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["try_"]
 
@@ -124,7 +127,7 @@ def try_(
         screen.note(line)
 
 
-def _table(result: dict[str, Any]) -> Any:
+def _table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     from preheat.cli.views.console import memory, rate

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["columns_of", "heat", "loads"]
 
-_COLUMNS = 40  # more cells would be narrower than a few pixels
+_COLUMNS = 40  # of the heat map; longer runs are averaged
 
 
 def columns_of(rows: Sequence[Sequence[float]], most: int = _COLUMNS) -> list[list[float]]:

@@ -6,7 +6,7 @@ Accuracy by depth and length is a heat map; loss by position and by context leng
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from preheat.report.formatting import escape, headline, loss, mapping, number, percent
@@ -183,7 +183,7 @@ def _continued(name: str, task: str, parts: Parts) -> str:
     return _figure(title, caption, drawn(name, NARROW, f"{title}. {caption}", draw), legend)
 
 
-def _ticks(axes: Axes, positions: Sequence[float], label: Any = lambda n: f"{n:,.0f}") -> None:
+def _ticks(axes: Axes, positions: Sequence[float], label: Callable[[float], str] = lambda n: f"{n:,.0f}") -> None:
     from matplotlib.ticker import NullLocator
 
     shown = (

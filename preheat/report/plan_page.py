@@ -206,7 +206,7 @@ def _candidates(plan: Mapping[str, Any]) -> str:
         if p["peak_gib"] < least.get(p["techniques"], {"peak_gib": float("inf")})["peak_gib"]:
             least[p["techniques"]] = p
     too_large = [p for name, p in least.items() if p["peak_gib"] > available and name not in known]
-    listed = [(p, _looked_at(p, available)) for p in tried]
+    listed = [(p, _candidate_verdict(p, available)) for p in tried]
     listed += [
         (p, f"not dry-run: estimated {gib(p['peak_gib'] - available)} too much") for p in too_large[:_MOST_LISTED]
     ]
@@ -231,7 +231,7 @@ def _candidates(plan: Mapping[str, Any]) -> str:
     return plan_charts.pareto(tried, guesses, available) + table + more + _alternatives(plan)
 
 
-def _looked_at(candidate: Mapping[str, Any], available: float) -> str:
+def _candidate_verdict(candidate: Mapping[str, Any], available: float) -> str:
     if candidate["best"]:
         return "chosen" if candidate["fits"] else f"needs the least, {gib(candidate['peak_gib'] - available)} too much"
     return "fits" if candidate["fits"] else f"does not fit: {gib(candidate['peak_gib'] - available)} too much"

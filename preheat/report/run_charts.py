@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from preheat.report import expert_heatmap, svg
@@ -62,7 +62,7 @@ def losses(figures: dict[str, Any]) -> str:
             "For comparison, on the same split: " + ", ".join(f"{name} {loss(level)}" for name, level in levels) + "."
         )
     if figures["not_finite"]:
-        sentences.append(f"Loss or gradient was not finite at {_some(figures['not_finite'])} (▼).")
+        sentences.append(f"Loss or gradient was not finite at {_steps_text(figures['not_finite'])} (▼).")
     if not lines:
         return _figure("", " ".join(sentences), "")
     lines += [Curve(f"{name} {level:.2f}", [0.0], [level], style="named") for name, level in levels]
@@ -87,7 +87,7 @@ def _levels(baseline: dict[str, Any] | None) -> list[tuple[str, float]]:
     return levels
 
 
-def _some(steps: Sequence[Any]) -> str:
+def _steps_text(steps: Sequence[Any]) -> str:
     shown = ", ".join(f"{s:,}" for s in steps[:4])
     return (
         ("step " if len(steps) == 1 else "steps ") + shown + (f" and {len(steps) - 4:,} more" if len(steps) > 4 else "")
@@ -172,7 +172,7 @@ def _curve_figure(
     title: str,
     steps: Sequence[Any],
     values: list[float],
-    show: Any,
+    show: Callable[[float], str],
     *,
     level: tuple[str, float | None] | None = None,
     measured: tuple[str, float | None] | None = None,

@@ -224,7 +224,7 @@ def _tiles(figures: dict[str, Any]) -> str:
     parameters = mapping(summary["parameters"])
     held_out, tokens = (number(summary[key]) for key in ("validation_loss", "tokens"))
 
-    def against(key: str, show: Any) -> str:
+    def against(key: str, show: Callable[[Any], str]) -> str:
         if number(predicted[key]) is None:
             return "no prediction"
         return f"predicted {show(predicted[key])}" + (f" ({signed_percent(off[key])})" if off[key] is not None else "")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from preheat.cli.views.output import bar, console, say
 from preheat.run_dir import to_json
 from preheat.training.observer import Watch
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
 
 __all__ = [
     "Alarms",
@@ -101,7 +105,7 @@ def experts(metrics: Mapping[str, Any]) -> str:
     return f"busiest expert x{metrics['expert_load']:.1f}{idle}"
 
 
-def picture(plan: Mapping[str, Any], name: str) -> Any:
+def picture(plan: Mapping[str, Any], name: str) -> Group:
     """Returns a plan as a rich renderable: memory by category against the device's memory, speed, and the verdict."""
     from rich.console import Group
     from rich.table import Table
@@ -180,7 +184,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     return Group(*parts)
 
 
-def _phases(plan: Mapping[str, Any]) -> Any:
+def _phases(plan: Mapping[str, Any]) -> Table:
     """Returns a table of memory with a row per phase and a column per category; the peak phase is bold."""
     from rich.table import Table
 

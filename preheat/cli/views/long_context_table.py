@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["grids"]
 
 
-def grids(summary: Mapping[str, Any]) -> Iterator[Any]:
+def grids(summary: Mapping[str, Any]) -> Iterator[Table]:
     """Yields a table for each task with parts; a cell holds the values before and after.
 
     Args:
@@ -20,7 +23,7 @@ def grids(summary: Mapping[str, Any]) -> Iterator[Any]:
             yield _stretches(name, parts, old) if "start" in parts[0] else _cells(name, parts, old)
 
 
-def _stretches(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]) -> Any:
+def _stretches(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table(f"{name}: places", *(("loss before", "after") if old else ("loss",)), box=None, pad_edge=False)
@@ -31,7 +34,7 @@ def _stretches(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]
     return table
 
 
-def _cells(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]) -> Any:
+def _cells(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     down = "depth" if "depth" in parts[0] else "share"

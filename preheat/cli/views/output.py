@@ -1,6 +1,6 @@
 """Output functions of all commands.
 
-Text from outside (names, paths, keys, data) is stripped of control characters and never parsed as markup.
+Text from outside (names, paths, keys, data) has its control characters escaped and is never parsed as markup.
 """
 
 from __future__ import annotations

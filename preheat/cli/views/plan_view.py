@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat.cli.views.console import memory, picture, rate
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 __all__ = ["budget_picture", "serving_picture", "whole_picture"]
 
 _REASONS = 12  # rejections listed on a terminal; --json and --html list all
 
 
-def whole_picture(result: Mapping[str, Any], name: str) -> Any:
+def whole_picture(result: Mapping[str, Any], name: str) -> Group:
     """Returns a plan with the chosen recipe, the alternatives, and the reasons for rejecting the others."""
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[Any] = []
+    parts: list[RenderableType] = []
     if result["searched"]["candidates"]:
         s = result["searched"]
         sure = ", dry-run with all its layers" if s["confirmed"] else ""
@@ -62,7 +67,7 @@ def _energy(energy: Mapping[str, Any]) -> str:
     )
 
 
-def _alternatives(result: Mapping[str, Any]) -> Any:
+def _alternatives(result: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
     # Numbers come first and are never wrapped; the techniques get the rest of the line.
@@ -77,7 +82,7 @@ def _alternatives(result: Mapping[str, Any]) -> Any:
     return table
 
 
-def _reasons(rejected: Sequence[Mapping[str, str]]) -> list[Any]:
+def _reasons(rejected: Sequence[Mapping[str, str]]) -> list[Text]:
     from rich.text import Text
 
     shown = [Text(f"  {r['recipe']}: {r['reason']}", style="dim") for r in rejected[:_REASONS]]
@@ -85,7 +90,7 @@ def _reasons(rejected: Sequence[Mapping[str, str]]) -> list[Any]:
     return [*shown, *([Text(f"  and {left} more; --json has them", style="dim")] if left else [])]
 
 
-def serving_picture(result: Mapping[str, Any]) -> Any:
+def serving_picture(result: Mapping[str, Any]) -> Group:
     """Returns the memory and speed of serving, one row per format."""
     from rich.console import Group
     from rich.table import Table
@@ -143,7 +148,7 @@ def serving_picture(result: Mapping[str, Any]) -> Any:
     )
 
 
-def budget_picture(flops: float, approaches: Sequence[Mapping[str, Any]]) -> Any:
+def budget_picture(flops: float, approaches: Sequence[Mapping[str, Any]]) -> Group:
     """Returns the compute-optimal model size, one row per approach."""
     from rich.console import Group
     from rich.table import Table
