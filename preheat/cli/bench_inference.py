@@ -106,7 +106,8 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
                 raise RecipeError(
                     f"--variant {variant}: transformers' own generate stands for itself; only dtype goes with it"
                 )
-            contenders.append(InferenceContender(f"{name}, {variant}" if variant else name, model, settings, **rest))  # type: ignore[arg-type]
+            label = f"{name}, {variant}" if variant else name
+            contenders.append(InferenceContender(label, model, settings, **rest))  # type: ignore[arg-type]
     if len({contender.name for contender in contenders}) < len(contenders):
         raise RecipeError("preheat bench --inference: a model or a variant stands twice; name each once")
     return contenders

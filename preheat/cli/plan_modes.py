@@ -100,7 +100,8 @@ def searched(
             passing(f"dry run: {message}")
 
     def search_for(request: Question, **options: Any) -> Any:
-        space = Space(request.recipe, vocabulary_of(request.recipe), device, devices, allow, per_host, rows)  # type: ignore[arg-type]
+        vocabulary = vocabulary_of(request.recipe)
+        space = Space(request.recipe, vocabulary, device, devices, allow, per_host, rows)  # type: ignore[arg-type]
         run = longest if aim == "longest-context" else search
         more: dict[str, Any] = {} if aim == "longest-context" else {"aim": aim}
         return run(

@@ -78,7 +78,8 @@ def _points(result: dict[str, Any], by: str) -> list[tuple[str, float, float]]:
     """Returns (name, MiB or milliseconds per token, perplexity) of each variant; the original model comes first."""
 
     def at(figures: dict[str, Any]) -> float:
-        return figures["bytes"] / 2**20 if by == "size" else 1e3 / figures["decode_tokens_per_second"]  # type: ignore[no-any-return]
+        value: float = figures["bytes"] / 2**20 if by == "size" else 1e3 / figures["decode_tokens_per_second"]
+        return value
 
     first = result["variants"][0]["before"]
     return [("bf16", at(first), first["perplexity"])] + [

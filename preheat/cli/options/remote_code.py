@@ -39,6 +39,7 @@ def opens_models(function: Callable[..., Any]) -> Callable[..., Any]:
 
     signature = inspect.signature(function, eval_str=True)
     option = inspect.Parameter(_NAME, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_Option)
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    parameters = [*signature.parameters.values(), option]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {**function.__annotations__, _NAME: bool}
     return run
