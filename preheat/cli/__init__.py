@@ -1,4 +1,4 @@
-"""The command line: one file a command. The only place that prints."""
+"""Command-line interface: one module per command. Only this package prints."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ app.command("nettest", cls=unused.Command)(nettest.nettest)
 
 _UsageError: Any = next(
     cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException"
-)  # typer has it in no public place
+)  # typer does not export it
 
 
 def _see_help(error: Any) -> str:
@@ -105,12 +105,12 @@ def _see_help(error: Any) -> str:
 
 
 def _usage(error: Any) -> str:
-    """The line of a wrong command line. An option or argument that names a recipe's key gets the `--set` that sets it."""
+    """Returns the message for a usage error; an option that names a recipe key is answered with its `--set`."""
     context, option = getattr(error, "ctx", None), getattr(error, "option_name", "")
-    # pydantic's prefix says nothing; click's message may quote an argument whole, and its lines are choices.
+    # Drop pydantic's prefix; shorten arguments that click quotes at full length; join its choices, listed one per line.
     message = " ".join(shorten(word) for word in error.format_message().replace("Value error, ", "").split())
     message = shorten(message, 480).rstrip(".")
-    if option and getattr(error, "possibilities", None):  # by spelling, however far: --help for --lr
+    if option and getattr(error, "possibilities", None):  # click suggests even distant names: --help for --lr
         close = difflib.get_close_matches(option, error.possibilities, n=1, cutoff=0.75)
         message = f"No such option: {quoted(option)}" + (f"; did you mean {close[0]}?" if close else "")
     if context is not None and any(p.name == "set" for p in context.command.params):
@@ -123,7 +123,7 @@ def _usage(error: Any) -> str:
 
 
 def _end(arguments: list[str], message: str, code: int) -> NoReturn:
-    """Ends the command with a line on standard error for each problem, and with a JSON object where that was asked for."""
+    """Prints one line per problem on standard error (and a JSON object with --json), then exits."""
     if "--json" in arguments:
         say(to_json({"error": message, "exit_code": code}))
     for line in message.split("\n"):
@@ -131,15 +131,18 @@ def _end(arguments: list[str], message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-_LONGEST = 680  # characters of a message; errors shorten what they quote; this is the last limit
+_LONGEST = 680  # characters of a printed message: a last limit, since errors already shorten what they quote
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command line and exits: 0 done, 1 the run failed, 2 the command or recipe is wrong, 3 it does not fit, 4 the data is wrong;
-    130, 143 or 129 after SIGINT, SIGTERM or SIGHUP."""
+    """Runs a command line and exits.
+
+    Exit codes: 0 success, 1 the run failed, 2 the command or recipe is wrong, 3 the plan does not fit, 4 the data is
+    wrong; 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
-    # transformers imports torchao where it is installed, which then logs warnings that nobody here can act on; so do torch's ONNX exporter
-    # and its compiler, of layers that are computed again.
+    # These log warnings that the user cannot act on: torchao (imported by transformers if installed), torch's ONNX
+    # exporter, and torch.compile for layers with activation checkpointing.
     for noisy in (
         "torchao",
         "torch.utils._pytree",
@@ -152,8 +155,8 @@ def main(arguments: list[str] | None = None) -> None:
         with raising(), remote_code.consent(), warnings_shown():
             sys.exit(command.main(arguments, prog_name="preheat", standalone_mode=False, obj=tuple(arguments)) or 0)
     except Interrupted as signal:
-        _tell(signal, json_wanted="--json" in arguments)
-        # An agent or a job would start a process that failed again.
+        _report_signal(signal, json_wanted="--json" in arguments)
+        # A nonzero exit would make torchrun or the scheduler restart this process.
         sys.exit(0 if under_agent() and LAUNCHED not in os.environ else signal.exit_code)
     except PreheatError as error:
         if "--debug" in arguments[:1]:
@@ -165,14 +168,14 @@ def main(arguments: list[str] | None = None) -> None:
         _end(arguments, _usage(error), error.exit_code)
     except typer.Abort:
         sys.exit(1)
-    except BrokenPipeError:  # whoever reads what we print went away, as `head` does
+    except BrokenPipeError:  # the reader of our output has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
-def _tell(signal: Interrupted, *, json_wanted: bool) -> None:
+def _report_signal(signal: Interrupted, *, json_wanted: bool) -> None:
     if LAUNCHED in os.environ:
-        return  # one of several processes; the launcher prints it
+        return  # one of several ranks; the launcher prints the message
     if json_wanted:
         resume = {"resume": signal.resume} if signal.resume else {}
         say(to_json({"error": str(signal), "stopped": signal.number.name, "exit_code": signal.exit_code, **resume}))

@@ -1,13 +1,16 @@
-"""preheat bench"""
+"""The `preheat bench` command."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from preheat.cli.views.console import Json, Set
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["bench"]
 
@@ -17,7 +20,10 @@ def bench(
         list[str],
         typer.Argument(
             metavar="RECIPE|RUN|MODEL...",
-            help="A recipe to compare techniques in; with --inference the folders of runs or models, of which each is measured.",
+            help=(
+                "A recipe to compare techniques in; with --inference the folders of runs or models, of which "
+                "each is measured."
+            ),
         ),
     ],
     set: Set = None,
@@ -42,7 +48,10 @@ def bench(
         typer.Option(
             "--variant",
             metavar="KEY=VALUE,...",
-            help="With --inference: measure each model like this too: keys of sample (cache=int8, lookup=4, draft=FOLDER), dtype=bf16, engine=transformers. May stand several times.",
+            help=(
+                "With --inference: measure each model like this too: keys of sample (cache=int8, lookup=4, "
+                "draft=FOLDER), dtype=bf16, engine=transformers. May stand several times."
+            ),
         ),
     ] = None,
     text: Annotated[
@@ -56,7 +65,8 @@ def bench(
     out: Annotated[Path | None, typer.Option("--out", help="Where the results go; bench/NAME when not given.")] = None,
     json: Json = False,
 ) -> None:
-    """Techniques side by side on this machine: speed with its spread, memory, start-up time, loss and gradients; or models as they write.
+    """Techniques side by side on this machine: speed with its spread, memory, start-up time, loss and gradients; or
+    models as they write.
 
     Example: `preheat bench demo --ablate`, `preheat bench demo --techniques lora,lion`, or
     `preheat bench runs/mine compressed/mine --inference --variant cache=int8`.
@@ -87,19 +97,20 @@ def bench(
     (recipe,) = what
     if ablate == bool(techniques):
         raise RecipeError("bench: say what to compare: --ablate, or --techniques A,B,C")
-    made = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])
-    from preheat.bench.compare import ablation, chosen  # they import torch, and a recipe that is wrong is told before
+    loaded = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])
+    # Imported after the recipe is checked, since these import torch.
+    from preheat.bench.compare import ablation, chosen
     from preheat.bench.compare import bench as run
     from preheat.cli.views.console import console, emit
     from preheat.report import write_bench
 
     contenders = (
-        ablation(made) if ablate else chosen(made, [n.strip() for n in (techniques or "").split(",") if n.strip()])
+        ablation(loaded) if ablate else chosen(loaded, [n.strip() for n in (techniques or "").split(",") if n.strip()])
     )
-    folder = out or Path("bench") / made.name
+    folder = out or Path("bench") / loaded.name
     screen = console()
     if json:
-        result = run(made, contenders, steps=steps, repeats=repeats, out=folder)
+        result = run(loaded, contenders, steps=steps, repeats=repeats, out=folder)
     else:
         from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
@@ -109,7 +120,7 @@ def bench(
         with bar(screen, *columns) as progress:
             task = progress.add_task("planning", total=None)
             result = run(
-                made,
+                loaded,
                 contenders,
                 steps=steps,
                 repeats=repeats,
@@ -134,8 +145,8 @@ def _between(row: dict[str, Any]) -> str:
     return f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}" if len(row["speeds"]) > 1 else "one turn"
 
 
-def _table(rows: list[dict[str, Any]], wide: bool) -> Any:
-    """The report has every column; a narrow terminal gets those that the verdicts speak of."""
+def _table(rows: list[dict[str, Any]], wide: bool) -> Table:
+    """Returns the result table; a narrow terminal gets only the columns that the verdicts mention."""
     from rich.table import Table
 
     from preheat.cli.views.console import memory, rate
@@ -147,7 +158,7 @@ def _table(rows: list[dict[str, Any]], wide: bool) -> Any:
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         if row["failed"]:
-            continue  # told below, where a sentence has room
+            continue  # printed below the table as a full sentence
         cosine = row["gradient_cosine"]
         table.add_row(
             row["name"],

@@ -1,4 +1,4 @@
-"""What `preheat bench --inference` does: contenders from the command line, progress, and the table."""
+"""`preheat bench --inference`: reads contenders from the command line, measures them, prints the table."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from preheat.bench.inference import InferenceContender
 
 __all__ = ["inference"]
@@ -26,7 +28,7 @@ def inference(
     out: Path | None,
     json: bool,
 ) -> None:
-    """Measures models as they write, side by side."""
+    """Measures text generation of several models side by side."""
     from preheat.bench.inference import bench_inference
     from preheat.cli.views.console import console, emit
     from preheat.inference.load import require_model
@@ -34,9 +36,9 @@ def inference(
 
     for model in models:
         require_model(model)
-    speeches = _speeches(models, variants, set)
+    contenders = _contenders(models, variants, set)
     folder = out or Path("bench") / (Path(models[0]).resolve().name + "-inference")
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "batches": _numbers("--batches", batches, 1),
         "lengths": _numbers("--lengths", lengths, 2),
         "tokens": tokens,
@@ -46,7 +48,7 @@ def inference(
     }
     screen = console()
     if json:
-        made = bench_inference(speeches, **how)
+        results = bench_inference(contenders, **options)
     else:
         from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
@@ -55,20 +57,20 @@ def inference(
         columns = ("{task.description}", BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
         with bar(screen, *columns) as progress:
             task = progress.add_task("starting", total=None)
-            made = bench_inference(
-                speeches,
-                **how,
+            results = bench_inference(
+                contenders,
+                **options,
                 say=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
             )
-    made["report"] = str(write_inference(folder))
+    results["report"] = str(write_inference(folder))
     if json:
-        emit(made)
+        emit(results)
         return
-    screen.print(_table(made, wide=screen.width >= 160))
-    for model in made["models"]:
+    screen.print(_table(results, wide=screen.width >= 160))
+    for model in results["models"]:
         if model["failed"]:
             screen.print(f"{model['name']}: {model['failed']}", style="red", soft_wrap=True)
-    screen.print(f"report: {made['report']}", soft_wrap=True)
+    screen.print(f"report: {results['report']}", soft_wrap=True)
 
 
 def _numbers(name: str, text: str, least: int) -> list[int]:
@@ -79,15 +81,15 @@ def _numbers(name: str, text: str, least: int) -> list[int]:
     return sorted({int(number) for number in text.split(",")})
 
 
-def _speeches(models: Sequence[str], variants: Sequence[str], set: Sequence[str]) -> list[InferenceContender]:
-    """Every model as `--set` says, and then under each of the variants."""
+def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[str]) -> list[InferenceContender]:
+    """Returns the contenders: each model with the `--set` settings, then with each variant added."""
     from preheat.bench.inference import InferenceContender
     from preheat.cli.options.generation import sampling
     from preheat.errors import RecipeError
 
     short = [Path(model).name for model in models]
     names = [name if short.count(name) == 1 else model for name, model in zip(short, models, strict=True)]
-    found = []
+    contenders = []
     for name, model in zip(names, models, strict=True):
         for variant in ("", *variants):
             own = [item.strip() for item in variant.split(",") if item.strip()]
@@ -104,14 +106,15 @@ def _speeches(models: Sequence[str], variants: Sequence[str], set: Sequence[str]
                 raise RecipeError(
                     f"--variant {variant}: transformers' own generate stands for itself; only dtype goes with it"
                 )
-            found.append(InferenceContender(f"{name}, {variant}" if variant else name, model, settings, **rest))  # type: ignore[arg-type]
-    if len({speech.name for speech in found}) < len(found):
+            label = f"{name}, {variant}" if variant else name
+            contenders.append(InferenceContender(label, model, settings, **rest))  # type: ignore[arg-type]
+    if len({contender.name for contender in contenders}) < len(contenders):
         raise RecipeError("preheat bench --inference: a model or a variant stands twice; name each once")
-    return found
+    return contenders
 
 
-def _table(made: dict[str, Any], wide: bool) -> Any:
-    """The report has every column; a narrow terminal gets speed and the cache."""
+def _table(results: dict[str, Any], wide: bool) -> Table:
+    """Returns the result table; a narrow terminal gets only speed and cache size."""
     from rich.table import Table
 
     from preheat.cli.views.console import rate
@@ -120,14 +123,14 @@ def _table(made: dict[str, Any], wide: bool) -> Any:
         return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.0f} KiB"
 
     table = Table(box=None, pad_edge=False)
-    table.add_column("model", overflow="fold")  # the numbers stay whole
+    table.add_column("model", overflow="fold")  # fold names so that numbers are not cut
     more = ("low to high", "prefill/s", "a pass", "predicted", "same text") if wide else ()
     for title in ("rows x tokens", "first token", "tokens/s", "times the first", "cache", *more):
         table.add_column(title, justify="right", no_wrap=True)
-    for row in made["rows"]:
+    for row in results["rows"]:
         first, speed, ratio = row["first_token_seconds"], row["decode_tokens_per_second"], row["ratio"]
         table.add_row(
-            row["name"].replace(", ", ",").replace(",", ", "),  # so that it folds between settings
+            row["name"].replace(", ", ",").replace(",", ", "),  # allows a line break between settings
             f"{row['rows']} x {row['length']}",
             f"{first['value'] * 1e3:,.1f} ms",
             rate(speed["value"]),

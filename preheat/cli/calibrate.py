@@ -1,4 +1,4 @@
-"""preheat calibrate: measures what this machine does a second, for the predictions of `plan` and `train`."""
+"""The `preheat calibrate` command: benchmarks this machine for the predictions of `plan` and `train`."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def calibrate(
 
     here = probe(device)
     if here.kind == "cpu":
-        install_heap()  # as a run does: in glibc's each large result costs a page fault for every 4 KiB
+        install_heap()  # as training does: with glibc malloc, each large result costs a page fault per 4 KiB
     with console(error=True, quiet=as_json).status("measuring") as status:
         rates = measure(
             here, threads or torch.get_num_threads(), lambda what, done: status.update(f"measuring {what} ({done:.0%})")
         )
     stored = rates.store()
-    rates = dataclasses.replace(rates, links=load_links(rates.hardware, rates.torch))  # nettest's
+    rates = dataclasses.replace(rates, links=load_links(rates.hardware, rates.torch))  # measured by nettest
     if as_json:
         say(to_json({**dataclasses.asdict(rates), "stored": str(stored)}))
         return
@@ -80,7 +80,7 @@ def _table(rates: Rates) -> Table:
         if speed is not None:
             table.add_row(f"copies {way} the host", f"{speed / 1e9:,.1f} GB/s")
     for operator in ("mul", "silu", "log_softmax"):
-        for dtype in rates.adamw:  # TF32 is of products alone
+        for dtype in rates.adamw:  # excludes TF32, which applies to matmuls only
             table.add_row(
                 f"{operator}, {dtype}, 8 MB", f"{rates.moved_rate(operator, dtype, 8_000_000) / 1e9:,.1f} GB/s"
             )
@@ -89,7 +89,10 @@ def _table(rates: Rates) -> Table:
     table.add_row("launch of an operator", f"{rates.launch * 1e6:,.1f} µs")
     best: dict[str, LinkRate] = {}
     for link in rates.links:
-        key = f"{link.collective.replace('_', '-')}, {link.backend}, {link.devices} devices on {link.hosts} host{'s' if link.hosts > 1 else ''}"
+        key = (
+            f"{link.collective.replace('_', '-')}, {link.backend}, {link.devices} devices on {link.hosts} "
+            f"host{'s' if link.hosts > 1 else ''}"
+        )
         if key not in best or link.bus_bandwidth > best[key].bus_bandwidth:
             best[key] = link
     for key, link in best.items():

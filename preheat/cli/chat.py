@@ -1,4 +1,4 @@
-"""preheat chat"""
+"""The `preheat chat` command."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def chat(
     template: generation.ChatTemplate = None,
     base: Base = None,
 ) -> None:
-    """Talks with a run or a model: turn by turn on a terminal, or a message a line from a pipe. /help lists what else can be said.
+    """Talks with a run or a model: turn by turn on a terminal, or a message a line from a pipe. /help lists what else
+    can be said.
 
     Example: `preheat chat runs/mine`; from a script: `echo "Who are you?" | preheat chat runs/mine`
     """
@@ -67,9 +68,9 @@ def chat(
         stop=tuple(stop or ()),
     )
     opened = load_model(model, step=step, base=base)
-    layout, words = generation.choose_template(opened, model, template, True)
+    layout, source = generation.choose_template(opened, model, template, True)
     assert layout is not None
-    generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")
+    generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {source}")
     talk = Conversation(opened, layout, settings, system=system, seed=seed)
     live = sys.stdin.isatty()
     if live:
@@ -86,7 +87,7 @@ def chat(
             elif line:
                 _answer(talk, line)
         except PreheatError as error:
-            if not live:  # nobody is there to say it otherwise
+            if not live:  # a script cannot correct its input
                 raise
             say(f"error: {shorten(str(error), 700)}", error=True)
 
@@ -164,5 +165,5 @@ def _answer(talk: Conversation, line: str) -> None:
         generation.note(f"cut off after {watched.tokens:,} tokens; --tokens allows more")
     of = f" of {positions:,}" if positions else ""
     generation.note(
-        f"{watched.words()}; {answer.prompt + watched.tokens:,}{of} positions in use, {answer.read:,} tokens read"
+        f"{watched.summary()}; {answer.prompt + watched.tokens:,}{of} positions in use, {answer.read:,} tokens read"
     )

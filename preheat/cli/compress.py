@@ -1,13 +1,16 @@
-"""preheat compress"""
+"""The `preheat compress` command."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from preheat.cli.views.console import Json
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["compress"]
 
@@ -31,7 +34,10 @@ def compress(
         str | None,
         typer.Option(
             "--recipe",
-            help="A chain of steps in place of methods: inference-speed, edge, edge-vision (image classifiers), or a file (preheat recipes show edge).",
+            help=(
+                "A chain of steps in place of methods: inference-speed, edge, edge-vision (image classifiers), "
+                "or a file (preheat recipes show edge)."
+            ),
         ),
     ] = None,
     bits: Annotated[
@@ -46,14 +52,20 @@ def compress(
         typer.Option(
             "--set",
             metavar="[METHOD.]KEY=VALUE",
-            help="A setting of every chosen method that has it, or of the named one: --set group=64, --set awq.group=64. Repeatable.",
+            help=(
+                "A setting of every chosen method that has it, or of the named one: --set group=64, --set "
+                "awq.group=64. Repeatable."
+            ),
         ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
             "--data",
-            help="A text to calibrate with and to measure on, by parts; the run's own data when not given. A model's folder needs it; an image classifier's a folder of images by class.",
+            help=(
+                "A text to calibrate with and to measure on, by parts; the run's own data when not given. A "
+                "model's folder needs it; an image classifier's a folder of images by class."
+            ),
         ),
     ] = None,
     out: Annotated[
@@ -76,16 +88,18 @@ def compress(
         typer.Option(
             "--within",
             min=0.0,
-            help="Of several, the smallest is chosen whose perplexity rises by this share at most; 0.02 when not given.",
+            help=(
+                "Of several, the smallest is chosen whose perplexity rises by this share at most; 0.02 when not given."
+            ),
         ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Makes a trained model smaller and faster: quality, size and speed before and after, a model card, and a page.
 
-    Example: `preheat compress runs/demo --method int8`; `preheat compress runs/demo --method int4 --method gptq --bits 5`;
-    `preheat compress my-model --method awq --set group=64 --data text.txt`; `preheat compress runs/demo --recipe edge`;
-    an image classifier: `preheat compress my-mobilenet --recipe edge-vision --data images`
+    Example: `preheat compress runs/demo --method int8`; `preheat compress runs/demo --method int4 --method gptq --bits
+    5`; `preheat compress my-model --method awq --set group=64 --data text.txt`; `preheat compress runs/demo --recipe
+    edge`; an image classifier: `preheat compress my-mobilenet --recipe edge-vision --data images`
     """
     from contextlib import nullcontext
 
@@ -103,7 +117,8 @@ def compress(
     if is_classifier(Path(model)):
         if recipe is None or data is None:
             raise RecipeError(
-                f"MODEL: {model} is an image classifier: a chain of steps over it, and a folder of images by class, say what is done; "
+                f"MODEL: {model} is an image classifier: a chain of steps over it, and a folder of images by "
+                "class, say what is done; "
                 "preheat compress MODEL --recipe edge-vision --data IMAGES"
             )
         from preheat.cli.compress_vision import compress_vision
@@ -116,16 +131,16 @@ def compress(
         target = out or home / (chain.name + step)
         disable_progress_bar()
         with nullcontext() if json else console(error=True).status("opening") as status:
-            made = run_chain(
+            result = run_chain(
                 model,
                 chain,
                 target,
                 data=data,
                 measured=measured or 64,
                 page=write_compress,
-                say=status.update if status is not None else lambda words: None,
+                say=status.update if status is not None else lambda message: None,
             )
-        _show(made, target, json=json)
+        _show(result, target, json=json)
         return
     named = read_variants(method or [], bits, settings or [])
     if not named and not settings:
@@ -141,7 +156,7 @@ def compress(
     label = named[0].name if len(named) == 1 else "variants"
     target = out or home / f"compressed-{label}{step}"
     with nullcontext() if json else console(error=True).status("opening") as status:
-        made = run(
+        result = run(
             model,
             named,
             target,
@@ -152,31 +167,34 @@ def compress(
             within=0.02 if within is None else within,
             notes=notes,
             page=write_compress,
-            say=status.update if status is not None else lambda words: None,
+            say=status.update if status is not None else lambda message: None,
         )
-    _show(made, target, json=json)
+    _show(result, target, json=json)
 
 
-def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:
-    """Tells what was found."""
+def _show(result: dict[str, Any], target: Path, *, json: bool) -> None:
+    """Prints the result: a table, notes and exports, or one JSON object."""
     from preheat.cli.views.console import console, emit
 
     if json:
-        emit(made)
+        emit(result)
         return
     screen = console()
-    screen.print(_table(made))
-    for variant in made["variants"]:
+    screen.print(_table(result))
+    for variant in result["variants"]:
         screen.print(f"{variant['name']}: {variant['what']}", soft_wrap=True, style="dim")
-    for words in made.get("said", ()):
-        screen.print(f"note: {words}", soft_wrap=True)
-    for told in made.get("exports", ()):
+    for note in result.get("said", ()):
+        screen.print(f"note: {note}", soft_wrap=True)
+    for export in result.get("exports", ()):
         screen.print(
-            f"wrote {told['path']} ({told['bytes'] / 2**20:.1f} MiB); its logits differ by at most {told['max_logit_difference']:.2g} (largest {told['largest_logit']:.3g})",
+            (
+                f"wrote {export['path']} ({export['bytes'] / 2**20:.1f} MiB); its logits differ by at most "
+                f"{export['max_logit_difference']:.2g} (largest {export['largest_logit']:.3g})"
+            ),
             soft_wrap=True,
         )
     screen.print(
-        f"wrote {made['path']}; chosen as {made['chosen_because']}; all of it: {target / 'compress.html'}",
+        f"wrote {result['path']}; chosen as {result['chosen_because']}; all of it: {target / 'compress.html'}",
         soft_wrap=True,
     )
 
@@ -187,32 +205,32 @@ def _list_methods() -> None:
     from preheat.compress.registry import methods
     from preheat.errors import RecipeError
 
-    told = [
+    lines = [
         f"  {name}: {(sys.modules[cls.__module__].__doc__ or '').splitlines()[0]}" for name, cls in methods().items()
     ]
-    raise RecipeError("\n".join(["--method: name one (or a budget with --bits):", *told]))
+    raise RecipeError("\n".join(["--method: name one (or a budget with --bits):", *lines]))
 
 
-def _table(made: dict[str, Any]) -> Any:
+def _table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for n, title in enumerate(("", "perplexity", "rise", "MiB", "tokens/s", "x bf16", "first ms")):
         table.add_column(title, justify="right" if n else "left", no_wrap=n > 0, overflow="fold")
-    first = made["variants"][0]["before"]
-    for name, told, before, rise in [
+    first = result["variants"][0]["before"]
+    for name, figures, before, rise in [
         ("bf16", first, first, None),
-        *((v["name"], v["after"], v["before"], v["perplexity_rise"]) for v in made["variants"]),
+        *((v["name"], v["after"], v["before"], v["perplexity_rise"]) for v in result["variants"]),
     ]:
-        faster = told["decode_tokens_per_second"] / before["decode_tokens_per_second"]
+        faster = figures["decode_tokens_per_second"] / before["decode_tokens_per_second"]
         table.add_row(
             name,
-            f"{told['perplexity']:.4f}",
+            f"{figures['perplexity']:.4f}",
             "" if rise is None else f"{rise:+.2%}",
-            f"{told['bytes'] / 2**20:.2f}",
-            f"{told['decode_tokens_per_second']:.1f}",
+            f"{figures['bytes'] / 2**20:.2f}",
+            f"{figures['decode_tokens_per_second']:.1f}",
             f"{faster:.2f}",
-            f"{1e3 * told['first_token_seconds']:.1f}",
-            style="bold" if name == made["chosen"] else None,
+            f"{1e3 * figures['first_token_seconds']:.1f}",
+            style="bold" if name == result["chosen"] else None,
         )
     return table

@@ -1,15 +1,18 @@
-"""preheat compress for image classifiers"""
+"""`preheat compress` for image classifiers."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["compress_vision"]
 
 
 def compress_vision(model: str, recipe: str, data: str, out: Path | None, *, json: bool) -> None:
-    """Runs a chain on an image classifier and tells accuracy, bytes and agreement after each step."""
+    """Runs a compression pipeline on an image classifier; prints accuracy, bytes and agreement after each step."""
     from contextlib import nullcontext
 
     from transformers.utils.logging import disable_progress_bar
@@ -21,27 +24,27 @@ def compress_vision(model: str, recipe: str, data: str, out: Path | None, *, jso
     chain = load_chain(recipe)
     disable_progress_bar()
     with nullcontext() if json else console(error=True).status("opening") as status:
-        made = run_chain(
+        result = run_chain(
             model,
             chain,
             out or Path(model) / chain.name,
             data=data,
-            say=status.update if status is not None else lambda words: None,
+            say=status.update if status is not None else lambda message: None,
         )
     if json:
-        emit(made)
+        emit(result)
         return
     screen = console()
-    screen.print(_table(made))
-    for step in made["variants"]:
+    screen.print(_table(result))
+    for step in result["variants"]:
         screen.print(f"{step['name']}: {step['what']}", soft_wrap=True, style="dim")
     screen.print(
-        f"wrote {made['path']}; {made['data']}; all of it: {Path(made['path']).parent / 'compress.json'}",
+        f"wrote {result['path']}; {result['data']}; all of it: {Path(result['path']).parent / 'compress.json'}",
         soft_wrap=True,
     )
 
 
-def _table(made: dict[str, Any]) -> Any:
+def _table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -49,18 +52,18 @@ def _table(made: dict[str, Any]) -> Any:
         ("", "accuracy", "loss", "parameters", "MiB", "as before", "ms an image", "logits within")
     ):
         table.add_column(title, justify="right" if n else "left", no_wrap=n > 0, overflow="fold")
-    for name, told, logits in [
-        ("before", made["before"], None),
-        *((step["name"], step["after"], step.get("logits")) for step in made["variants"]),
+    for name, figures, logits in [
+        ("before", result["before"], None),
+        *((step["name"], step["after"], step.get("logits")) for step in result["variants"]),
     ]:
         table.add_row(
             name,
-            f"{told['accuracy']:.1%}",
-            f"{told['loss']:.4f}",
-            f"{told['parameters']:,}",
-            f"{told['bytes'] / 2**20:.2f}",
-            f"{told['agreement']:.1%}" if "agreement" in told else "",
-            f"{told['milliseconds']:.2f}",
+            f"{figures['accuracy']:.1%}",
+            f"{figures['loss']:.4f}",
+            f"{figures['parameters']:,}",
+            f"{figures['bytes'] / 2**20:.2f}",
+            f"{figures['agreement']:.1%}" if "agreement" in figures else "",
+            f"{figures['milliseconds']:.2f}",
             f"{logits['largest'] / max(logits['scale'], 1.0):.2g}" if logits else "",
         )
     return table

@@ -1,4 +1,4 @@
-"""preheat data"""
+"""The `preheat data` command."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def data(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Shows a recipe's data as the model will see it, what of it is trained on, and what the checks before training find.
+    """Shows a recipe's data as the model will see it, what of it is trained on, and what the checks before training
+    find.
 
     Example: `preheat data my.yaml --rows 5 --html data.html`. Exit code 4: a check refuses the data.
     """
     from preheat import recipe as recipes
 
-    chosen = recipes.load(recipe, set or [])  # before torch is imported, which takes seconds
+    chosen = recipes.load(recipe, set or [])  # reports recipe errors before torch is imported, which takes seconds
     from preheat import report
     from preheat.cli.views.console import console, emit
     from preheat.data.preview import preview
@@ -62,12 +63,15 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
             what = f", class {document['label']}" if document["label"] is not None else ""
             if example["compared"]:
                 what = ", rejected" if n % 2 else ", chosen"
-            title = f"{document['where']}: {document['tokens']:,} tokens, {document['trained']:,} trained{what} (sequence {example['row']:,})"
+            title = (
+                f"{document['where']}: {document['tokens']:,} tokens, {document['trained']:,} trained{what} "
+                f"(sequence {example['row']:,})"
+            )
             screen.print(Rule(Text(clean(title)), align="left", characters="─" if colours else "-"))
             text = Text()
-            for words, trained, _ in document["spans"]:
-                words = clean(words)
-                text.append(words if colours or not trained else f"«{words}»", "bold green" if trained else "dim")
+            for span, trained, _ in document["spans"]:
+                span = clean(span)
+                text.append(span if colours or not trained else f"«{span}»", "bold green" if trained else "dim")
             screen.print(text, soft_wrap=True)
         if example["padding"]:
             screen.print(Text(f"and {example['padding']:,} places of padding", "dim"))
@@ -83,8 +87,8 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
     if shown["classes"]:
         table.add_row("classes", Text(clean(f"{len(shown['classes'])}: {', '.join(shown['classes'])}")))
     left = ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items())
-    kept = f"{counts['train']['documents']:,} to train on, {counts['validation']['documents']:,} to validate on"
-    table.add_row("rows", f"{counts['read']:,} read, {kept}" + (f"; left out: {left}" if left else "; none left out"))
+    split = f"{counts['train']['documents']:,} to train on, {counts['validation']['documents']:,} to validate on"
+    table.add_row("rows", f"{counts['read']:,} read, {split}" + (f"; left out: {left}" if left else "; none left out"))
     for source in counts["sources"]:
         weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
         table.add_row("source", Text(clean(f"{source['source']}: {source['tokens']:,} tokens{weight}")))
@@ -94,7 +98,10 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
     )
     table.add_row(
         "lengths",
-        f"median {lengths['median']:,.0f}, 95 % up to {lengths['p95']:,.0f}, longest {lengths['longest']:,} tokens{cut}",
+        (
+            f"median {lengths['median']:,.0f}, 95 % up to {lengths['p95']:,.0f}, longest {lengths['longest']:,} "
+            f"tokens{cut}"
+        ),
     )
     full = f"{packing['efficiency']:.1%} of their places hold text, {packing['trained']:,} labels"
     table.add_row("packing", f"{packing['how']}: {packing['rows']:,} sequences of {packing['length']:,} tokens; {full}")

@@ -1,4 +1,4 @@
-"""preheat demo"""
+"""The `preheat demo` command."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ def demo(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Plans, trains a small model on Python's own standard library, evaluates, shows text that it writes, and reports. Offline, two minutes.
+    """Plans, trains a small model on Python's own standard library, evaluates, shows text that it writes, and reports.
+    Offline, two minutes.
 
     Example: `preheat demo`
     """
     from preheat import recipe as recipes
 
-    recipes.load("demo", set or [])  # a wrong key is told before torch is imported
+    recipes.load("demo", set or [])  # reports a wrong key before torch is imported
     from preheat.cli.train import run
     from preheat.cli.views.console import console
     from preheat.run_dir import Reader
 
-    first = _at_hand()
+    first = _precision_settings()
     if first and not json:
         console().print(
             "this CPU is slow in bf16: the demo computes in fp32 (techniques.mixed_precision.mode=fp32)", style="dim"
         )
     settings = [*first, *(set or [])]
-    made = run(
+    result = run(
         recipes.load("demo", settings),
-        out=out or _free(Path("runs") / "demo"),
+        out=out or _first_free(Path("runs") / "demo"),
         resume=False,
         force=False,
         json=json,
@@ -47,21 +48,22 @@ def demo(
     if json:
         return
     screen = console()
-    reader = Reader(made["run"])
+    reader = Reader(result["run"])
     for base in reader.events("baseline"):
         screen.print(
-            f"validation loss, nats a token: this model {made['validation_loss']:.2f}, bigram {base['bigram']:.2f}, unigram {base['unigram']:.2f}"
+            f"validation loss, nats a token: this model {result['validation_loss']:.2f}, bigram "
+            f"{base['bigram']:.2f}, unigram {base['unigram']:.2f}"
         )
     for sample in reader.events("sample"):
         screen.print("─" * 60, style="dim")
         screen.print(sample["prompt"], style="bold", end="")
         screen.print(sample["text"])
     screen.print("─" * 60, style="dim")
-    screen.print(f"open {made['report']} in a browser; edit the recipe with: preheat init demo")
+    screen.print(f"open {result['report']} in a browser; edit the recipe with: preheat init demo")
 
 
-def _at_hand() -> list[str]:
-    """What goes before the user's settings, so that it takes two minutes here too: fp32 where products in bf16 would take an hour."""
+def _precision_settings() -> list[str]:
+    """Returns settings applied before the user's: fp32 if bf16 on this CPU would turn two minutes into an hour."""
     import torch
 
     from preheat.hardware.probe import quick_half
@@ -70,10 +72,10 @@ def _at_hand() -> list[str]:
     return ["techniques.mixed_precision.mode=fp32"] if slow else []
 
 
-def _free(path: Path) -> Path:
-    """runs/demo, or runs/demo-2 and so on where that stands already."""
-    found, number = path, 1
-    while found.exists():
+def _first_free(path: Path) -> Path:
+    """Returns the path, or the first free one of path-2, path-3, ... if it exists."""
+    candidate, number = path, 1
+    while candidate.exists():
         number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate

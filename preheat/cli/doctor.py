@@ -1,13 +1,16 @@
-"""preheat doctor"""
+"""The `preheat doctor` command."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from preheat.cli.views.console import Json
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 __all__ = ["app"]
 
@@ -24,52 +27,54 @@ def oom(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was out of memory.")],
     json: Json = False,
 ) -> None:
-    """What filled the memory of a run, the three cheapest ways out by the plan, and allocator settings where free memory lay in pieces.
+    """What filled the memory of a run, the three cheapest ways out by the plan, and allocator settings where free
+    memory lay in pieces.
 
     Example: `preheat doctor oom runs/demo`
     """
     from preheat.cli.views.console import console, emit
     from preheat.training.recovery.oom_report import diagnose
 
-    found = diagnose(run)
+    diagnosis = diagnose(run)
     if json:
-        emit(found)
+        emit(diagnosis)
     else:
-        console().print(_drawn(found, run), soft_wrap=True)
+        console().print(_render(diagnosis, run), soft_wrap=True)
 
 
-def _drawn(found: dict[str, Any], run: Path) -> Any:
+def _render(diagnosis: dict[str, Any], run: Path) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     from preheat.cli.views.console import memory, rate
 
-    failure, parts = found["failure"], list[Any]()
+    failure, parts = diagnosis["failure"], list[Any]()
     if failure:
-        asked = f" when {memory(failure['asked'] / 2**30)} more were asked for" if failure["asked"] else ""
-        head = f"out of memory in step {failure['step'] + 1}, {failure['where']}, on rank {failure['rank']}{asked}"
+        requested = f" when {memory(failure['asked'] / 2**30)} more were asked for" if failure["asked"] else ""
+        head = f"out of memory in step {failure['step'] + 1}, {failure['where']}, on rank {failure['rank']}{requested}"
         filled = Table("what filled it", "", box=None, pad_edge=False, title=None)
-        for name, gib in sorted(found["held"].items(), key=lambda item: -item[1]):
+        for name, gib in sorted(diagnosis["held"].items(), key=lambda item: -item[1]):
             filled.add_row(f"{name} (activations and what lies between)" if name == "other" else name, memory(gib))
         parts += [Text(head, style="bold"), filled]
     else:
         parts.append(Text("the plan says that it does not fit", style="bold"))
     parts.append(
         Text(
-            f"by the plan it needs {memory(found['peak_gib'])} (peak in {found['peak_phase']}); there are {memory(found['room_gib'])}"
+            f"by the plan it needs {memory(diagnosis['peak_gib'])} (peak in {diagnosis['peak_phase']}); "
+            f"there are {memory(diagnosis['room_gib'])}"
         )
     )
-    for rung in found["rungs"]:
+    for rung in diagnosis["rungs"]:
         parts.append(
             Text(f"went on from step {rung['step']} with {', '.join(rung['took']) or 'the recipe as written'}")
         )
-    if found["ways"]:
+    if diagnosis["ways"]:
         table = Table("ways out, the cheapest first", "peak", "s a step", "", box=None, pad_edge=False)
-        for way in found["ways"]:
-            words = " ".join(f"--set {item}" for item in way["set"])
+        for way in diagnosis["ways"]:
+            flags = " ".join(f"--set {item}" for item in way["set"])
             table.add_row(
-                words,
+                flags,
                 memory(way["peak_gib"]),
                 rate(way["seconds_per_step"]) if way["seconds_per_step"] >= 0.1 else f"{way['seconds_per_step']:.2g}",
                 f"{way['slower']:+.0%}",
@@ -77,23 +82,25 @@ def _drawn(found: dict[str, Any], run: Path) -> Any:
         parts += [
             table,
             Text(
-                f"preheat train {run}/recipe.yaml --out {run} --resume {' '.join(f'--set {item}' for item in found['ways'][0]['set'])}"
+                f"preheat train {run}/recipe.yaml --out {run} --resume "
+                f"{' '.join(f'--set {item}' for item in diagnosis['ways'][0]['set'])}"
             ),
         ]
     else:
-        least = found["least"]
-        words = f"no way leaves the recipe as it is: the least is {memory(least['peak_gib'])}"
-        words += (
-            f"; it would fit with {' '.join(f'--set {item}' for item in found['shorter'])}"
-            if found["shorter"]
+        least = diagnosis["least"]
+        message = f"no way leaves the recipe as it is: the least is {memory(least['peak_gib'])}"
+        message += (
+            f"; it would fit with {' '.join(f'--set {item}' for item in diagnosis['shorter'])}"
+            if diagnosis["shorter"]
             else "; use a smaller model"
         )
-        parts.append(Text(words, style="yellow"))
-    if found["allocator"]:
-        advice = found["allocator"]
+        parts.append(Text(message, style="yellow"))
+    if diagnosis["allocator"]:
+        advice = diagnosis["allocator"]
         parts.append(
             Text(
-                f"{advice['why']}: run it with --set {advice['set']}, or where that is not had start it with {advice['or']}"
+                f"{advice['why']}: run it with --set {advice['set']}, or where that is not had start it "
+                f"with {advice['or']}"
             )
         )
     return Group(*parts)

@@ -1,4 +1,4 @@
-"""preheat eval"""
+"""The `preheat eval` command."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from preheat.cli.views.console import Base, Json
 from preheat.cli.views.long_context_table import grids
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from preheat.evaluation.results import Result
     from preheat.recipe import Recipe
 
 __all__ = ["evaluate"]
 
 SPLITS = ("validation", "train")
-Found = dict[str, dict[str, "Result"]]  # texts, tasks: by name
+Results = dict[str, dict[str, "Result"]]  # {"texts": {name: result}, "tasks": {name: result}}
 
 
 def evaluate(
@@ -27,14 +29,20 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="RUN|MODEL|ADAPTER [AFTER]",
-            help="The folder of a run, a Hugging Face model, or an adapter of peft's. Two are compared, the first as before.",
+            help=(
+                "The folder of a run, a Hugging Face model, or an adapter of peft's. Two are compared, the "
+                "first as before."
+            ),
         ),
     ],
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data",
-            help="A text: a file, folder or source, or a run's own `validation` (when nothing is named) or `train`. May stand several times.",
+            help=(
+                "A text: a file, folder or source, or a run's own `validation` (when nothing is named) or "
+                "`train`. May stand several times."
+            ),
         ),
     ] = None,
     tasks: Annotated[
@@ -42,7 +50,11 @@ def evaluate(
         typer.Option(
             "--tasks",
             metavar="NAME|FILE.yaml",
-            help="A task: a built-in name or a YAML file, NAME=ROWS for rows of yours, with ,KEY=VALUE for further keys; lm-eval:NAME for one of lm-eval's. Of length: recall, and with a long text needle=FILE, positions=FILE, continuation=FILE. May stand several times.",
+            help=(
+                "A task: a built-in name or a YAML file, NAME=ROWS for rows of yours, with ,KEY=VALUE for "
+                "further keys; lm-eval:NAME for one of lm-eval's. Of length: recall, and with a long text "
+                "needle=FILE, positions=FILE, continuation=FILE. May stand several times."
+            ),
         ),
     ] = None,
     before: Annotated[
@@ -61,7 +73,10 @@ def evaluate(
         typer.Option(
             "--length",
             min=2,
-            help="Tokens a row; for texts the run's, or 512, and for tasks what the model takes (up to 2,048), when not given.",
+            help=(
+                "Tokens a row; for texts the run's, or 512, and for tasks what the model takes (up to 2,048), "
+                "when not given."
+            ),
         ),
     ] = None,
     samples: Annotated[
@@ -72,8 +87,9 @@ def evaluate(
 ) -> None:
     """Loss and perplexity on texts, and scores of tasks, with 95 % bootstrap intervals; before and after in one table.
 
-    Example: `preheat eval runs/demo`, `preheat eval my-model --data notes.txt --tasks multiple_choice=rows.jsonl`, `preheat eval runs/demo --before`,
-    `preheat eval my-model --length 4096 --tasks 'recall,lengths=[1024, 4096]' --tasks positions=book.txt`
+    Example: `preheat eval runs/demo`, `preheat eval my-model --data notes.txt --tasks multiple_choice=rows.jsonl`,
+    `preheat eval runs/demo --before`, `preheat eval my-model --length 4096 --tasks 'recall,lengths=[1024, 4096]'
+    --tasks positions=book.txt`
     """
     from preheat.cli.views.console import console, emit
     from preheat.errors import RecipeError
@@ -83,15 +99,15 @@ def evaluate(
     from preheat.inference.load import require_model
 
     if len(model) > 2 or (before and len(model) > 1):
-        words = "--before is for one run" if len(model) == 2 else f"{len(model)} models were named"
-        raise RecipeError(f"RUN|MODEL: one, or two that are compared; {words}")
+        problem = "--before is for one run" if len(model) == 2 else f"{len(model)} models were named"
+        raise RecipeError(f"RUN|MODEL: one, or two that are compared; {problem}")
     if forgetting is not None and len(model) == 1 and not before:
         raise RecipeError("--forgetting: shows a difference: add --before, or name two models")
     chosen = find_tasks(tasks or [])
     if any(isinstance(task, str) for task in chosen):
         require_harness()
     if samples is not None:
-        _begin(samples)
+        _create_samples_file(samples)
     for path in model:
         require_model(path)
     recipe = _recipe_of(model)
@@ -101,7 +117,7 @@ def evaluate(
         raise RecipeError("--data: is needed with a model folder: name the text to evaluate on, or --tasks")
 
     wanted = [(model[0], True), (model[0], False)] if before else [(path, False) for path in model]
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "texts": texts,
         "tasks": chosen,
         "recipe": recipe,
@@ -110,24 +126,25 @@ def evaluate(
         "length": length,
         "base": base,
     }
-    found = [
-        _measured(path, at_start, samples=samples if n == len(wanted) - 1 else None, **how)
+    results = [
+        _evaluate_model(path, at_start, samples=samples if n == len(wanted) - 1 else None, **options)
         for n, (path, at_start) in enumerate(wanted)
     ]
-    made = _told(model[-1], found[-1])
-    if len(found) == 2:
-        made |= {"before": _told(model[0], found[0]), "difference": differences(found[0], found[1])}
+    summary = _summarize(model[-1], results[-1])
+    if len(results) == 2:
+        summary |= {"before": _summarize(model[0], results[0]), "difference": differences(results[0], results[1])}
     if json:
-        emit(made)
+        emit(summary)
     else:
-        console().print(_table(made))
-        for grid in grids(made):
+        console().print(_table(summary))
+        for grid in grids(summary):
             console().print(grid)
-        for words in _notes(made):
-            console().print(words, style="dim")
+        for note in _notes(summary):
+            console().print(note, style="dim")
 
 
-def _begin(samples: Path) -> None:
+def _create_samples_file(samples: Path) -> None:
+    """Creates or empties the samples file; raises RecipeError if an existing file is not one of ours."""
     from preheat.errors import RecipeError
     from preheat.run_dir import require_own
 
@@ -142,7 +159,7 @@ def _begin(samples: Path) -> None:
 
 
 def _recipe_of(models: list[str]) -> Recipe | None:
-    """Of the last run that is named: it says what is read, and how."""
+    """Returns the recipe of the last run among the models, which sets how texts are read; None without a run."""
     from preheat import recipe as recipes
     from preheat.run_dir import Reader
 
@@ -150,10 +167,20 @@ def _recipe_of(models: list[str]) -> Recipe | None:
     return recipes.parse(Reader(runs[-1].parent).recipe_text, where=str(runs[-1])) if runs else None
 
 
-def _measured(
-    path: str, at_start: bool, *, texts: list[str], tasks: list[Any], recipe: Recipe | None, rows: int, limit: int | None, length: int | None, samples: Path | None, base: str | None
-) -> Found:  # fmt: skip
-    """Everything of one model, which is then let go of."""
+def _evaluate_model(
+    path: str,
+    at_start: bool,
+    *,
+    texts: list[str],
+    tasks: list[Any],
+    recipe: Recipe | None,
+    rows: int,
+    limit: int | None,
+    length: int | None,
+    samples: Path | None,
+    base: str | None,
+) -> Results:
+    """Evaluates one model on all texts and tasks; the model is freed on return."""
     from preheat.cli.views.console import console
     from preheat.evaluation.lm_eval import measure_by_harness
     from preheat.evaluation.long_context import measure_length, questions_of, reach_of
@@ -175,19 +202,21 @@ def _measured(
         def say(what: str, done: float, total: float | None) -> None:
             status.update(f"{path}: {what} {done:,.0f}" + (f" of {total:,.0f}" if total else ""))
 
-        made: Found = {"texts": {}, "tasks": {}}
+        results: Results = {"texts": {}, "tasks": {}}
         sizes = bytes_of_tokens(opened.tokenizer)
         for name in texts:
-            held = _rows(settings, name, is_run=recipe is not None, length=cut, tokenizer=tokenizer)
+            split_rows = _rows(settings, name, is_run=recipe is not None, length=cut, tokenizer=tokenizer)
             own = name in SPLITS and recipe is not None and not Path(name).exists()
-            made["texts"][name] = measure_text(opened.build, held, micro=micro, limit=rows, sizes=sizes, objective=own)
-            say("texts", len(made["texts"]), len(texts))
+            results["texts"][name] = measure_text(
+                opened.build, split_rows, micro=micro, limit=rows, sizes=sizes, objective=own
+            )
+            say("texts", len(results["texts"]), len(texts))
         reach = length or max(settings.batch.length, min(positions, 2048))
-        held_to: dict[str, Any] = {"length": min(reach, positions or reach), "classes": opened.classes}
-        scorer = Scorer(opened.build, opened.tokenizer, micro=micro, compiles=True, say=say, **held_to)
+        limits: dict[str, Any] = {"length": min(reach, positions or reach), "classes": opened.classes}
+        scorer = Scorer(opened.build, opened.tokenizer, micro=micro, compiles=True, say=say, **limits)
         for task in tasks:
             if isinstance(task, Task):
-                made["tasks"][task.name] = measure_task(task, scorer, limit=limit, samples=samples)
+                results["tasks"][task.name] = measure_task(task, scorer, limit=limit, samples=samples)
             elif isinstance(task, LengthTask):
                 texts_of = partial(tokens_of_text, settings.data, seed=settings.seed, tokenizer=tokenizer)
                 most: dict[str, Any] = {
@@ -195,10 +224,10 @@ def _measured(
                     "reach": reach_of(opened.build),
                     "limit": limit,
                 }
-                made["tasks"][task.name] = measure_length(questions_of(task, scorer, texts=texts_of, **most), scorer)
+                results["tasks"][task.name] = measure_length(questions_of(task, scorer, texts=texts_of, **most), scorer)
             else:
-                made["tasks"] |= measure_by_harness(task, scorer, limit=limit)
-    return made
+                results["tasks"] |= measure_by_harness(task, scorer, limit=limit)
+    return results
 
 
 def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: str) -> Any:
@@ -213,41 +242,41 @@ def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: 
         data = replace(settings.data, tokenizer=tokenizer)
         prepared = prepare(data, length=length, seed=settings.seed, add_tokens=settings.model.add_tokens)
         require_examples(settings, prepared)
-        held = prepared.validation if name == "validation" else prepared.train
-        if held is None or not isinstance(held, Rows) or not len(held):
-            words = "is read as a stream" if name == "train" else "has no validation rows"
-            raise RecipeError(f"--data {name}: the run {words}; name a text")
-        return held
-    how: dict[str, Any] = {"length": length, "seed": settings.seed, "tokenizer": tokenizer}
-    return rows_of_text(settings.data, name, knob="--data", partial=True, **how)
+        split = prepared.validation if name == "validation" else prepared.train
+        if split is None or not isinstance(split, Rows) or not len(split):
+            reason = "is read as a stream" if name == "train" else "has no validation rows"
+            raise RecipeError(f"--data {name}: the run {reason}; name a text")
+        return split
+    options: dict[str, Any] = {"length": length, "seed": settings.seed, "tokenizer": tokenizer}
+    return rows_of_text(settings.data, name, knob="--data", partial=True, **options)
 
 
-def _told(model: str, found: Found) -> dict[str, Any]:
-    """loss, perplexity, bits_per_byte and tokens are those of the first text; None without one."""
+def _summarize(model: str, results: Results) -> dict[str, Any]:
+    """Returns the results as JSON data; top-level loss, perplexity and bits_per_byte are those of the first text."""
     from preheat.evaluation.results import described
 
-    made = {part: {name: described(result) for name, result in of.items()} for part, of in found.items()}
-    first: Mapping[str, Any] = next(iter(made["texts"].values()), {})
+    parts = {part: {name: described(result) for name, result in of.items()} for part, of in results.items()}
+    first: Mapping[str, Any] = next(iter(parts["texts"].values()), {})
     values = {key: value["value"] for key, value in first.get("metrics", {}).items()}
     top = {key: values.get(key) for key in ("loss", "perplexity", "bits_per_byte")}
-    return {"model": model, **top, "tokens": first.get("tokens"), **made}
+    return {"model": model, **top, "tokens": first.get("tokens"), **parts}
 
 
-def _table(made: Mapping[str, Any]) -> Any:
+def _table(summary: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
-    compared = "before" in made
+    compared = "before" in summary
     table = Table(
         "", "metric", *(("before", "after", "difference") if compared else ("value",)), box=None, pad_edge=False
     )
     for part in ("texts", "tasks"):
-        for name, result in made[part].items():
+        for name, result in summary[part].items():
             shown = name
             for metric, value in result["metrics"].items():
                 cells = [_value(value)]
                 if compared:
-                    old = made["before"][part].get(name, {}).get("metrics", {}).get(metric)
-                    off = made["difference"][part].get(name, {}).get("metrics", {}).get(metric)
+                    old = summary["before"][part].get(name, {}).get("metrics", {}).get(metric)
+                    off = summary["difference"][part].get(name, {}).get("metrics", {}).get(metric)
                     cells = [_value(old), *cells, _value(off, signed=True)]
                 table.add_row(shown, metric, *cells)
                 shown = ""
@@ -258,27 +287,28 @@ def _value(value: Mapping[str, Any] | None, *, signed: bool = False) -> str:
     if value is None or value["value"] is None:
         return "-"
 
-    def one(v: float) -> str:
+    def show(v: float) -> str:
         return f"{v:+.4g}" if signed else f"{v:.4g}" if abs(v) >= 10 else f"{v:.4f}"
 
-    between = f" [{one(value['low'])}, {one(value['high'])}]" if value["low"] is not None else ""
-    return one(value["value"]) + between
+    between = f" [{show(value['low'])}, {show(value['high'])}]" if value["low"] is not None else ""
+    return show(value["value"]) + between
 
 
-def _notes(made: Mapping[str, Any]) -> list[str]:
-    told = []
-    for name, result in made["texts"].items():
+def _notes(summary: Mapping[str, Any]) -> list[str]:
+    notes = []
+    for name, result in summary["texts"].items():
         left = f"; {result['left']:,} more rows were not read (--rows)" if result["left"] else ""
         cut = f"; {result['truncated']:,} examples lost their end (--length)" if result["truncated"] else ""
-        told.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} rows{left}{cut}")
-    for name, result in made["tasks"].items():
+        notes.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} rows{left}{cut}")
+    for name, result in summary["tasks"].items():
         cut = f"; {result['truncated']:,} had no room for all of their context" if result["truncated"] else ""
-        told.append(f"{name}: {result['rows']:,} rows{cut}")
+        notes.append(f"{name}: {result['rows']:,} rows{cut}")
     for part in ("texts", "tasks"):
-        for name, off in made.get("difference", {}).get(part, {}).items():
+        for name, off in summary.get("difference", {}).get(part, {}).items():
             if not off["paired"]:
-                told.append(
-                    f"{name}: the two did not read the same rows (another tokenizer), so each was resampled by itself; only bits a byte compare"
+                notes.append(
+                    f"{name}: the two did not read the same rows (another tokenizer), so each was resampled "
+                    "by itself; only bits a byte compare"
                 )
-    told.append("In brackets: 95 % of 1,000 bootstrap resamples of the rows. Losses are in nats a token.")
-    return told
+    notes.append("In brackets: 95 % of 1,000 bootstrap resamples of the rows. Losses are in nats a token.")
+    return notes

@@ -1,4 +1,4 @@
-"""preheat export"""
+"""The `preheat export` command."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def export(
         To,
         typer.Option(
             "--to",
-            help="hf: a Hugging Face folder, adapters merged. peft: the adapter alone. gguf: one file for llama.cpp. onnx: for ONNX Runtime. "
-            "executorch: a .pte for devices, with a cache. aoti: a compiled .pt2 for PyTorch. vllm: a folder in fewer bits, in compressed-tensors' layout. torchchat: its checkpoint and settings.",
+            help="hf: a Hugging Face folder, adapters merged. peft: the adapter alone. gguf: one file for llama.cpp. "
+            "onnx: for ONNX Runtime. "
+            "executorch: a .pte for devices, with a cache. aoti: a compiled .pt2 for PyTorch. vllm: a folder in "
+            "fewer bits, in compressed-tensors' layout. torchchat: its checkpoint and settings.",
         ),
     ] = "hf",
     out: Annotated[
@@ -37,8 +39,10 @@ def export(
         str | None,
         typer.Option(
             "--dtype",
-            help="Precision of the weights. hf: float32, bfloat16, float16 (the run's). gguf: f32, f16 (when not given), bf16, q8_0, q4_0, and with "
-            "llama-quantize on the PATH q4_k_m, q5_k_m, q6_k. onnx: float32, int8. executorch: float32, 8da4w. aoti: float32, bfloat16. vllm: int8, int4. torchchat: float32, bfloat16 (when not given), float16.",
+            help="Precision of the weights. hf: float32, bfloat16, float16 (the run's). gguf: f32, f16 (when not "
+            "given), bf16, q8_0, q4_0, and with "
+            "llama-quantize on the PATH q4_k_m, q5_k_m, q6_k. onnx: float32, int8. executorch: float32, 8da4w. "
+            "aoti: float32, bfloat16. vllm: int8, int4. torchchat: float32, bfloat16 (when not given), float16.",
         ),
     ] = None,
     tolerance: Annotated[
@@ -46,7 +50,10 @@ def export(
         typer.Option(
             "--tolerance",
             min=0.0,
-            help="Largest accepted difference of a logit, as a share of the largest logit, in place of the format's own bounds.",
+            help=(
+                "Largest accepted difference of a logit, as a share of the largest logit, in place of the "
+                "format's own bounds."
+            ),
         ),
     ] = None,
     length: Annotated[
@@ -69,29 +76,34 @@ def export(
 
     disable_progress_bar()
     target = out or registry.place_of(run, to, dtype)
-    made = registry.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)
+    result = registry.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)
     if json:
-        emit(made)
+        emit(result)
         return
-    what = f"{made['adapted']} maps' adapters, for {made['base']}" if to == "peft" else made["dtype"]
-    what += f", {made['merged']} adapters merged" if made.get("merged") else ""
+    what = f"{result['adapted']} maps' adapters, for {result['base']}" if to == "peft" else result["dtype"]
+    what += f", {result['merged']} adapters merged" if result.get("merged") else ""
     console().print(
-        f"wrote {made['path']} ({made['bytes'] / 2**20:.1f} MiB; {what}); read back by {made['read_by']}, its logits "
-        f"differ by at most {made['max_logit_difference']:.2g} over {made['tokens']} tokens "
-        f"(largest logit {made['largest_logit']:.3g}; accepted: {made['tolerance']:g} times that), by {made['mean_logit_difference']:.2g} in the mean; "
-        f"same most likely token at {made['top1_agreement']:.1%}" + _perplexity(made),
+        f"wrote {result['path']} ({result['bytes'] / 2**20:.1f} MiB; {what}); read back by {result['read_by']}, "
+        "its logits "
+        f"differ by at most {result['max_logit_difference']:.2g} over {result['tokens']} tokens "
+        f"(largest logit {result['largest_logit']:.3g}; accepted: {result['tolerance']:g} times that), by "
+        f"{result['mean_logit_difference']:.2g} in the mean; "
+        f"same most likely token at {result['top1_agreement']:.1%}" + _perplexity(result),
         soft_wrap=True,
     )
-    if other := made.get("llama_cpp"):
+    if other := result.get("llama_cpp"):
         console().print(
-            f"run by llama.cpp ({other['version']}): logarithms of probabilities differ by at most {other['max_logprob_difference']:.2g}; same most "
+            f"run by llama.cpp ({other['version']}): logarithms of probabilities differ by at most "
+            f"{other['max_logprob_difference']:.2g}; same most "
             f"likely token at {other['top1_agreement']:.1%} of {other['places']} positions",
             soft_wrap=True,
         )
-    if made["note"]:
-        console().print(f"note: {made['note']}", soft_wrap=True)
+    if result["note"]:
+        console().print(f"note: {result['note']}", soft_wrap=True)
 
 
-def _perplexity(made: dict[str, Any]) -> str:
-    before, after = made["before"]["perplexity"], made["after"]["perplexity"]
-    return "" if before is None else f"; perplexity {before:.5g} before, {after:.5g} after, on {made['perplexity_of']}"
+def _perplexity(result: dict[str, Any]) -> str:
+    before, after = result["before"]["perplexity"], result["after"]["perplexity"]
+    return (
+        "" if before is None else f"; perplexity {before:.5g} before, {after:.5g} after, on {result['perplexity_of']}"
+    )

@@ -1,4 +1,4 @@
-"""preheat generate"""
+"""The `preheat generate` command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def generate(
         list[str],
         typer.Argument(
             metavar="RUN|CHECKPOINT|MODEL|ADAPTER...",
-            help="The folder of a run, of one of its checkpoints, of a Hugging Face model, or of an adapter of peft's; several are shown side by side.",
+            help=(
+                "The folder of a run, of one of its checkpoints, of a Hugging Face model, or of an adapter of "
+                "peft's; several are shown side by side."
+            ),
         ),
     ],
     prompt: Annotated[
@@ -56,7 +59,8 @@ def generate(
 ) -> None:
     """Writes text with a run or a model, as it is written.
 
-    Example: `preheat generate runs/demo --prompt "def main("`; two models: `preheat generate base runs/mine --file prompts.txt`
+    Example: `preheat generate runs/demo --prompt "def main("`; two models: `preheat generate base runs/mine --file
+    prompts.txt`
     """
     from preheat.cli.views.console import emit
     from preheat.data.rows.prompt_files import read_prompts
@@ -74,19 +78,19 @@ def generate(
         stop=tuple(stop or ()),
     )
     prompts = prompts or [""]
-    asked = True if chat is None and any(not isinstance(p, str) for p in prompts) else chat
+    use_chat = True if chat is None and any(not isinstance(p, str) for p in prompts) else chat
     watched, texts = generation.Watched(), []
     for model in models:
         opened = load_model(model, step=step, base=base)
-        layout, words = generation.choose_template(opened, model, template, asked)
+        layout, source = generation.choose_template(opened, model, template, use_chat)
         if not json:
-            generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")
+            generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {source}")
         hear = None if json or len(models) > 1 else _Screen(prompts, layout is not None).hear
         watched.kind = opened.build.device.kind
         with watched:
-            made = opened.write(prompts, settings, template=layout, seed=seed, batch=batch, on_text=hear)
-        watched.tokens += sum(len(text.tokens) for text in made)
-        watched.compiled |= any(text.compiled for text in made)
+            generated = opened.write(prompts, settings, template=layout, seed=seed, batch=batch, on_text=hear)
+        watched.tokens += sum(len(text.tokens) for text in generated)
+        watched.compiled |= any(text.compiled for text in generated)
         texts.append(
             [
                 {
@@ -97,21 +101,21 @@ def generate(
                     "tokens": len(t.tokens),
                     "ended": t.ended,
                 }
-                for p, t in zip(prompts, made, strict=True)
+                for p, t in zip(prompts, generated, strict=True)
             ]
         )
-        del opened  # before the next is built
+        del opened  # frees its memory before the next model is loaded
     if json:
         every = [text for group in texts for text in group]
         emit({**(every[0] if len(every) == 1 else {}), "texts": every, **watched.figures()})
         return
     if len(models) > 1:
-        _beside(models, texts)
-    generation.note(watched.words())
+        _print_side_by_side(models, texts)
+    generation.note(watched.summary())
 
 
 class _Screen:
-    """Texts on standard output in their order: one while it is written, those that are written beside it when their turn has come."""
+    """Streams a batch of texts to standard output in order; text of later rows is buffered until their turn."""
 
     def __init__(self, prompts: list[Any], chat: bool):
         self.prompts, self.chat = prompts, chat
@@ -140,16 +144,16 @@ class _Screen:
         if not self.chat:
             write_text(prompt)
         elif len(self.prompts) > 1:
-            write_text(_said(prompt), "\n")
+            write_text(_prompt_text(prompt), "\n")
 
 
-def _said(prompt: Any) -> str:
-    """A prompt on a page: a text, or a chat's messages."""
+def _prompt_text(prompt: Any) -> str:
+    """Returns a prompt as text; chat messages become one line each."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
 
 
-def _beside(models: list[str], texts: list[list[dict[str, Any]]]) -> None:
-    """Each prompt with what each model wrote: in columns where the terminal is wide enough, else one after the other."""
+def _print_side_by_side(models: list[str], texts: list[list[dict[str, Any]]]) -> None:
+    """Prints each prompt with the text of each model: in columns if the terminal is wide enough, else one per line."""
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -159,7 +163,7 @@ def _beside(models: list[str], texts: list[list[dict[str, Any]]]) -> None:
     for number, row in enumerate(zip(*texts, strict=True)):
         if number:
             write_text("─" * 40, "\n")
-        write_text(_said(row[0]["prompt"]), "\n")
+        write_text(_prompt_text(row[0]["prompt"]), "\n")
         if screen.is_terminal and screen.width >= 40 * len(models):
             table = Table(*[Column(Text(name, style="bold")) for name in models], box=None, pad_edge=False, expand=True)
             table.add_row(*[Text(text["text"]) for text in row])

@@ -1,4 +1,4 @@
-"""preheat launch"""
+"""The `preheat launch` command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from preheat.training.launch.job import Kind
 __all__ = ["launch"]
 
 _HELP = field_docs(Job)
-"""In each job: a file that has it may be replaced."""
 
 
 def launch(
@@ -57,9 +56,11 @@ def launch(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Writes a recipe as a job for a cluster: rendezvous, restarts, environment, and a folder by which every start knows where to go on.
+    """Writes a recipe as a job for a cluster: rendezvous, restarts, environment, and a folder by which every start
+    knows where to go on.
 
-    Example: `preheat launch demo --scheduler slurm --nodes 2 --gpus-per-node 4 --time 4:00:00 --set techniques.fsdp={} -o demo.sbatch`
+    Example: `preheat launch demo --scheduler slurm --nodes 2 --gpus-per-node 4 --time 4:00:00 --set techniques.fsdp={}
+    -o demo.sbatch`
     """
     from preheat import recipe as recipes
     from preheat.cli.views.console import console, emit
@@ -91,15 +92,17 @@ def launch(
     text = written(job, scheduler)
     if output is not None:
         write_generated(output, text, "# written by preheat launch")
-    made = {"scheduler": scheduler, **job.described(), "path": str(output) if output else None}
+    summary = {"scheduler": scheduler, **job.described(), "path": str(output) if output else None}
     if json:
-        emit(made | ({} if output else {"job": text}) | {"submit": submit(scheduler, str(output)) if output else None})
+        emit(
+            summary | ({} if output else {"job": text}) | {"submit": submit(scheduler, str(output)) if output else None}
+        )
     elif output is None:
         say(text, end="")
     else:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in made["mesh"].items()) or "1 device"
+        mesh = " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items()) or "1 device"
         screen = console()
         screen.print(
-            f"{output}: {made['devices']} devices on {nodes} host{'s' if nodes > 1 else ''}, {mesh}", soft_wrap=True
+            f"{output}: {summary['devices']} devices on {nodes} host{'s' if nodes > 1 else ''}, {mesh}", soft_wrap=True
         )
         screen.print(f"submit it with: {submit(scheduler, str(output))}", soft_wrap=True)

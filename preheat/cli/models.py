@@ -1,4 +1,4 @@
-"""preheat models"""
+"""The `preheat models` command."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def show(name: str, json: Json = False) -> None:
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
-    for what, words in facts.items():
-        table.add_row(what, words)
+    for what, text in facts.items():
+        table.add_row(what, text)
     console().print(table)
     say(
         f"\nplan it, without a download:\n  preheat plan {name} --gpu RTX-4090\n"

@@ -1,4 +1,4 @@
-"""preheat nettest"""
+"""The `preheat nettest` command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def nettest(
         list[str] | None,
         typer.Option(
             "--collective",
-            help="all_reduce, all_gather, reduce_scatter, all_to_all or send_recv; all of them when not stated. May stand several times.",
+            help=(
+                "all_reduce, all_gather, reduce_scatter, all_to_all or send_recv; all of them when not stated. "
+                "May stand several times."
+            ),
         ),
     ] = None,
     sizes: Annotated[str, typer.Option("--sizes", help="A range by fours, or a list: 1KiB,1MiB.")] = "1KiB-64MiB",
@@ -52,7 +55,8 @@ def nettest(
 ) -> None:
     """Latency and bus bandwidth of collectives between processes, as nccl-tests count them, and from host to host.
 
-    Example: `preheat nettest --nproc 2 --html net.html`, and on every host `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29400 --rdzv-backend c10d -m preheat nettest`
+    Example: `preheat nettest --nproc 2 --html net.html`, and on every host `torchrun --nnodes 2 --nproc-per-node 8
+    --rdzv-endpoint HOST:29400 --rdzv-backend c10d -m preheat nettest`
     """
     import os
 
@@ -72,7 +76,7 @@ def nettest(
         )
     if html is not None and not (html.parent.is_dir() and os.access(html.parent, os.W_OK)):
         raise RecipeError(f"--html {html}: cannot be written; name a file in a folder that exists")
-    # torch's own words on a rendezvous that fails are a page of frames; what is wrong is told in one line.
+    # Silences torch's C++ stack trace for a failed rendezvous; preheat prints the cause in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     task = net.Task(
         collectives=tuple(collectives or net.COLLECTIVES),
@@ -84,28 +88,28 @@ def nettest(
         timeout=timeout,
     )
     with console(error=True, quiet=json).status("starting") as status:
-        made = net.nettest(
+        result = net.nettest(
             task,
             processes=nproc,
             port=port,
             store=store,
             tell=lambda what, done: status.update(f"measuring {what} ({done:.0%})"),
         )
-    if not made:
-        return  # another rank tells
+    if not result:
+        return  # another rank prints the result
     if html is not None:
         from preheat.report.nettest_page import write_net
 
-        made["html"] = str(write_net(made, html))
+        result["html"] = str(write_net(result, html))
     if json:
-        emit(made)
+        emit(result)
         return
     screen = console()
-    for part in _shown(made):
+    for part in _renderables(result):
         screen.print(part)
-    for path in (made["stored"], made.get("html")):
+    for path in (result["stored"], result.get("html")):
         if path:
-            screen.print(f"{'stored in' if path == made['stored'] else 'page:'} {path}", soft_wrap=True, style="dim")
+            screen.print(f"{'stored in' if path == result['stored'] else 'page:'} {path}", soft_wrap=True, style="dim")
 
 
 def _backend(nproc: int | None) -> str:
@@ -117,14 +121,15 @@ def _backend(nproc: int | None) -> str:
     return "nccl" if torch.cuda.device_count() >= wanted else "gloo"
 
 
-def _shown(made: dict[str, Any]) -> list[RenderableType]:
+def _renderables(result: dict[str, Any]) -> list[RenderableType]:
     from rich.table import Table
 
     from preheat.report.nettest_page import against_words, seconds, size
 
-    hosts = f"{made['hosts']} hosts" if made["hosts"] > 1 else "one host"
+    hosts = f"{result['hosts']} hosts" if result["hosts"] > 1 else "one host"
     table = Table(
-        title=f"{made['devices']} processes on {hosts}, {made['backend']}, {made['hardware']}", title_justify="left"
+        title=f"{result['devices']} processes on {hosts}, {result['backend']}, {result['hardware']}",
+        title_justify="left",
     )
     for name, side in (
         ("collective", "left"),
@@ -136,7 +141,7 @@ def _shown(made: dict[str, Any]) -> list[RenderableType]:
     ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     shown = ""
-    for row in made["rows"]:
+    for row in result["rows"]:
         name = "" if row["collective"] == shown else row["collective"].replace("_", "-")
         if name and shown:
             table.add_section()
@@ -145,7 +150,7 @@ def _shown(made: dict[str, Any]) -> list[RenderableType]:
         rates = [f"{row[key] / 1e9:.3g}" for key in ("algorithm_bandwidth", "bus_bandwidth")]
         table.add_row(name, size(row["bytes"]), seconds(row["seconds"]), between, *rates)
     parts: list[RenderableType] = [table]
-    if made["pairs"]:
+    if result["pairs"]:
         pairs = Table(title="point to point, half of there and back", title_justify="left")
         for name, side in (
             ("pair", "left"),
@@ -155,7 +160,7 @@ def _shown(made: dict[str, Any]) -> list[RenderableType]:
             ("GB/s", "right"),
         ):
             pairs.add_column(name, justify=side)  # type: ignore[arg-type]
-        for pair in made["pairs"]:
+        for pair in result["pairs"]:
             ranks = " and ".join(map(str, pair["ranks"]))
             pairs.add_row(
                 pair["kind"],
@@ -165,9 +170,10 @@ def _shown(made: dict[str, Any]) -> list[RenderableType]:
                 f"{pair['bandwidth'] / 1e9:.3g}",
             )
         parts.append(pairs)
-    busy = sum(row["high"] > 2 * row["seconds"] for row in made["rows"])
+    busy = sum(row["high"] > 2 * row["seconds"] for row in result["rows"])
     if busy:
         parts.append(
-            f"note: {busy} of {len(made['rows'])} rows have times beyond twice their median: something else wanted the cores or the network; measure again when they are quiet"
+            f"note: {busy} of {len(result['rows'])} rows have times beyond twice their median: something "
+            "else wanted the cores or the network; measure again when they are quiet"
         )
-    return [*parts, against_words(made)]
+    return [*parts, against_words(result)]

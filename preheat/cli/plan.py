@@ -1,8 +1,9 @@
-"""preheat plan"""
+"""The `preheat plan` command."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,7 +22,10 @@ def plan(
         str | None,
         typer.Argument(
             metavar="MODEL|RECIPE",
-            help="A model by its name on the hub, its folder or its size (15M); or a recipe file, or a built-in recipe's name.",
+            help=(
+                "A model by its name on the hub, its folder or its size (15M); or a recipe file, or a built-in "
+                "recipe's name."
+            ),
         ),
     ] = None,
     set: Set = None,
@@ -53,14 +57,20 @@ def plan(
         Literal["fastest", "cheapest", "largest-batch", "longest-context", "closest"] | None,
         typer.Option(
             "--aim",
-            help="What to search for; fastest for a model. A recipe is planned as it is when not given, else searched around.",
+            help=(
+                "What to search for; fastest for a model. A recipe is planned as it is when not given, else "
+                "searched around."
+            ),
         ),
     ] = None,
     allow: Annotated[
         Literal["exact", "rounding", "different"] | None,
         typer.Option(
             "--allow",
-            help="How far the search may change numbers: exact keeps them, rounding takes bf16 (the default for a model), different more. exact is the default for a recipe.",
+            help=(
+                "How far the search may change numbers: exact keeps them, rounding takes bf16 (the default for "
+                "a model), different more. exact is the default for a recipe."
+            ),
         ),
     ] = None,
     price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars for an hour of a device.")] = None,
@@ -80,10 +90,11 @@ def plan(
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with plots there.")] = None,
     json: Json = False,
 ) -> None:
-    """What fits, what is fastest, and why not otherwise: a dry run of the very step, on this machine or on a device that is not here.
+    """What fits, what is fastest, and why not otherwise: a dry run of the very step, on this machine or on a device
+    that is not here.
 
-    Example: `preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method lora`, `preheat plan llama-3.1-70b --gpu H100 --count 8 --nodes 8`. A recipe is
-    planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
+    Example: `preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method lora`, `preheat plan llama-3.1-70b --gpu H100 --count 8
+    --nodes 8`. A recipe is planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
     """
     from preheat.cli.options.unused import name_unread
     from preheat.cli.plan_modes import budget, searched, served, stated
@@ -101,7 +112,7 @@ def plan(
     def question(method: str) -> Question:
         return asked(what, set or [], method=method, length=length, batch_tokens=batch_tokens, devices=devices)
 
-    gc.set_threshold(50_000)  # while torch is imported the collector finds nothing, and takes a tenth of the time
+    gc.set_threshold(50_000)  # garbage collection would take a tenth of torch's import time
     from preheat.training.plan_request import asked
 
     first = question(method or "full")
@@ -116,42 +127,51 @@ def plan(
         served(first, gpu, devices, json)
         return
     if first.given and aim is None and allow is None:
-        made, page = stated(first, gpu, devices, per_host, price)
+        result, page = stated(first, gpu, devices, per_host, price)
     else:
         others = {name: question(name) for name in ("lora", "qlora")} if method is None and not first.given else {}
         limit = allow or ("exact" if first.given else "rounding")
-        made, page = searched(
+        result, page = searched(
             first, others, gpu, devices, per_host, aim=aim or "fastest", allow=limit, price=price, quiet=json
         )
-    finish(made, page, first, out=out, html=html, json=json)
+    finish(result, page, first, out=out, html=html, json=json)
 
 
 def finish(
-    made: dict[str, Any], page: Any, asked: Question, *, out: Path | None, html: Path | None, json: bool
+    result: dict[str, Any],
+    page: Callable[[], dict[str, Any]],
+    question: Question,
+    *,
+    out: Path | None,
+    html: Path | None,
+    json: bool,
 ) -> None:
-    """Writes what was asked for, prints the rest."""
+    """Writes the recipe and the page if requested, prints the plan, and exits with code 3 if it does not fit."""
     from preheat.cli.plan_modes import recipe_text, write_recipe
     from preheat.cli.views.console import console, emit
     from preheat.cli.views.plan_view import whole_picture
 
     if out is not None:
-        write_recipe(made, asked, out)
+        write_recipe(result, question, out)
     if html is not None:
         from preheat.report.plan_page import write_plan
 
-        write_plan({**made, "figures": page(), "recipe_text": recipe_text(made, asked)}, html)
+        write_plan({**result, "figures": page(), "recipe_text": recipe_text(result, question)}, html)
     if json:
-        emit({**made, "absent": asked.absent} if asked.absent else made)
+        emit({**result, "absent": question.absent} if question.absent else result)
     else:
         screen = console()
-        screen.print(whole_picture(made, asked.recipe.name))
-        if asked.absent:
+        screen.print(whole_picture(result, question.recipe.name))
+        if question.absent:
             screen.print(
-                f"{asked.absent} is not here: planned by its built-in configuration; tokenizer, weights and data were not looked at",
+                (
+                    f"{question.absent} is not here: planned by its built-in configuration; tokenizer, weights "
+                    "and data were not looked at"
+                ),
                 style="dim",
             )
-        for path, words in ((out, "recipe"), (html, "page")):
+        for path, label in ((out, "recipe"), (html, "page")):
             if path is not None:
-                screen.print(f"{words}: {path}", soft_wrap=True)
-    if not made["fits"]:
+                screen.print(f"{label}: {path}", soft_wrap=True)
+    if not result["fits"]:
         raise typer.Exit(3)

@@ -1,4 +1,4 @@
-"""What `preheat plan` does once it is known what was asked: plan as it is, search, serve, or spend a budget of FLOPs."""
+"""Modes of `preheat plan`: plan a recipe unchanged, search, plan serving, or size a model for a FLOPs budget."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ["budget", "recipe_text", "searched", "served", "stated", "write_recipe"]
 
-_SECONDS = {1: 8.0, 64: 50.0}  # for trying, by the number of devices up to which
-_MANY = 60.0
+_SECONDS = {1: 8.0, 64: 50.0}  # {largest number of devices: seconds for the search}
+_MANY = 60.0  # seconds for the search on more devices
 
 
 def stated(
     question: Question, gpu: str | None, devices: int, per_host: int, price: float | None
 ) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
-    """A recipe as it is; and what draws its figures."""
+    """Plans a recipe unchanged; returns (plan, function that computes the figures of its page)."""
     from preheat.core import Tag
     from preheat.planning.explain import explain, figures
     from preheat.planning.observation_cache import observe_cached
@@ -33,7 +33,7 @@ def stated(
     from preheat.training.session import rows_of, vocabulary_of
 
     device, rates, in_use = hardware(gpu, question.recipe, per_host)
-    how: dict[str, Any] = {
+    context: dict[str, Any] = {
         "vocabulary": vocabulary_of(question.recipe),
         "device": device,
         "rates": rates,
@@ -41,19 +41,19 @@ def stated(
     }
     world: dict[str, Any] = {} if gpu is None else {"world": devices}
     rows = rows_of(question.recipe)
-    recipe = settled(question.recipe, rows=rows, **how, **world)
-    made = plan(recipe, rows=rows, **how, **world)
+    recipe = settled(question.recipe, rows=rows, **context, **world)
+    prediction = plan(recipe, rows=rows, **context, **world)
     added = tuple(recipe.techniques.values())
     more: dict[str, Any] = {}
-    if any(Tag.EXTENDED_CONTEXT in t.provided() for t in added):  # whose question is how long
-        more["longest_context"] = longest_as_stated(recipe, **how, **world)
-    found = SearchResult(EvaluatedPlan(recipe, made, worst(added), recipe.batch.size, ()))
+    if any(Tag.EXTENDED_CONTEXT in t.provided() for t in added):  # also report the longest context that fits
+        more["longest_context"] = longest_as_stated(recipe, **context, **world)
+    result = SearchResult(EvaluatedPlan(recipe, prediction, worst(added), recipe.batch.size, ()))
 
     def page() -> dict[str, Any]:
-        seen = observe_cached(
-            recipe, vocabulary=how["vocabulary"], device=device, world=devices, how="whole", logged=True
+        observation = observe_cached(
+            recipe, vocabulary=context["vocabulary"], device=device, world=devices, how="whole", logged=True
         )
-        return figures(replace(found, seen=[found.best]), seen, rates)
+        return figures(replace(result, seen=[result.best]), observation, rates)
 
     more["settled"] = {
         f"{name}.{key}": value
@@ -61,7 +61,7 @@ def stated(
         for key, value in vars(t).items()
         if key != "on_gpu" and value != getattr(question.recipe.techniques[name], key)
     }
-    return {**explain(found, devices=devices, price=price), "chosen": "the recipe as it is", **more}, page
+    return {**explain(result, devices=devices, price=price), "chosen": "the recipe as it is", **more}, page
 
 
 def searched(
@@ -76,11 +76,11 @@ def searched(
     price: float | None,
     quiet: bool,
 ) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
-    """The best recipe by a search; where nothing fits, what would with another method stands among the alternatives.
+    """Searches for the best recipe; if nothing fits, plans of other methods that do are added to the alternatives.
 
     Args:
-        others: what is tried then: {method: question}.
-        quiet: nothing is told while it goes on.
+        others: requests to try in that case: {method: request}.
+        quiet: do not print progress.
     """
     from preheat.planning.explain import explain, figures
     from preheat.planning.observation_cache import observe_cached, observe_for_others
@@ -95,57 +95,60 @@ def searched(
     rows = rows_of(question.recipe) if question.given else None
     seconds = next((s for most, s in _SECONDS.items() if devices <= most), _MANY)
 
-    def tell(words: str) -> None:
+    def tell(message: str) -> None:
         if not quiet:
-            passing(f"dry run: {words}")
+            passing(f"dry run: {message}")
 
-    def found_of(asked: Question, **how: Any) -> Any:
-        space = Space(asked.recipe, vocabulary_of(asked.recipe), device, devices, allow, per_host, rows)  # type: ignore[arg-type]
+    def search_for(request: Question, **options: Any) -> Any:
+        vocabulary = vocabulary_of(request.recipe)
+        space = Space(request.recipe, vocabulary, device, devices, allow, per_host, rows)  # type: ignore[arg-type]
         run = longest if aim == "longest-context" else search
         more: dict[str, Any] = {} if aim == "longest-context" else {"aim": aim}
-        return run(space, rates=rates, in_use=in_use, seconds=how.pop("seconds", seconds), tell=tell, **more, **how)
+        return run(
+            space, rates=rates, in_use=in_use, seconds=options.pop("seconds", seconds), tell=tell, **more, **options
+        )
 
     with worker_pool(observe_for_others):
-        found = found_of(question)
+        result = search_for(question)
         if not quiet:
             passing()
-        made = explain(found, devices=devices, price=price)
-        if not made["fits"]:
+        explained = explain(result, devices=devices, price=price)
+        if not explained["fits"]:
             for name, other in others.items():
-                would = explain(found_of(other, seconds=seconds / 2, confirm=False), devices=devices, price=price)
+                would = explain(search_for(other, seconds=seconds / 2, confirm=False), devices=devices, price=price)
                 if would["fits"]:
                     keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost", "energy")
-                    told = {key: would[key] for key in keys}
-                    made["alternatives"].append(
+                    metrics = {key: would[key] for key in keys}
+                    explained["alternatives"].append(
                         {
                             "what": f"--method {name}: {would['chosen']}",
                             "recipe": would["recipe"]["techniques"],
-                            **told,
+                            **metrics,
                             "gives_up": "trains an adapter" + (" on a base in 4 bits" if name == "qlora" else ""),
                         }
                     )
 
     def page() -> dict[str, Any]:
-        best = found.best.recipe
-        seen = observe_cached(
+        best = result.best.recipe
+        observation = observe_cached(
             best, vocabulary=vocabulary_of(best), device=device, world=devices, how="whole", logged=True
         )
-        return figures(found, seen, rates)
+        return figures(result, observation, rates)
 
-    return made, page
+    return explained, page
 
 
-def recipe_text(made: Mapping[str, Any], question: Question) -> str:
-    """The chosen recipe as YAML; a model by its name gets the checkpoint to train from."""
+def recipe_text(result: Mapping[str, Any], question: Question) -> str:
+    """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
     from preheat.recipe.commented_yaml import brief
 
-    values = dict(made["recipe"])
+    values = dict(result["recipe"])
     if question.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
         values["model"] = {**values["model"], "path": question.checkpoint}
     return brief(values)
 
 
-def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> None:
+def write_recipe(result: Mapping[str, Any], question: Question, path: Path) -> None:
     """Writes the chosen recipe.
 
     Raises:
@@ -153,11 +156,11 @@ def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> Non
     """
     from preheat.run_dir import write_generated
 
-    write_generated(path, recipe_text(made, question), "# written by preheat plan")
+    write_generated(path, recipe_text(result, question), "# written by preheat plan")
 
 
 def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:
-    """Weights, KV cache, rows that fit, and speed at best, by the formats of weights and cache."""
+    """Prints weights, KV cache, rows that fit and peak speed for each combination of weight and cache format."""
     from preheat.cli.views.console import console, emit
     from preheat.cli.views.plan_view import serving_picture
     from preheat.hardware.rates import Rates
@@ -165,33 +168,33 @@ def served(question: Question, gpu: str | None, devices: int, json: bool) -> Non
     from preheat.training.plan_request import hardware
 
     recipe = question.recipe
-    config, whole, ends = parameters_of(recipe)
+    config, total, ends = parameters_of(recipe)
     device, rates, _ = hardware(gpu, recipe, devices)
     if isinstance(rates, Rates):
-        bandwidth, peaks = rates.bandwidth, rates.peak_matrix_rate  # measured here
+        bandwidth, peaks = rates.bandwidth, rates.peak_matrix_rate  # measured on this machine
     else:
         assert rates.device.bandwidth is not None
         bandwidth, peaks = rates.device.bandwidth, rates.device.sustained()
     length = recipe.batch.length
     rows = [
-        found
-        for kept in CACHES
-        for found in serving(
+        estimate
+        for cache_format in CACHES
+        for estimate in serving(
             config,
-            whole,
+            total,
             ends,
             memory=device.memory,
             length=length,
             devices=devices,
             bandwidth=bandwidth,
             matrix_rate=peaks.get("bf16") or max(peaks.values()),
-            kept=kept,
+            kept=cache_format,
         )
     ]
-    made = {
+    result = {
         "model": recipe.name,
         "device": {"kind": device.kind, "name": device.name, "memory_gib": device.memory / 2**30, "count": devices},
-        "parameters": whole,
+        "parameters": total,
         "length": length,
         "cache_bytes_per_token": cache_bytes(config, length) / length,
         "fits": any(s.rows for s in rows),
@@ -211,23 +214,23 @@ def served(question: Question, gpu: str | None, devices: int, json: bool) -> Non
         ],
     }
     if json:
-        emit(made)
+        emit(result)
     else:
-        console().print(serving_picture(made))
-    if not made["fits"]:
+        console().print(serving_picture(result))
+    if not result["fits"]:
         import typer
 
         raise typer.Exit(3)
 
 
 def budget(flops: float, json: bool) -> None:
-    """The compute-optimal model and tokens of a budget, by three approaches."""
+    """Prints the compute-optimal model size and tokens for a budget of FLOPs, by three approaches."""
     from preheat.cli.views.console import console, emit
     from preheat.cli.views.plan_view import budget_picture
     from preheat.planning.analytic import compute_optimal
 
-    found = [vars(o) for o in compute_optimal(flops)]
+    approaches = [vars(o) for o in compute_optimal(flops)]
     if json:
-        emit({"flops": flops, "approaches": found})
+        emit({"flops": flops, "approaches": approaches})
     else:
-        console().print(budget_picture(flops, found))
+        console().print(budget_picture(flops, approaches))

@@ -1,4 +1,4 @@
-"""preheat recipes, preheat init"""
+"""The `preheat recipes` and `preheat init` commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ app = typer.Typer(
 )
 
 
-def _words(path: Path) -> str:
+def _summary(path: Path) -> str:
+    """Returns the first line of a recipe file, which is a comment that describes it."""
     return path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
 
 
@@ -42,15 +43,15 @@ def recipes(context: typer.Context, json: Json = False) -> None:
     from preheat.cli.views.console import console, emit
     from preheat.recipe import built_in
 
-    found = {name: _words(path) for name, path in built_in().items()}
+    summaries = {name: _summary(path) for name, path in built_in().items()}
     if json:
-        emit({"recipes": found})
+        emit({"recipes": summaries})
         return
     from rich.table import Table
 
     table = Table("recipe", "what for", box=None, pad_edge=False)
-    for name, words in found.items():
-        table.add_row(name, words)
+    for name, summary in summaries.items():
+        table.add_row(name, summary)
     console().print(table)
 
 

@@ -1,4 +1,4 @@
-"""`preheat report RUN`: a run as one page."""
+"""The `preheat report` command: a run as one HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""preheat techniques"""
+"""The `preheat techniques` command."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def techniques(context: typer.Context, json: Json = False) -> None:
     from preheat.cli.views.console import console, emit
     from preheat.core import registry
 
-    found = registry()
+    known = registry()
     if json:
         emit(
             {
                 "techniques": {
                     name: {"stage": cls.stage.name, "numerics": cls.numerics, "what": _document(cls).split("\n")[0]}
-                    for name, cls in found.items()
+                    for name, cls in known.items()
                 }
             }
         )
@@ -45,7 +45,7 @@ def techniques(context: typer.Context, json: Json = False) -> None:
     screen = console()
     wide = screen.width >= 100
     table = Table("technique", *(["stage"] if wide else []), "numerics", "what", box=None, pad_edge=False)
-    for name, cls in found.items():
+    for name, cls in known.items():
         stage = [cls.stage.name.lower()] if wide else []
         table.add_row(name, *stage, cls.numerics, _document(cls).split("\n")[0].partition(": ")[2])
     screen.print(table)
@@ -53,17 +53,18 @@ def techniques(context: typer.Context, json: Json = False) -> None:
 
 @app.command("show")
 def show(name: str) -> None:
-    """What a technique does, when it helps and hurts, its source and its settings. Example: `preheat techniques show lora`"""
+    """What a technique does, when it helps and hurts, its source and its settings. Example: `preheat techniques show
+    lora`"""
     import dataclasses
 
     from preheat.core import registry
     from preheat.errors import RecipeError, nearest
     from preheat.recipe import field_docs
 
-    found = registry()
-    if name not in found:
-        raise RecipeError(f"{name}: no such technique; {nearest(name, list(found))}")
-    cls = found[name]
+    known = registry()
+    if name not in known:
+        raise RecipeError(f"{name}: no such technique; {nearest(name, list(known))}")
+    cls = known[name]
     say(_document(cls))
     docs = field_docs(cls)
     say("settings:" if dataclasses.fields(cls) else "no settings")

@@ -1,4 +1,4 @@
-"""preheat train"""
+"""The `preheat train` command."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from preheat.training.launch.local import LAUNCHED
 from preheat.training.signals import under_agent
 
 if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.text import Text
+
     from preheat.recipe import Recipe
 
 __all__ = ["resuming", "run", "train"]
@@ -27,13 +30,13 @@ __all__ = ["resuming", "run", "train"]
 def run(
     recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bool, again: Sequence[str]
 ) -> dict[str, Any]:
-    """Trains, writes the report, and shows predicted beside measured (or prints the JSON object).
+    """Trains, writes the report, and prints predictions next to measurements (or the JSON object).
 
     Args:
-        again: arguments of the command that the user typed; a run that a signal ended is gone on with by them.
+        again: arguments of the user's command, for the command that resumes an interrupted run.
 
     Raises:
-        typer.Exit: a signal ended the run, after it was saved.
+        typer.Exit: a signal ended the run after its checkpoint was saved.
     """
     from contextlib import nullcontext
 
@@ -42,36 +45,39 @@ def run(
     from preheat.training.loop import train as start
 
     screen = console()
-    lead = int(os.environ.get("RANK", "0")) == 0  # of several processes the first shows and reports
+    lead = int(os.environ.get("RANK", "0")) == 0  # only rank 0 prints and writes the report
     live = Live(screen, recipe.name) if lead and not json else nullcontext(Alarms())
     folder = out or Path("runs") / recipe.name
-    with live as watch, _going_on(folder, again):
-        made = start(recipe, out=out, resume=resume, force=force, watch=watch)
-    if made.get("already_finished"):
+    with live as watch, _naming_resume_command(folder, again):
+        result = start(recipe, out=out, resume=resume, force=force, watch=watch)
+    if result.get("already_finished"):
         if json and lead:
-            emit(made)
+            emit(result)
         elif lead:
-            screen.print(_finished(made, recipe), soft_wrap=True)
-        return made
-    code = _exit_code(made["stopped"])
+            screen.print(_finished(result, recipe), soft_wrap=True)
+        return result
+    code = _exit_code(result["stopped"])
     if lead:
-        page = reports.write(made["run"])
-        made["report"] = str(page)
+        page = reports.write(result["run"])
+        result["report"] = str(page)
         if code and LAUNCHED not in os.environ:
-            made["resume"] = resuming(again, folder)
+            result["resume"] = resuming(again, folder)
         if json:
-            emit(made)
+            emit(result)
         else:
-            screen.print(_summary(made))
-            if "resume" in made:
-                say(f"to go on: {made['resume']}")
+            screen.print(_summary(result))
+            if "resume" in result:
+                say(f"to go on: {result['resume']}")
     if code:
         raise typer.Exit(code)
-    return made
+    return result
 
 
 def _exit_code(stopped: str | None) -> int:
-    """Of a run that a signal ended after it was saved. Under torchrun or in a job 0: a process that failed would be started again."""
+    """Returns the exit code of a run that a signal ended after its checkpoint was saved.
+
+    It is 0 under torchrun or in a cluster job, which would restart a process that failed.
+    """
     import signal
 
     known = {number.name: int(number) for number in signal.Signals}
@@ -79,7 +85,7 @@ def _exit_code(stopped: str | None) -> int:
 
 
 def resuming(arguments: Sequence[str], folder: Path) -> str:
-    """The command that goes on with a run, as a shell reads it: what the user typed, with the run's folder and --resume."""
+    """Returns the shell command that resumes a run: the user's command with the run's folder and --resume."""
     left, rest = [], iter(arguments)
     for part in rest:
         if part == "--out":
@@ -89,24 +95,24 @@ def resuming(arguments: Sequence[str], folder: Path) -> str:
     return shlex.join(["preheat", *left, "--out", str(folder), "--resume"])
 
 
-def _finished(made: dict[str, Any], recipe: Recipe) -> Any:
+def _finished(result: dict[str, Any], recipe: Recipe) -> Text:
     from rich.text import Text
 
     limits = {key: limit for key in ("tokens", "epochs", "hours") if (limit := getattr(recipe.stop, key))}
     if recipe.stop.steps or not limits:
-        limits["steps"] = made["steps"]
+        limits["steps"] = result["steps"]
     later = " ".join(
         f"--set stop.{key}={2 * limit:g}" for key, limit in limits.items()
-    )  # the first that is reached ends it
+    )  # the first limit reached ends the run
     return Text(
-        f"{made['run']}: has finished already, at step {made['steps']:,}; nothing was written. "
+        f"{result['run']}: has finished already, at step {result['steps']:,}; nothing was written. "
         f"To go on longer, resume it with a later end: {later}"
     )
 
 
 @contextmanager
-def _going_on(folder: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Names the command that goes on with the run, if one stands in the folder when a signal ends it."""
+def _naming_resume_command(folder: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """Adds the command that resumes the run to an `Interrupted` error, if the folder holds a run by then."""
     try:
         yield
     except Interrupted as signal:
@@ -114,7 +120,7 @@ def _going_on(folder: Path, arguments: Sequence[str]) -> Iterator[None]:
         raise Interrupted(signal.number, resuming(arguments, folder) if begun else None) from None
 
 
-def _summary(made: dict[str, Any]) -> Any:
+def _summary(result: dict[str, Any]) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -129,25 +135,25 @@ def _summary(made: dict[str, Any]) -> Any:
         ("  context", "context_gib", memory),
         ("tokens/s", "tokens_per_second", rate),
     )
-    for words, key, show in shown:
-        expected, found = made["predicted"].get(key), made.get(key)
-        if found is not None:
-            off = f"{expected / found - 1:+.0%}" if found and expected is not None else "-"
-            table.add_row(words, show(expected), show(found), off)
-    end = f"stopped by {made['stopped']} at" if made["stopped"] else "done:"
-    figures = {"loss": made["loss"], "validation loss": None if made["stopped"] else made["validation_loss"]}
+    for label, key, show in shown:
+        expected, measured = result["predicted"].get(key), result.get(key)
+        if measured is not None:
+            off = f"{expected / measured - 1:+.0%}" if measured and expected is not None else "-"
+            table.add_row(label, show(expected), show(measured), off)
+    end = f"stopped by {result['stopped']} at" if result["stopped"] else "done:"
+    figures = {"loss": result["loss"], "validation loss": None if result["stopped"] else result["validation_loss"]}
     loss = "".join(
         f", {name} {value:.4f}" for name, value in figures.items() if value is not None and math.isfinite(value)
     )
     return Group(
-        Text(f"{end} step {made['steps']:,}{loss}", style="bold"),
+        Text(f"{end} step {result['steps']:,}{loss}", style="bold"),
         table,
-        Text(f"run: {made['run']}\nreport: {made['report']}"),
+        Text(f"run: {result['run']}\nreport: {result['report']}"),
     )
 
 
 def _not_a_model(what: str) -> None:
-    """Raises RecipeError if a model is named where a recipe is expected, with the commands that lead from the one to the other."""
+    """Raises RecipeError if `what` is a model instead of a recipe; the message has the commands that make a recipe."""
     from preheat import recipe as recipes
     from preheat.errors import RecipeError
     from preheat.models import presets
@@ -156,7 +162,7 @@ def _not_a_model(what: str) -> None:
         return
     try:
         presets.on_hub(what)
-    except RecipeError:  # no model's name: whatever it is, loading it tells
+    except RecipeError:  # not the name of a model: loading it as a recipe reports any error
         return
     if not Path(what).exists():
         raise RecipeError(
@@ -167,10 +173,10 @@ def _not_a_model(what: str) -> None:
 def _dry_run(
     recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool
 ) -> None:
-    """Data, the run's folder and a plan of the recipe as it is; exit code 3 where it does not fit."""
+    """Checks the data and the run's folder and plans the recipe unchanged; exits with code 3 if it does not fit."""
     from preheat.training.plan_request import asked, hardware
 
-    # Before torch is imported, which takes seconds.
+    # Reports recipe errors before torch is imported, which takes seconds.
     question = asked(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
     from preheat.cli.plan import finish
     from preheat.cli.plan_modes import stated
@@ -184,7 +190,7 @@ def _dry_run(
         raise RecipeError(f"{recipe}: --dry-run takes a recipe; preheat plan takes a model, and writes one with --out")
     check_folder(out or Path("runs") / question.recipe.name, resume=resume)
     if gpu is not None:
-        hardware(gpu, question.recipe, 1)  # one that is not known is told before the data is read
+        hardware(gpu, question.recipe, 1)  # reports an unknown GPU before the data is read
     if question.absent is None:
         require_weights(question.recipe)
         data, _, _ = read_data(question.recipe, Alarms())
@@ -192,17 +198,17 @@ def _dry_run(
             rows = f"{len(data.train):,} rows" if hasattr(data.train, "__len__") else "a stream of rows"
             console().print(f"data: {data.source}, {rows} of {question.recipe.batch.length:,} tokens")
     devices = question.recipe.parallel.devices or 1
-    made, page = stated(question, gpu, devices, min(devices, 8), None)
-    finish(made, page, question, out=None, html=None, json=json)
+    result, page = stated(question, gpu, devices, min(devices, 8), None)
+    finish(result, page, question, out=None, html=None, json=json)
 
 
 def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json: bool, typed: Sequence[str]) -> None:
-    """Trains in several processes, and exits as they did."""
+    """Trains in several processes and exits with their exit code."""
     from preheat.cli.views.console import Alarms, emit
     from preheat.training.launch.local import start
     from preheat.training.recovery.fallback_log import oom_records
 
-    with _going_on(folder, typed):
+    with _naming_resume_command(folder, typed):
         ended = start(
             command, processes=nproc, restarts=restarts, again=lambda: bool(oom_records(folder)), say=Alarms().alarm
         )
@@ -222,7 +228,10 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            help="Go on with the run in that folder from its last whole checkpoint: bit for bit on CPUs, and on a GPU with hardware.deterministic=true.",
+            help=(
+                "Go on with the run in that folder from its last whole checkpoint: bit for bit on CPUs, and on "
+                "a GPU with hardware.deterministic=true."
+            ),
         ),
     ] = False,
     auto_resume: Annotated[
@@ -252,7 +261,10 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="What comes before the first step, and nothing written: read the data, build, take a step without memory, plan.",
+            help=(
+                "What comes before the first step, and nothing written: read the data, build, take a step "
+                "without memory, plan."
+            ),
         ),
     ] = False,
     gpu: Annotated[
@@ -265,9 +277,9 @@ def train(
 ) -> None:
     """Trains a recipe, and ends with predicted beside measured and a report.
 
-    Example: `preheat train demo --set stop.steps=50 --out runs/first`, and after a crash the same with `--resume`. On several devices:
-    `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, whose jobs `preheat launch` writes. Would it run?
-    `preheat train demo --dry-run`.
+    Example: `preheat train demo --set stop.steps=50 --out runs/first`, and after a crash the same with `--resume`. On
+    several devices: `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, whose
+    jobs `preheat launch` writes. Would it run? `preheat train demo --dry-run`.
     """
     from preheat import recipe as recipes
     from preheat.errors import RecipeError
@@ -278,7 +290,7 @@ def train(
         return
     if gpu is not None:
         raise RecipeError("--gpu: a run takes the devices that are here; add --dry-run to look at it on another")
-    # Of the processes that it starts the first warns.
+    # With several processes, rank 0 prints the warnings.
     read = recipes.load(recipe, set or [], warn=nproc < 2 or "RANK" in os.environ)
     folder = out or Path("runs") / read.name
     if nproc > 1 and "RANK" not in os.environ:

@@ -1,12 +1,15 @@
-"""preheat try"""
+"""The `preheat try` command."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from preheat.cli.views.console import Json
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["try_"]
 
@@ -39,7 +42,10 @@ def try_(
             "--accumulation-steps",
             "--accumulation_steps",
             min=1,
-            help="Micro-batches in a step of gradient_accumulation and integration; 4, or 2 where 4 are too many, when not given.",
+            help=(
+                "Micro-batches in a step of gradient_accumulation and integration; 4, or 2 where 4 are too "
+                "many, when not given."
+            ),
         ),
     ] = None,
     precision: Annotated[
@@ -60,11 +66,13 @@ def try_(
     ] = False,
     json: Json = False,
 ) -> None:
-    """One technique against without it, on real text (Python's own library), each in its own process: speed, memory, loss.
+    """One technique against without it, on real text (Python's own library), each in its own process: speed, memory,
+    loss.
 
     A trial takes a few minutes and at most 16 GiB; what would need more is told with its prediction.
 
-    Example: `preheat try --technique mixed_precision --model-size small`, or `preheat try --technique integration --benchmark`.
+    Example: `preheat try --technique mixed_precision --model-size small`, or `preheat try --technique integration
+    --benchmark`.
     """
     from contextlib import nullcontext
 
@@ -85,46 +93,52 @@ def try_(
     )
     screen = console()
     with nullcontext() if json else screen.status("starting") as status:
-        made = trial(wish, status.update if status is not None else lambda words: None)
+        result = trial(wish, status.update if status is not None else lambda line: None)
     if json:
-        emit(made)
+        emit(result)
         return
-    batch = made["batch"]
+    batch = result["batch"]
     screen.print(
-        f"{made['model_size']}: {made['model']}; micro-batches of {batch['rows']} rows of {batch['length']:,} tokens, {made['steps']} steps",
+        (
+            f"{result['model_size']}: {result['model']}; micro-batches of {batch['rows']} rows of "
+            f"{batch['length']:,} tokens, {result['steps']} steps"
+        ),
         soft_wrap=True,
     )
-    screen.print(_table(made))
+    screen.print(_table(result))
     screen.print(
         "times: without it; cosine: of the first gradients; on a GPU: tensors of a step there, by the dry run",
         style="dim",
         soft_wrap=True,
     )
-    for row in made["rows"]:
+    for row in result["rows"]:
         if row["predicted"] and row["not_run"]:
             expected = row["predicted"]
             screen.print(
-                f"- {row['name']}: predicted here {rate(expected['tokens_per_second'])} tokens/s in {memory(expected['peak_gib'])}",
+                (
+                    f"- {row['name']}: predicted here {rate(expected['tokens_per_second'])} tokens/s in "
+                    f"{memory(expected['peak_gib'])}"
+                ),
                 soft_wrap=True,
             )
-    for words in made["words"]:
-        screen.print(f"- {words}", soft_wrap=True)
-    for words in made["notes"]:
-        screen.note(words)
+    for line in result["words"]:
+        screen.print(f"- {line}", soft_wrap=True)
+    for line in result["notes"]:
+        screen.note(line)
 
 
-def _table(made: dict[str, Any]) -> Any:
+def _table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     from preheat.cli.views.console import memory, rate
 
-    zero = any("optimizer_gib" in row for row in made["rows"])
+    zero = any("optimizer_gib" in row for row in result["rows"])
     titles = ["contender", "tokens/s", "times", "peak", "loss", "cosine", *(["states"] if zero else []), "on a GPU"]
     table = Table(box=None, pad_edge=False)
     for title in titles:
         table.add_column(title, justify="left" if title == "contender" else "right", no_wrap=True)
-    for row in made["rows"]:
-        on_gpu = made["gpu"].get(row["name"])
+    for row in result["rows"]:
+        on_gpu = result["gpu"].get(row["name"])
         cells = ["not run", "-", "-", "-", "-", "-"]
         if "tokens_per_second" in row:
             cells = [

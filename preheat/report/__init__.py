@@ -1,9 +1,9 @@
-"""A run as one page: `report.html`, self-contained and offline, and its figures as data in `report.json`.
+"""HTML report of a run: `report.html`, self-contained and offline, and its figures as data in `report.json`.
 
-    run folder ──figures.collect──▶ figures (report.json) ──page.render──▶ report.html
-                                                └─ plots: SVG whose colours are the page's variables
+    run folder ──report_data.collect──▶ figures (report.json) ──run_page.render──▶ report.html
+                                                                  └─ plots: SVG with the page's CSS colours
 
-Works at any time: for a run that goes on, one that failed, and one that has not taken a step.
+Works at any time: for a running run, a failed one, and one that has not taken a step.
 """
 
 from preheat.report.bench_page import write_bench

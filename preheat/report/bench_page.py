@@ -1,4 +1,4 @@
-"""A comparison of techniques as one page: verdicts in words, what each gives of speed and memory, every contender's figures.
+"""HTML page of `preheat bench`: verdicts, speed and memory gain of each technique, figures of every contender.
 
 bench.json ──render──▶ bench.html
 """
@@ -28,11 +28,11 @@ from preheat.report.run_page import document, scrolling, write_figures
 __all__ = ["write_bench"]
 
 MEMORY_SEEN, SPEED_SEEN = 0.02, 0.03
-"""Shares of the whole below which a difference is taken for none, as in the verdicts."""
+"""Relative differences below these count as none; the same thresholds as for the verdicts."""
 
 
 def write_bench(folder: str | Path) -> Path:
-    """Writes `bench.html` beside a `bench.json` and returns its path.
+    """Writes `bench.html` next to a `bench.json` and returns its path.
 
     Raises:
         RunError: there is no bench.json, it is damaged, or the page cannot be written.
@@ -41,79 +41,85 @@ def write_bench(folder: str | Path) -> Path:
     return write_figures(source, "preheat bench", ("name", "rows"), _page)
 
 
-def _page(found: dict[str, Any]) -> str:
-    verdicts = "".join(f"<li>{nbsp_units(v['words'])}</li>" for v in found["verdicts"])
-    said = f"<ul>{verdicts}</ul>" if verdicts else '<p class="small">Nothing was left out, so there is no verdict.</p>'
-    waterfalls = _waterfalls(found)
+def _page(result: dict[str, Any]) -> str:
+    verdicts = "".join(f"<li>{nbsp_units(v['words'])}</li>" for v in result["verdicts"])
+    verdict_list = (
+        f"<ul>{verdicts}</ul>" if verdicts else '<p class="small">Nothing was left out, so there is no verdict.</p>'
+    )
+    waterfalls = _waterfalls(result)
     falls = f'<section id="give"><h2>What each technique gives</h2>{waterfalls}</section>' if waterfalls else ""
     return document(
-        f"{found['name']} · preheat bench",
-        f"""<header id="verdict"><p class="eyebrow">preheat bench</p><h1>{escape(headline(found["name"]))}</h1>
-<p class="verdict">{escape(_headline(found))}</p></header>
-<section id="verdicts"><h2>Verdicts</h2>{said}</section>
+        f"{result['name']} · preheat bench",
+        f"""<header id="verdict"><p class="eyebrow">preheat bench</p><h1>{escape(headline(result["name"]))}</h1>
+<p class="verdict">{escape(_headline(result))}</p></header>
+<section id="verdicts"><h2>Verdicts</h2>{verdict_list}</section>
 {falls}
-<section id="contenders"><h2>Every contender</h2>{_table(found)}</section>
-<footer>{escape(found["repeats"])} turns of {escape(found["steps"])} steps each, every turn in a process of its own, in alternation. Speed: median over the turns
-of the median step; ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of the first step's
-gradients with those of {escape(found["rows"][0]["name"])}. All figures as data: bench.json.</footer>""",
+<section id="contenders"><h2>Every contender</h2>{_table(result)}</section>
+<footer>{escape(result["repeats"])} turns of {escape(result["steps"])} steps each, every turn in a process of its \
+own, in alternation. Speed: median over the turns
+of the median step; ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of \
+the first step's
+gradients with those of {escape(result["rows"][0]["name"])}. All figures as data: bench.json.</footer>""",
     )
 
 
-def _headline(found: dict[str, Any]) -> str:
-    rows = {row["name"]: row for row in found["rows"]}
-    plain, whole = rows.get("plain"), rows.get("all")
-    if not plain or not whole or plain["failed"] or whole["failed"]:
-        return f"{len(found['rows'])} contenders on this machine."
-    turns = "" if len(whole["speeds"]) > 1 else "In one turn, which gives no verdict on speed. "
+def _headline(result: dict[str, Any]) -> str:
+    rows = {row["name"]: row for row in result["rows"]}
+    plain, combined = rows.get("plain"), rows.get("all")
+    if not plain or not combined or plain["failed"] or combined["failed"]:
+        return f"{len(result['rows'])} contenders on this machine."
+    turns = "" if len(combined["speeds"]) > 1 else "In one turn, which gives no verdict on speed. "
     return (
-        f"{turns}All together: {whole['ratio']:.2f} times the speed of the plain recipe ({grouped(whole['tokens_per_second'])} against "
-        f"{grouped(plain['tokens_per_second'])} tokens/s) in {percent(whole['peak_gib'] / plain['peak_gib'])} of its memory "
-        f"({gib(whole['peak_gib'])} against {gib(plain['peak_gib'])})."
+        f"{turns}All together: {combined['ratio']:.2f} times the speed of the plain recipe "
+        f"({grouped(combined['tokens_per_second'])} against "
+        f"{grouped(plain['tokens_per_second'])} tokens/s) in {percent(combined['peak_gib'] / plain['peak_gib'])} "
+        "of its memory "
+        f"({gib(combined['peak_gib'])} against {gib(plain['peak_gib'])})."
     )
 
 
-def _waterfalls(found: dict[str, Any]) -> str:
-    rows = {row["name"]: row for row in found["rows"] if not row["failed"]}
+def _waterfalls(result: dict[str, Any]) -> str:
+    rows = {row["name"]: row for row in result["rows"] if not row["failed"]}
     if "plain" not in rows or "all" not in rows:
         return ""
     left_out = [(name, rows[f"without {name}"]) for name in rows["all"]["techniques"] if f"without {name}" in rows]
     if not left_out:
         return ""
     drawn = []
-    judged = {verdict["technique"]: verdict for verdict in found["verdicts"]}
+    judged = {verdict["technique"]: verdict for verdict in result["verdicts"]}
     for key, title, unit, scale, least in (
         ("peak_gib", "Peak memory", *unit_of([row["peak_gib"] for row in rows.values()]), MEMORY_SEEN),
         ("tokens_per_second", "Speed", "thousand tokens/s", 1e-3, SPEED_SEEN),
     ):
-        plain, whole = rows["plain"][key] * scale, rows["all"][key] * scale
-        seen = least * max(plain, whole)  # less than that cannot be measured: no difference is drawn
-        parts = [(name, whole - row[key] * scale) for name, row in left_out]
-        if key == "tokens_per_second":  # a verdict that says no difference was seen is drawn as none
+        plain, combined = rows["plain"][key] * scale, rows["all"][key] * scale
+        threshold = least * max(plain, combined)  # smaller differences are below the noise and drawn as none
+        parts = [(name, combined - row[key] * scale) for name, row in left_out]
+        if key == "tokens_per_second":  # draw no difference if the verdict found none
             parts = [(name, 0.0 if judged.get(name, {}).get("within_noise") else size) for name, size in parts]
-        parts = [(name, size if abs(size) >= seen else 0.0) for name, size in parts]
-        overlap = whole - plain - sum(size for _, size in parts)
-        parts.append(("overlap", overlap if abs(overlap) >= seen else 0.0))
+        parts = [(name, size if abs(size) >= threshold else 0.0) for name, size in parts]
+        overlap = combined - plain - sum(size for _, size in parts)
+        parts.append(("overlap", overlap if abs(overlap) >= threshold else 0.0))
         better = -1 if key == "peak_gib" else 1
         bars = [svg.Span("plain", 0.0, plain, "series-6")]
         at = plain
         for name, size in parts:
-            unchanged = change(size, max(plain, whole)) == "0"
+            unchanged = change(size, max(plain, combined)) == "0"
             colour = "series-6" if name == "overlap" or unchanged else "series-3" if size * better >= 0 else "series-2"
             bars.append(svg.Span(name, at, at + size, colour))
             at += size
-        bars.append(svg.Span("all", 0.0, whole, "series-1"))
-        words = f"{title} in {unit}: from {plain:.3g} plain to {whole:.3g} with all; " + ", ".join(
-            f"{name} {change(size, max(plain, whole))}" if size else f"{name} no difference seen"
+        bars.append(svg.Span("all", 0.0, combined, "series-1"))
+        alt_text = f"{title} in {unit}: from {plain:.3g} plain to {combined:.3g} with all; " + ", ".join(
+            f"{name} {change(size, max(plain, combined))}" if size else f"{name} no difference seen"
             for name, size in parts
         )
         caption = "Each bar is what changes when that technique alone is left out; overlap is what they share."
-        drawing = svg.spans(f"fall-{key.replace('_', '-')}", bars, words, unit=unit)
+        drawing = svg.spans(f"fall-{key.replace('_', '-')}", bars, alt_text, unit=unit)
         drawn.append(f"<figure><figcaption><h3>{title}, {unit}</h3><p>{caption}</p></figcaption>{drawing}</figure>")
     return f'<div class="two">{"".join(drawn)}</div>'
 
 
-def _table(found: dict[str, Any]) -> str:
-    rows = found["rows"]
+def _table(result: dict[str, Any]) -> str:
+    rows = result["rows"]
     predicted = [row["predicted"]["peak_gib"] if not row["failed"] and row["predicted"] else None for row in rows]
     unit, texts = sizes([*(None if row["failed"] else row["peak_gib"] for row in rows), *predicted])
     titles = ("contender", "tokens/s", "times plain", f"peak, {unit}", "start-up", "loss", "cosine")

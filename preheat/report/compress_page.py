@@ -1,4 +1,4 @@
-"""Compressed variants as one page: quality against size and against speed, the table, the one that was chosen.
+"""HTML page of `preheat compress`: quality against size and speed, a table of all variants, the chosen one.
 
 compress.json ──write_compress──▶ compress.html
 """
@@ -22,22 +22,22 @@ __all__ = ["front", "write_compress"]
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Numbers of the points that no other is at most as large as in both and smaller in one, by their first value.
+    """Returns the indices of the Pareto front (both coordinates minimized), sorted by x.
 
     Example:
         >>> front([(1.0, 3.0), (2.0, 2.0), (2.5, 2.5), (3.0, 1.0)])
         [0, 1, 3]
     """
-    kept, least = [], float("inf")
+    indices, least = [], float("inf")
     for n in sorted(range(len(points)), key=lambda n: points[n]):
         if points[n][1] < least:
-            kept.append(n)
+            indices.append(n)
             least = points[n][1]
-    return kept
+    return indices
 
 
 def write_compress(folder: str | Path) -> Path:
-    """Writes `compress.html` beside a `compress.json` and returns its path.
+    """Writes `compress.html` next to a `compress.json` and returns its path.
 
     Raises:
         RunError: there is no compress.json, it is damaged, or the page cannot be written.
@@ -46,49 +46,57 @@ def write_compress(folder: str | Path) -> Path:
     return write_figures(source, "preheat compress", ("chosen", "variants"), _page)
 
 
-def _page(made: dict[str, Any]) -> str:
-    chosen = next(v for v in made["variants"] if v["name"] == made["chosen"])
+def _page(result: dict[str, Any]) -> str:
+    chosen = next(v for v in result["variants"] if v["name"] == result["chosen"])
     before, after = chosen["before"], chosen["after"]
     faster = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
     headline = (
-        f"{chosen['name']}: {after['bytes'] / before['bytes']:.0%} of bf16's bytes, {faster:.2f} times its tokens a second, "
-        f"perplexity {_rise(chosen['perplexity_rise'])}; chosen as {made['chosen_because']}."
+        f"{chosen['name']}: {after['bytes'] / before['bytes']:.0%} of bf16's bytes, {faster:.2f} times its tokens "
+        "a second, "
+        f"perplexity {_rise(chosen['perplexity_rise'])}; chosen as {result['chosen_because']}."
     )
-    done = "".join(f"<li><b>{escape(v['name'])}</b>: {escape(v['what'])}</li>" for v in made["variants"])
-    said = "".join(f"<li>{escape(words)}</li>" for words in made.get("said", ()))
-    notes = f'<section id="notes"><h2>What to know</h2><ul>{said}</ul></section>' if said else ""
+    done = "".join(f"<li><b>{escape(v['name'])}</b>: {escape(v['what'])}</li>" for v in result["variants"])
+    items = "".join(f"<li>{escape(note)}</li>" for note in result.get("said", ()))
+    notes = f'<section id="notes"><h2>What to know</h2><ul>{items}</ul></section>' if items else ""
     return document(
-        f"{made['source']} · preheat compress",
-        f"""<header id="verdict"><p class="eyebrow">preheat compress</p><h1>{escape(Path(made["source"]).name)}</h1>
+        f"{result['source']} · preheat compress",
+        f"""<header id="verdict"><p class="eyebrow">preheat compress</p><h1>{escape(Path(result["source"]).name)}</h1>
 <p class="verdict">{escape(headline)}</p></header>
-<section id="pareto"><h2>Quality against size and speed</h2><div class="two">{_pareto(made, "size")}{_pareto(made, "time")}</div></section>
-<section id="variants"><h2>Every variant</h2>{_table(made)}</section>
+<section id="pareto"><h2>Quality against size and speed</h2><div \
+class="two">{_pareto(result, "size")}{_pareto(result, "time")}</div></section>
+<section id="variants"><h2>Every variant</h2>{_table(result)}</section>
 <section id="what"><h2>What was done</h2><ul>{done}</ul></section>
 {notes}
-<footer>Data: {escape(made["texts"])}; {made["calibration_rows"]} calibration rows, {after["tokens"]:,} held-out tokens. Bytes: of the weights. Times: medians of
-turns taken alternately with the same model in bf16, one row, a prompt of {after["prompt_tokens"]} tokens. All figures as data: compress.json.</footer>""",
+<footer>Data: {escape(result["texts"])}; {result["calibration_rows"]} calibration rows, {after["tokens"]:,} held-out \
+tokens. Bytes: of the weights. Times: medians of
+turns taken alternately with the same model in bf16, one row, a prompt of {after["prompt_tokens"]} tokens. All \
+figures as data: compress.json.</footer>""",
     )
 
 
-def _points(made: dict[str, Any], by: str) -> list[tuple[str, float, float]]:
-    """(name, MiB or milliseconds a token, perplexity); the model as it was first."""
+def _points(result: dict[str, Any], by: str) -> list[tuple[str, float, float]]:
+    """Returns (name, MiB or milliseconds per token, perplexity) of each variant; the original model comes first."""
 
-    def at(told: dict[str, Any]) -> float:
-        return told["bytes"] / 2**20 if by == "size" else 1e3 / told["decode_tokens_per_second"]  # type: ignore[no-any-return]
+    def at(figures: dict[str, Any]) -> float:
+        value: float = figures["bytes"] / 2**20 if by == "size" else 1e3 / figures["decode_tokens_per_second"]
+        return value
 
-    first = made["variants"][0]["before"]
+    first = result["variants"][0]["before"]
     return [("bf16", at(first), first["perplexity"])] + [
-        (v["name"], at(v["after"]), v["after"]["perplexity"]) for v in made["variants"]
+        (v["name"], at(v["after"]), v["after"]["perplexity"]) for v in result["variants"]
     ]
 
 
-def _pareto(made: dict[str, Any], by: str) -> str:
-    points = _points(made, by)
+def _pareto(result: dict[str, Any], by: str) -> str:
+    points = _points(result, by)
     best = front([(x, y) for _, x, y in points])
     right = max(x for _, x, _ in points)
     height = max(y for _, _, y in points) - min(y for _, _, y in points)
     unit = "MiB of weights" if by == "size" else "milliseconds a token, one row"
-    words = f"The lower left is better; on the line is what no other beats in both: {', '.join(points[n][0] for n in best)}."
+    caption = (
+        "The lower left is better; on the line is what no other beats in both: "
+        f"{', '.join(points[n][0] for n in best)}."
+    )
 
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import FuncFormatter
@@ -104,7 +112,7 @@ def _pareto(made: dict[str, Any], by: str) -> str:
         )
         for n, (name, x, y) in enumerate(points):
             colour = SENTINEL["ink" if n == 0 else f"series-{(n - 1) % 6 + 1}"]
-            filled = name == made["chosen"]
+            filled = name == result["chosen"]
             axes.plot(
                 [x],
                 [y],
@@ -128,12 +136,18 @@ def _pareto(made: dict[str, Any], by: str) -> str:
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
     legend = "".join(
-        f'<li class="line" style="--c: var(--{"ink" if n == 0 else f"series-{(n - 1) % 6 + 1}"})">{n} {escape(name)}</li>'
+        (
+            f'<li class="line" style="--c: var(--{"ink" if n == 0 else f"series-{(n - 1) % 6 + 1}"})">{n} '
+            f"{escape(name)}</li>"
+        )
         for n, (name, _, _) in enumerate(points)
     )
     title = f"Perplexity against {'size' if by == 'size' else 'latency'}"
-    drawing = drawn(f"compress-{by}", NARROW, words, draw)
-    return f'<figure><figcaption><h3>{title}</h3><p>{escape(words)}</p></figcaption><ul class="legend">{legend}</ul>{drawing}</figure>'
+    drawing = drawn(f"compress-{by}", NARROW, caption, draw)
+    return (
+        f"<figure><figcaption><h3>{title}</h3><p>{escape(caption)}</p></figcaption>"
+        f'<ul class="legend">{legend}</ul>{drawing}</figure>'
+    )
 
 
 def _tick(decimals: int, value: float, place: int | None) -> str:
@@ -141,7 +155,7 @@ def _tick(decimals: int, value: float, place: int | None) -> str:
 
 
 def _decimals(ticks: Sequence[float]) -> int:
-    """So many that no two ticks read alike.
+    """Returns the number of decimals that makes all tick labels differ.
 
     Example:
         >>> _decimals([0.0, 0.5, 1.0]), _decimals([1.11, 1.11005, 1.1101]), _decimals([0.0, 10.0])
@@ -154,14 +168,15 @@ def _decimals(ticks: Sequence[float]) -> int:
 
 
 def _rise(share: float) -> str:
-    """
+    """Returns a rise of perplexity as a signed percentage, or as a factor from 1,000 % on.
+
     >>> _rise(0.004), _rise(237.0)
     ('+0.40%', '×238')
     """
     return f"{share:+.2%}" if share < 10 else f"×{1 + share:,.0f}"
 
 
-def _table(made: dict[str, Any]) -> str:
+def _table(result: dict[str, Any]) -> str:
     titles = (
         "variant",
         "perplexity",
@@ -174,22 +189,22 @@ def _table(made: dict[str, Any]) -> str:
         "top-1 the same",
     )
     head = "".join(f'<th scope="col"{" class=n" if n else ""}>{title}</th>' for n, title in enumerate(titles))
-    first = made["variants"][0]["before"]
+    first = result["variants"][0]["before"]
     rows = [_row("bf16", first, first, None)] + [
-        _row(v["name"] + (" (chosen)" if v["name"] == made["chosen"] else ""), v["after"], v["before"], v)
-        for v in made["variants"]
+        _row(v["name"] + (" (chosen)" if v["name"] == result["chosen"] else ""), v["after"], v["before"], v)
+        for v in result["variants"]
     ]
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _row(name: str, told: dict[str, Any], before: dict[str, Any], variant: dict[str, Any] | None) -> str:
+def _row(name: str, figures: dict[str, Any], before: dict[str, Any], variant: dict[str, Any] | None) -> str:
     cells = [
-        f"{told['perplexity']:.4f}",
+        f"{figures['perplexity']:.4f}",
         _rise(variant["perplexity_rise"]) if variant else "",
-        f"{told['bytes'] / 2**20:.2f}",
-        f"{told['decode_tokens_per_second']:.1f}",
-        f"{told['decode_tokens_per_second'] / before['decode_tokens_per_second']:.2f}" if variant else "",
-        f"{1e3 * told['first_token_seconds']:.1f}",
+        f"{figures['bytes'] / 2**20:.2f}",
+        f"{figures['decode_tokens_per_second']:.1f}",
+        f"{figures['decode_tokens_per_second'] / before['decode_tokens_per_second']:.2f}" if variant else "",
+        f"{1e3 * figures['first_token_seconds']:.1f}",
         f"{variant['max_logit_difference']:.3g}" if variant else "",
         f"{variant['top_1_agreement']:.1%}" if variant else "",
     ]

@@ -1,4 +1,4 @@
-"""Data as one page: examples with what is trained on marked, lengths, sources, and what the checks found."""
+"""HTML page of `preheat data`: examples with their trained tokens marked, lengths, sources, results of the checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["write_data"]
 
 
 def write_data(shown: dict[str, Any], path: str | Path) -> Path:
-    """Writes what `preheat.data.preview.preview` gives, and its `name`, as a page, and returns its path.
+    """Writes the page and returns its path.
+
+    Args:
+        shown: the result of `preheat.data.preview.preview`, and `name`.
 
     Raises:
         RunError: the page cannot be written.
@@ -22,8 +25,8 @@ def write_data(shown: dict[str, Any], path: str | Path) -> Path:
 
 
 def _page(shown: dict[str, Any]) -> str:
-    found = [(line, " bad") for line in shown["blocked"]] + [(line, "") for line in shown["preflight"]]
-    notices = "".join(f'<p class="notice{kind}">{escape(line)}</p>' for line, kind in found)
+    messages = [(line, " bad") for line in shown["blocked"]] + [(line, "") for line in shown["preflight"]]
+    notices = "".join(f'<p class="notice{kind}">{escape(line)}</p>' for line, kind in messages)
     packing, counts = shown["packing"], shown["counts"]
     verdict = (
         "The checks before training refuse this data."
@@ -59,7 +62,8 @@ def _page(shown: dict[str, Any]) -> str:
         f"""<header id="verdict"><p class="eyebrow">preheat data</p><h1>{escape(headline(shown["name"]))}</h1>
 <p class="verdict">{escape(verdict + template)}</p>{notices}</header>
 <dl class="tiles">{drawn}</dl>
-<section id="examples"><h2>As the model sees it</h2><p class="small"><mark>Marked</mark> is trained on; the rest is read. Sequences in the order of training, each document with its file and row.</p>
+<section id="examples"><h2>As the model sees it</h2><p class="small"><mark>Marked</mark> is trained on; the rest is \
+read. Sequences in the order of training, each document with its file and row.</p>
 {"".join(map(_example, shown["examples"]))}</section>
 <section id="lengths"><h2>Tokens of an example</h2>{_bars(shown["lengths"]["bars"])}</section>
 <section id="sources"><h2>Sources</h2>{_sources(counts["sources"])}</section>
@@ -68,20 +72,21 @@ def _page(shown: dict[str, Any]) -> str:
 
 
 def _example(example: dict[str, Any]) -> str:
-    made = []
-    for n, found in enumerate(example["documents"]):
-        what = f", class {found['label']}" if found["label"] is not None else ""
+    parts = []
+    for n, doc in enumerate(example["documents"]):
+        what = f", class {doc['label']}" if doc["label"] is not None else ""
         if example["compared"]:
             what = ", rejected" if n % 2 else ", chosen"
-        title = f"{found['where']}: {found['tokens']:,} tokens, {found['trained']:,} trained{what} (sequence {example['row']:,})"
-        text = "".join(
-            f"<mark>{escape(words, LONG)}</mark>" if trained else escape(words, LONG)
-            for words, trained, _ in found["spans"]
+        title = (
+            f"{doc['where']}: {doc['tokens']:,} tokens, {doc['trained']:,} trained{what} (sequence {example['row']:,})"
         )
-        made.append(f'<p class="small">{escape(title)}</p><pre class="tokens">{text}</pre>')
+        text = "".join(
+            f"<mark>{escape(span, LONG)}</mark>" if trained else escape(span, LONG) for span, trained, _ in doc["spans"]
+        )
+        parts.append(f'<p class="small">{escape(title)}</p><pre class="tokens">{text}</pre>')
     if example["padding"]:
-        made.append(f'<p class="small">and {example["padding"]:,} places of padding</p>')
-    return "".join(made)
+        parts.append(f'<p class="small">and {example["padding"]:,} places of padding</p>')
+    return "".join(parts)
 
 
 def _bars(bars: list[dict[str, Any]]) -> str:
@@ -101,9 +106,13 @@ def _sources(sources: list[dict[str, Any]]) -> str:
     rows = []
     for source in sources:
         left = ", ".join(f"{n:,} {why}" for why, n in source["dropped"].items()) or "none"
-        told = f'{escape(source["source"])}<br><span class="small">{escape(source["layout"])}; left out: {escape(left)}</span>'
+        cell = (
+            f'{escape(source["source"])}<br><span class="small">{escape(source["layout"])}; left out: '
+            f"{escape(left)}</span>"
+        )
         rows.append(
-            f'<tr><td class="free">{told}</td><td class="n">{source["read"]:,}</td><td class="n">{source["tokens"]:,}</td>'
+            f'<tr><td class="free">{cell}</td><td class="n">{source["read"]:,}</td>'
+            f'<td class="n">{source["tokens"]:,}</td>'
             f'<td class="n">{source["weight"]:g}</td></tr>'
         )
     head = "".join(

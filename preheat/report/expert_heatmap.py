@@ -1,4 +1,4 @@
-"""Values in a grid as shades of one colour: the load of experts, layer by layer, over the steps of a run."""
+"""Heat map of expert load, layer by layer, over the steps of a run."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ if TYPE_CHECKING:
 
 __all__ = ["columns_of", "heat", "loads"]
 
-_COLUMNS = 40
+_COLUMNS = 40  # of the heat map; longer runs are averaged
 
 
 def columns_of(rows: Sequence[Sequence[float]], most: int = _COLUMNS) -> list[list[float]]:
-    """At most so many columns: the mean of neighbouring ones.
+    """Reduces rows to at most `most` columns by averaging neighbours.
 
     Example:
         >>> columns_of([[1.0, 3.0, 5.0, 5.0]], 2)
         [[2.0, 5.0]]
     """
     count = len(rows[0])
-    kept = min(count, most)
-    cuts = [n * count // kept for n in range(kept + 1)]
+    columns = min(count, most)
+    cuts = [n * count // columns for n in range(columns + 1)]
     return [[sum(row[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)] for row in rows]
 
 
 def heat(
     name: str,
     rows: Sequence[Sequence[float]],
-    words: str,
+    alt_text: str,
     *,
     low: float,
     high: float,
     x: tuple[float, float],
     labels: tuple[str, str],
 ) -> str:
-    """A grid of shades as an SVG element: rows from the top, each value between `low` (the page) and `high` (the full colour).
+    """Draws a heat map as an SVG element, rows from the top; `low` has the page's colour and `high` the full colour.
 
     Args:
         name: unique in the page.
-        words: what it shows, for those who cannot see it.
-        x: what the left and right edge stand for.
+        alt_text: description for screen readers.
+        x: x values of the left and right edge.
         labels: of the axes, x and y.
     """
 
@@ -71,20 +71,24 @@ def heat(
         axes.set_xlabel(labels[0], loc="right", labelpad=2)
         axes.set_ylabel(labels[1])
 
-    return drawn(name, NARROW, words, draw)
+    return drawn(name, NARROW, alt_text, draw)
 
 
-def loads(found: Sequence[tuple[int, Sequence[float]]]) -> tuple[str, str]:
-    """The load of experts by layer over the steps: (words, drawing).
+def loads(records: Sequence[tuple[int, Sequence[float]]]) -> tuple[str, str]:
+    """Draws the load of experts by layer over the steps; returns (caption, drawing).
 
     Args:
-        found: (step, of each layer the busiest expert's tokens over the mean), as `metrics.jsonl` has them.
+        records: (step, tokens of the busiest expert over the mean, for each layer), as in `metrics.jsonl`.
     """
-    grid = columns_of([list(layer) for layer in zip(*(row for _, row in found), strict=True)])
-    (first, begun), (last, ended) = found[0], found[-1]
+    grid = columns_of([list(layer) for layer in zip(*(row for _, row in records), strict=True)])
+    (first, begun), (last, ended) = records[0], records[-1]
     high = max(max(row) for row in grid)
-    words = (
-        f"The busiest expert's tokens over the mean of its layer, 1 where all are loaded alike: {max(begun):.2f} in the worst layer at step {first:,}, "
-        f"{max(ended):.2f} at step {last:,} (layer {ended.index(max(ended))}); the darkest is {high:.2f}. No token is dropped."
+    caption = (
+        f"The busiest expert's tokens over the mean of its layer, 1 where all are loaded alike: {max(begun):.2f} "
+        f"in the worst layer at step {first:,}, "
+        f"{max(ended):.2f} at step {last:,} (layer {ended.index(max(ended))}); the darkest is {high:.2f}. No "
+        "token is dropped."
     )
-    return words, heat("expert-load", grid, words, low=1.0, high=high, x=(first, last + 1), labels=("step", "layer"))
+    return caption, heat(
+        "expert-load", grid, caption, low=1.0, high=high, x=(first, last + 1), labels=("step", "layer")
+    )

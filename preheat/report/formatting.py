@@ -1,6 +1,7 @@
-"""Numbers in words, and foreign text made safe for a page. A value that is missing reads 'not recorded'.
+"""Formats numbers and escapes text from outside for the pages.
 
-A number too small to show reads 0, without a sign. Text that is too long for a page loses its middle.
+A missing value becomes 'not recorded'; a number too small to show becomes 0 without a sign; text that is too long for
+a page loses its middle.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ NOT_FINITE = "not finite"
 
 
 LONG = 20_000
-"""Characters of a sample, a token listing or a recipe that a page shows at most."""
-_INLINE = 2_000  # of a name, a value or a message: more than any sentence of ours, and a page stays small
-_LARGEST = 1e100  # nothing that is measured is larger, and a plot's arithmetic overflows soon after
+"""Maximum characters of a sample, a token listing or a recipe on a page."""
+_INLINE = 2_000  # maximum characters of a name, value or message: longer than our messages, short enough for a page
+_LARGEST = 1e100  # no measurement is larger, and matplotlib's arithmetic overflows soon after
 
 
 def escape(text: Any, limit: int = _INLINE) -> str:
-    """`clean` text, escaped for HTML, in attributes too; beyond `limit` characters its middle is left out."""
+    """Returns text cleaned and escaped for HTML and attributes; beyond `limit` characters its middle is left out."""
     text = str(text)
     if len(text) > limit:
         half = limit // 2
@@ -57,77 +58,77 @@ def escape(text: Any, limit: int = _INLINE) -> str:
     return html.escape(clean(text))
 
 
-def mapping(found: Any) -> dict[str, Any]:
-    """The value if it is a mapping, else an empty one: a file of a run may hold anything."""
-    return found if isinstance(found, dict) else {}
+def mapping(data: Any) -> dict[str, Any]:
+    """Returns the value if it is a dict, else an empty dict: a file of a run may hold anything."""
+    return data if isinstance(data, dict) else {}
 
 
 def headline(text: Any) -> str:
-    """A foreign name for a title or a heading: one short line, not escaped."""
+    """Returns a name from outside as one short line for a title or a heading, not escaped."""
     return shorten(str(text), 120) or "unnamed"
 
 
 def nbsp_units(text: Any) -> str:
-    """`escape`d text whose numbers stay on one line with their units."""
+    """Returns escaped text with no-break spaces between numbers and their units."""
     return re.sub(r"(?<=\d) (?=(?:%|GiB|MiB|[KMBT]|d|h|min|s)\b|%)", "\u00a0", escape(text))
 
 
 def number(value: Any) -> float | None:
-    """The value as a finite float, or None if it is missing, not a number, NaN, infinite or absurdly large."""
+    """Returns the value as a finite float; None if it is missing, not a number, NaN, infinite or absurdly large."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if -_LARGEST < value < _LARGEST else None
 
 
 def _signed(text: str) -> str:
-    """With a minus sign for a hyphen, and without one if only zeros follow."""
+    """Replaces a hyphen by a minus sign, or drops it if only zeros follow."""
     return text.replace("-", "\u2212" if re.search("[1-9]", text) else "")
 
 
 def _decimals(value: float, digits: int) -> str:
-    """1234.5 -> '1,234.5'; what would fill a line is written with an exponent."""
+    """1234.5 -> '1,234.5'; numbers from 1e15 on get an exponent."""
     return _signed(f"{value:,.{digits}f}" if abs(value) < 1e15 else f"{value:.3g}")
 
 
 def loss(value: Any) -> str:
-    """A loss in nats, or 'not finite' if it was NaN or infinite."""
-    found = number(value)
-    if found is None:
+    """Returns a loss in nats, or 'not finite' if it is NaN or infinite."""
+    finite = number(value)
+    if finite is None:
         return NOT_FINITE if isinstance(value, float) else MISSING
-    return _decimals(found, 3)
+    return _decimals(finite, 3)
 
 
 def grouped(value: Any, digits: int = 0) -> str:
     """3882.4 -> '3,882'."""
-    found = number(value)
-    return MISSING if found is None else _decimals(found, digits)
+    finite = number(value)
+    return MISSING if finite is None else _decimals(finite, digits)
 
 
 def count(value: Any) -> str:
     """15_120_000 -> '15.1 M'."""
-    found = number(value)
-    if found is None:
+    finite = number(value)
+    if finite is None:
         return MISSING
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "K")):
-        if abs(found) >= 0.99995 * size:
-            return _signed(f"{found / (1e3 if letter == 'K' else size):.3g} {letter}")
-    return _signed(f"{found:,.0f}")
+        if abs(finite) >= 0.99995 * size:
+            return _signed(f"{finite / (1e3 if letter == 'K' else size):.3g} {letter}")
+    return _signed(f"{finite:,.0f}")
 
 
 def gib(value: Any) -> str:
-    """1.0512 -> '1.05 GiB'; less than one is said in MiB, less than a hundredth of a MiB is 0."""
-    found = number(value)
-    if found is None:
+    """1.0512 -> '1.05 GiB'; below 1 GiB in MiB, below 0.005 MiB 0."""
+    finite = number(value)
+    if finite is None:
         return MISSING
-    if abs(found) < 0.9995:
-        small = abs(found * 1024)
+    if abs(finite) < 0.9995:
+        small = abs(finite * 1024)
         digits = 0 if small >= 99.95 else 1 if small >= 9.995 else 2
-        return "0 MiB" if small < 0.005 else _signed(f"{found * 1024:.{digits}f} MiB")
-    return f"{_decimals(found, 2 if abs(found) < 100 else 0)} GiB"
+        return "0 MiB" if small < 0.005 else _signed(f"{finite * 1024:.{digits}f} MiB")
+    return f"{_decimals(finite, 2 if abs(finite) < 100 else 0)} GiB"
 
 
 def unit_of(sizes: Sequence[Any]) -> tuple[str, float]:
-    """The unit that suits all sizes (GiB) of a column or an axis, by the largest, and what a GiB is in it.
+    """Returns the unit for the sizes (GiB) of a column or an axis, chosen by the largest, and a GiB in that unit.
 
     Example:
         >>> unit_of([0.0002, 1.4]), unit_of([0.0002, 0.3])
@@ -138,7 +139,7 @@ def unit_of(sizes: Sequence[Any]) -> tuple[str, float]:
 
 
 def sizes(values: Sequence[Any], *, signed: bool = False) -> tuple[str, list[str]]:
-    """A column of sizes (GiB) in one unit and with the same decimals: (unit, the texts). What rounds to nothing reads 0.
+    """Formats a column of sizes (GiB) in one unit with equal decimals; returns (unit, texts). Rounded zeros are '0'.
 
     Example:
         >>> sizes([0.30001, 0.0005, 0.0, None])
@@ -148,7 +149,7 @@ def sizes(values: Sequence[Any], *, signed: bool = False) -> tuple[str, list[str
     most = max((abs(n) * scale for size in values if (n := number(size)) is not None), default=0.0)
     digits = 1 if most >= 100 else 2
 
-    def one(size: float | None) -> str:
+    def show(size: float | None) -> str:
         if size is None:
             return MISSING
         text = _decimals(size * scale, digits)
@@ -156,104 +157,106 @@ def sizes(values: Sequence[Any], *, signed: bool = False) -> tuple[str, list[str
             return "0"
         return f"+{text}" if signed and size > 0 else text
 
-    return unit, [one(number(size)) for size in values]
+    return unit, [show(number(size)) for size in values]
 
 
-def change(value: float, whole: float) -> str:
-    """A difference with its sign, to about a thousandth of the whole that it is part of; less than that is 0.
+def change(value: float, total: float) -> str:
+    """Returns a signed difference, to about a thousandth of `total`; anything smaller is 0.
 
     Example:
         >>> change(-0.437, 12.0), change(-1.5e-05, 0.055)
         ('\u22120.4', '0')
     """
-    digits = max(0, 2 - math.floor(math.log10(abs(whole)))) if whole else 0
+    digits = max(0, 2 - math.floor(math.log10(abs(total)))) if total else 0
     text = f"{value:+,.{digits}f}" if digits < 12 else f"{value:+.2g}"
     return _signed(text) if re.search("[1-9]", text) else "0"
 
 
 def percent(value: Any, digits: int = 0) -> str:
     """0.444 -> '44 %'."""
-    found = number(value)
-    return MISSING if found is None else f"{_decimals(100 * found, digits)} %"
+    finite = number(value)
+    return MISSING if finite is None else f"{_decimals(100 * finite, digits)} %"
 
 
-def between(found: Any, *, signed: bool = False) -> str:
-    """{value, low, high} -> '1.788 [1.70, 1.88]'; an interval that is not known is left out.
+def between(metric: Any, *, signed: bool = False) -> str:
+    """{value, low, high} -> '1.788 [1.70, 1.88]'; an unknown interval is left out.
 
     Example:
-        >>> between({"value": 0.24, "low": 0.16, "high": 0.33}), between({"value": -0.5, "low": None, "high": None}, signed=True)
-        ('0.240 [0.160, 0.330]', '−0.500')
+        >>> between({"value": 0.24, "low": 0.16, "high": 0.33})
+        '0.240 [0.160, 0.330]'
+        >>> between({"value": -0.5, "low": None, "high": None}, signed=True)
+        '−0.500'
     """
-    found = mapping(found)
-    values = [number(found.get(key)) for key in ("value", "low", "high")]
+    metric = mapping(metric)
+    values = [number(metric.get(key)) for key in ("value", "low", "high")]
 
-    def one(x: float) -> str:
+    def show(x: float) -> str:
         plain = f"{x:,.3f}" if abs(x) < 100 else f"{x:,.4g}" if abs(x) < 1e6 else f"{x:.3g}"
         return _signed(f"+{plain}" if signed and x > 0 and re.search("[1-9]", plain) else plain)
 
     if values[0] is None:
         return MISSING
     low, high = values[1:]
-    return one(values[0]) + (f" [{one(low)}, {one(high)}]" if low is not None and high is not None else "")
+    return show(values[0]) + (f" [{show(low)}, {show(high)}]" if low is not None and high is not None else "")
 
 
 def off_by(predicted: Any, measured: Any) -> float | None:
-    """How far a prediction is from what was measured, as a share of the measured; None where either is missing."""
+    """Returns the relative error of a prediction, predicted / measured - 1; None if either is missing."""
     guess, real = number(predicted), number(measured)
     return None if guess is None or not real else guess / real - 1
 
 
 def signed_percent(value: float) -> str:
-    """-0.029 -> '−3 %'; a difference that rounds to nothing has no sign."""
-    whole = round(100 * value)
-    return _signed(f"{whole:+,d} %" if abs(whole) < 1e6 else f"{float(whole):+.2g} %") if whole else "0 %"
+    """-0.029 -> '−3 %'; a difference that rounds to 0 has no sign."""
+    rounded = round(100 * value)
+    return _signed(f"{rounded:+,d} %" if abs(rounded) < 1e6 else f"{float(rounded):+.2g} %") if rounded else "0 %"
 
 
 def duration(seconds: Any) -> str:
     """3725 -> '1 h 2 min'; the two largest units."""
-    found = number(seconds)
-    if found is None:
+    finite = number(seconds)
+    if finite is None:
         return MISSING
-    if found < 9.95:
-        return _signed(f"{found:.1f} s")
-    if found >= 1e10:
-        return f"{found / 86400:.3g} d"
-    whole = round(found)
-    parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
+    if finite < 9.95:
+        return _signed(f"{finite:.1f} s")
+    if finite >= 1e10:
+        return f"{finite / 86400:.3g} d"
+    rounded = round(finite)
+    parts = [(rounded // 86400, "d"), (rounded // 3600 % 24, "h"), (rounded // 60 % 60, "min"), (rounded % 60, "s")]
     first = next((i for i, (n, _) in enumerate(parts) if n), len(parts) - 1)
     return " ".join(f"{n} {unit}" for n, unit in parts[first : first + 2] if n)
 
 
 def clock(seconds: Any) -> str:
-    """3725.4 -> '1:02:05': one form for a whole column."""
-    found = number(seconds)
-    if found is None or not 0 <= found < 1e10:
+    """3725.4 -> '1:02:05', the same format for all rows of a column."""
+    finite = number(seconds)
+    if finite is None or not 0 <= finite < 1e10:
         return MISSING
-    whole = int(found)
-    return f"{whole // 3600:,}:{whole // 60 % 60:02}:{whole % 60:02}"
+    total = int(finite)
+    return f"{total // 3600:,}:{total // 60 % 60:02}:{total % 60:02}"
 
 
-def value(found: Any, depth: int = 0) -> str:
-    """Any value of a run in one line, for tables; not escaped."""
-    if found is None or found in ("", [], {}):
+def value(data: Any, depth: int = 0) -> str:
+    """Returns any value of a run as one line for tables, not escaped."""
+    if data is None or data in ("", [], {}):
         return MISSING
-    if isinstance(found, bool):
-        return "yes" if found else "no"
-    if isinstance(found, int | float):
-        real = number(found)
+    if isinstance(data, bool):
+        return "yes" if data else "no"
+    if isinstance(data, int | float):
+        real = number(data)
         if real is None:
-            return NOT_FINITE if isinstance(found, float) else "too large to show"
-        if isinstance(found, int):
+            return NOT_FINITE if isinstance(data, float) else "too large to show"
+        if isinstance(data, int):
             return _signed(
-                f"{found:,}" if 10_000 <= abs(found) < 1e15 else str(found) if abs(found) < 1e15 else f"{real:.4g}"
+                f"{data:,}" if 10_000 <= abs(data) < 1e15 else str(data) if abs(data) < 1e15 else f"{real:.4g}"
             )
         return _signed(f"{real:,.4g}" if abs(real) < 1e4 else _decimals(real, 0))
-    if isinstance(found, list | tuple | dict):
+    if isinstance(data, list | tuple | dict):
         if depth > 4:
             return "…"
-        shown = list(found.items() if isinstance(found, dict) else found)[:50]
-        rest = f" and {len(found) - 50:,} more" if len(found) > 50 else ""
-        if isinstance(found, dict):
+        shown = list(data.items() if isinstance(data, dict) else data)[:50]
+        rest = f" and {len(data) - 50:,} more" if len(data) > 50 else ""
+        if isinstance(data, dict):
             return ", ".join(f"{str(key)[:200]} {value(item, depth + 1)}" for key, item in shown) + rest
         return " ".join(value(item, depth + 1) for item in shown) + rest
-    return str(found)
+    return str(data)

@@ -1,4 +1,4 @@
-"""How models write, side by side, as one page: a sentence, speed by batch and length, and every figure.
+"""HTML page of `preheat bench --inference`: a summary, speed by batch size and length, and all figures.
 
 inference.json ──render──▶ inference.html
 """
@@ -17,7 +17,7 @@ __all__ = ["write_inference"]
 
 
 def write_inference(folder: str | Path) -> Path:
-    """Writes `inference.html` beside an `inference.json` and returns its path.
+    """Writes `inference.html` next to an `inference.json` and returns its path.
 
     Raises:
         RunError: there is no inference.json, it is damaged, or the page cannot be written.
@@ -28,65 +28,74 @@ def write_inference(folder: str | Path) -> Path:
     )
 
 
-def _page(found: dict[str, Any]) -> str:
-    models, machine = found["models"], found["machine"]
+def _page(result: dict[str, Any]) -> str:
+    models, machine = result["models"], result["machine"]
     names = " · ".join(headline(model["name"]) for model in models)
     return document(
         f"{names} · preheat bench --inference",
         f"""<header id="verdict"><p class="eyebrow">preheat bench --inference</p><h1>{escape(names)}</h1>
-<p class="verdict">{escape(_headline(found))}</p></header>
-<section id="speed"><h2>Speed</h2><div class="two">{"".join(_drawings(found))}</div></section>
-<section id="shapes"><h2>Every shape</h2>{_shapes(found["rows"])}</section>
+<p class="verdict">{escape(_headline(result))}</p></header>
+<section id="speed"><h2>Speed</h2><div class="two">{"".join(_drawings(result))}</div></section>
+<section id="shapes"><h2>Every shape</h2>{_shapes(result["rows"])}</section>
 <section id="models"><h2>Models</h2>{_models(models)}</section>
-<footer>{escape(found["repeats"])} rounds in alternation on {escape(machine["name"])}, each model in a process of its own, every shape written once before it was
-timed; {escape(found["tokens"])} tokens after each prompt, the likeliest each time. Median over the rounds, below it the lowest and the highest; ratios within a
-round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, beside the closed form. Loss: nats a token of the prompts' text, read through the cache. Beside the weights: the
-most memory that writing took. Where tokens are proposed, rows are written one after the other and their seconds added. All figures as data: inference.json.</footer>""",
+<footer>{escape(result["repeats"])} rounds in alternation on {escape(machine["name"])}, each model in a process of \
+its own, every shape written once before it was
+timed; {escape(result["tokens"])} tokens after each prompt, the likeliest each time. Median over the rounds, below it \
+the lowest and the highest; ratios within a
+round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, beside the closed form. Loss: nats \
+a token of the prompts' text, read through the cache. Beside the weights: the
+most memory that writing took. Where tokens are proposed, rows are written one after the other and their seconds \
+added. All figures as data: inference.json.</footer>""",
     )
 
 
-def _headline(found: dict[str, Any]) -> str:
-    first, ran = found["models"][0]["name"], {row["name"] for row in found["rows"]}
+def _headline(result: dict[str, Any]) -> str:
+    first, ran = result["models"][0]["name"], {row["name"] for row in result["rows"]}
     if len(ran) < 2:
-        row = found["rows"][0]
-        return f"{first}: {grouped(row['decode_tokens_per_second']['value'])} tokens/s of {row['rows']} rows after {row['length']} tokens."
-    shape = found["rows"][0]["rows"], found["rows"][0]["length"]
-    same = [row for row in found["rows"] if (row["rows"], row["length"]) == shape and row["name"] != first]
+        row = result["rows"][0]
+        return (
+            f"{first}: {grouped(row['decode_tokens_per_second']['value'])} tokens/s of {row['rows']} rows after "
+            f"{row['length']} tokens."
+        )
+    shape = result["rows"][0]["rows"], result["rows"][0]["length"]
+    same = [row for row in result["rows"] if (row["rows"], row["length"]) == shape and row["name"] != first]
     best = max(same, key=lambda row: row["ratio"]["value"])
     return (
-        f"Rows at a time {shape[0]}, prompts of {shape[1]} tokens: {best['name']} writes {best['ratio']['value']:.2f} times as fast as {first}, the first token "
+        f"Rows at a time {shape[0]}, prompts of {shape[1]} tokens: {best['name']} writes "
+        f"{best['ratio']['value']:.2f} times as fast as {first}, the first token "
         f"after {best['first_token_ratio']['value']:.2f} times its time."
     )
 
 
-def _drawings(found: dict[str, Any]) -> list[str]:
-    """Tokens a second over rows, and time to the first token over lengths: the longest prompts, and the most rows."""
-    rows, batches, lengths = found["rows"], found["batches"], found["lengths"]
+def _drawings(result: dict[str, Any]) -> list[str]:
+    """Draws tokens/s by batch size (longest prompts) and time to first token by prompt length (largest batch)."""
+    rows, batches, lengths = result["rows"], result["batches"], result["lengths"]
     drawn = []
     for key, title, unit, scale, at, fixed, most in (
         ("decode_tokens_per_second", "Decode", "tokens/s", 1.0, "rows", "length", lengths[-1]),
         ("first_token_seconds", "Time to first token", "milliseconds", 1e3, "length", "rows", batches[-1]),
     ):
-        held = [row for row in rows if row[fixed] == most]
-        names = list(dict.fromkeys(row["name"] for row in held))
+        selected = [row for row in rows if row[fixed] == most]
+        names = list(dict.fromkeys(row["name"] for row in selected))
         lines = []
         for n, name in enumerate(names):
-            points = sorted((row[at], row[key]["value"] * scale) for row in held if row["name"] == name)
+            points = sorted((row[at], row[key]["value"] * scale) for row in selected if row["name"] == name)
             x, y = zip(*points, strict=True)
             lines.append(svg.Curve(name, x, y, f"series-{n % 6 + 1}", "points"))
-        said = "; ".join(
+        points_text = "; ".join(
             f"{line.name} " + ", ".join(f"{v:.3g} at {n}" for n, v in zip(line.x, line.y, strict=True))
             for line in lines
         )
         caption = f"By {at}, both axes by factors; {fixed} {most}."
         drawing = svg.by_size(
-            f"inference-{at}", lines, f"{title} in {unit} by {at}: {said}", format=lambda v: f"{v:g}", label=at
+            f"inference-{at}", lines, f"{title} in {unit} by {at}: {points_text}", format=lambda v: f"{v:g}", label=at
         )
         legend = "".join(
             f'<li class="line" style="--c: var(--{line.colour})">{escape(headline(line.name))}</li>' for line in lines
         )
         drawn.append(
-            f'<figure><figcaption><h3>{title}, {unit}</h3><p>{escape(caption)}</p></figcaption><ul class="legend">{legend}</ul>{drawing}</figure>'
+            f"<figure><figcaption><h3>{title}, {unit}</h3><p>{escape(caption)}</p></figcaption>"
+            f'<ul class="legend">{legend}</ul>{drawing}</figure>'
         )
     return drawn
 
@@ -106,13 +115,13 @@ def _cells(name: str, cells: Sequence[tuple[str, str]]) -> str:
     return f'<tr><th scope="row">{escape(name)}</th>{shown}</tr>'
 
 
-def _spread(found: dict[str, float], show: Callable[[float], str]) -> tuple[str, str]:
-    return show(found["value"]), f"{show(found['low'])} to {show(found['high'])}"
+def _spread(metric: dict[str, float], show: Callable[[float], str]) -> tuple[str, str]:
+    return show(metric["value"]), f"{show(metric['low'])} to {show(metric['high'])}"
 
 
 def _gib(size: Any) -> float | None:
-    found = number(size)
-    return None if found is None else found / 2**30
+    finite = number(size)
+    return None if finite is None else finite / 2**30
 
 
 def _shapes(rows: Sequence[dict[str, Any]]) -> str:
@@ -148,18 +157,19 @@ def _shapes(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _models(models: Sequence[dict[str, Any]]) -> str:
-    weights, held = zip(
+    weights, extra = zip(
         *((None, None) if m["failed"] else (_gib(m["weights_bytes"]), m["beyond_weights_gib"]) for m in models),
         strict=True,
     )
-    unit, texts = sizes([*weights, *held])
+    unit, texts = sizes([*weights, *extra])
     titles = ("model", "parameters", f"weights, {unit}", "in", "loss", f"beside them, {unit}", "start-up")
     rows = []
     for n, model in enumerate(models):
         if model["failed"]:
             why = escape(model["failed"])
             rows.append(
-                f'<tr><th scope="row">{escape(model["name"])}</th><td class="free bad" colspan="{len(titles) - 1}">{why}</td></tr>'
+                f'<tr><th scope="row">{escape(model["name"])}</th>'
+                f'<td class="free bad" colspan="{len(titles) - 1}">{why}</td></tr>'
             )
             continue
         cells = (

@@ -1,9 +1,12 @@
-"""What a model makes of long texts, drawn: depth against length as a heat map, loss by position and by context as curves; before and after."""
+"""Charts of long-context evaluations before and after training.
+
+Accuracy by depth and length is a heat map; loss by position and by context length are curves.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from preheat.report.formatting import escape, headline, loss, mapping, number, percent
@@ -18,42 +21,45 @@ Parts = Sequence[Mapping[str, Any]]
 
 
 def lengths(after: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """The drawings of every task that was measured part by part; "" where none was.
+    """Returns the charts of all tasks with per-part results; "" if there are none.
 
     Args:
-        after, before: {"tasks": {name: {"parts": [...]}}}, as an evaluation is recorded.
+        after, before: {"tasks": {name: {"parts": [...]}}}, as recorded by an evaluation.
     """
-    made = list[str]()
+    drawings = list[str]()
     for task, result in mapping(after.get("tasks")).items():
-        parts = _whole(result)
+        parts = _complete_parts(result)
         if not parts:
             continue
-        old = [part for part in _whole(mapping(before.get("tasks")).get(task)) if part.keys() >= _kind_of(parts)]
+        old = [
+            part for part in _complete_parts(mapping(before.get("tasks")).get(task)) if part.keys() >= _kind_of(parts)
+        ]
         if "depth" in parts[0]:
             two = [("before", old), ("after", parts)] if old else [("", parts)]
             shown = "".join(
-                heat_map(f"length-{len(made)}-{n}", task, words, some) for n, (words, some) in enumerate(two)
+                heat_map(f"length-{len(drawings)}-{n}", task, when, subset) for n, (when, subset) in enumerate(two)
             )
         elif "start" in parts[0]:
-            shown = _positions(f"length-{len(made)}", task, parts, old)
+            shown = _positions(f"length-{len(drawings)}", task, parts, old)
         else:
-            shown = _continued(f"length-{len(made)}", task, parts)
-        made.append(f'<div class="two">{shown}</div>')
-    return "".join(made)
+            shown = _continued(f"length-{len(drawings)}", task, parts)
+        drawings.append(f'<div class="two">{shown}</div>')
+    return "".join(drawings)
 
 
+# Keys of the parts: needle by depth, loss by position, continuation by share of the context.
 _KINDS = (("length", "depth"), ("start", "end"), ("length", "share"))
 
 
-def _whole(result: Any) -> Parts:
-    """The parts of a result that are measured and whole, all of the kind of the first."""
+def _complete_parts(result: Any) -> Parts:
+    """Returns the measured parts of a result that have all keys of their kind; all are of the same kind."""
     listed = mapping(result).get("parts")
     parts = (
         [part for part in listed if number(mapping(part).get("value")) is not None] if isinstance(listed, list) else []
     )
     for keys in _KINDS:
-        if found := [part for part in parts if all(number(part.get(key)) is not None for key in keys)]:
-            return found
+        if complete := [part for part in parts if all(number(part.get(key)) is not None for key in keys)]:
+            return complete
     return []
 
 
@@ -61,14 +67,14 @@ def _kind_of(parts: Parts) -> set[str]:
     return next(set(keys) for keys in _KINDS if parts[0].keys() >= set(keys))
 
 
-def _figure(title: str, words: str, drawing: str, legend: Sequence[tuple[str, str]] = ()) -> str:
+def _figure(title: str, caption: str, drawing: str, legend: Sequence[tuple[str, str]] = ()) -> str:
     items = "".join(f'<li class="line" style="--c: var(--{colour})">{escape(name)}</li>' for name, colour in legend)
     shown = f'<ul class="legend">{items}</ul>' if items else ""
-    return f"<figure><figcaption><h3>{escape(title)}</h3><p>{escape(words)}</p></figcaption>{shown}{drawing}</figure>"
+    return f"<figure><figcaption><h3>{escape(title)}</h3><p>{escape(caption)}</p></figcaption>{shown}{drawing}</figure>"
 
 
 def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
-    """Accuracy at each depth and length.
+    """Draws a heat map of accuracy at each depth and length.
 
     Args:
         name: unique in the page.
@@ -78,7 +84,10 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
     across, down = (sorted({part[key] for part in parts}) for key in ("length", "depth"))
     worst = min(parts, key=lambda part: (part["value"], part["length"]))
     mean = sum(part["value"] for part in parts) / len(parts)
-    words = f"{percent(mean)} right, the least at {worst['length']:,} tokens and depth {percent(worst['depth'])}: {percent(worst['value'])}."
+    caption = (
+        f"{percent(mean)} right, the least at {worst['length']:,} tokens and depth {percent(worst['depth'])}: "
+        f"{percent(worst['value'])}."
+    )
 
     def draw(axes: Axes) -> None:
         from matplotlib.patches import Rectangle
@@ -106,33 +115,36 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
         axes.set_xlabel("tokens of context; depth of what is asked on the left", loc="right", labelpad=4)
 
     title = f"{headline(task)}: right at depth and length, %" + (f", {when}" if when else "")
-    return _figure(title, words, drawn(name, (NARROW[0], 0.9 + 0.27 * len(down)), f"{title}. {words}", draw))
+    return _figure(title, caption, drawn(name, (NARROW[0], 0.9 + 0.27 * len(down)), f"{title}. {caption}", draw))
 
 
 def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
     lines = [("before", "series-2", old)] if old else []
     lines.append(("after" if old else "loss", "series-1", parts))
     falls = parts[0]["end"]
-    for one, other in itertools.pairwise(parts):
-        if other["value"] >= one["value"]:
+    for current, following in itertools.pairwise(parts):
+        if following["value"] >= current["value"]:
             break
-        falls = other["end"]
-    words = f"From {loss(parts[0]['value'])} in the first {parts[0]['end']:,} places to {loss(parts[-1]['value'])} beyond {parts[-1]['start']:,}; it falls up to place {falls:,}."
+        falls = following["end"]
+    caption = (
+        f"From {loss(parts[0]['value'])} in the first {parts[0]['end']:,} places to {loss(parts[-1]['value'])} "
+        f"beyond {parts[-1]['start']:,}; it falls up to place {falls:,}."
+    )
 
     def draw(axes: Axes) -> None:
-        for _, colour, some in lines:
-            places = [part["end"] for part in some]
+        for _, colour, points in lines:
+            ends = [part["end"] for part in points]
             axes.plot(
-                places,
-                [part["value"] for part in some],
+                ends,
+                [part["value"] for part in points],
                 color=SENTINEL[colour],
                 linewidth=1.6,
                 marker="o",
                 markersize=4.5,
             )
-            if all(number(part.get(key)) is not None for part in some for key in ("low", "high")):
-                low, high = ([part[key] for part in some] for key in ("low", "high"))
-                axes.fill_between(places, low, high, color=SENTINEL[colour], alpha=0.15, linewidth=0)
+            if all(number(part.get(key)) is not None for part in points for key in ("low", "high")):
+                low, high = ([part[key] for part in points] for key in ("low", "high"))
+                axes.fill_between(ends, low, high, color=SENTINEL[colour], alpha=0.15, linewidth=0)
         if min(part["end"] for part in parts) > 0:
             axes.set_xscale("log", base=2)
         _ticks(axes, [part["end"] for part in parts])
@@ -140,7 +152,7 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
 
     title = f"{headline(task)}: loss by position, nats a token"
     return _figure(
-        title, words, drawn(name, NARROW, f"{title}. {words}", draw), [(line, colour) for line, colour, _ in lines]
+        title, caption, drawn(name, NARROW, f"{title}. {caption}", draw), [(line, colour) for line, colour, _ in lines]
     )
 
 
@@ -148,24 +160,38 @@ def _continued(name: str, task: str, parts: Parts) -> str:
     across = sorted({part["length"] for part in parts})
     lines = [(n, f"series-{k % 6 + 1}", [part for part in parts if part["length"] == n]) for k, n in enumerate(across)]
     longest = {part["share"]: part["value"] for part in lines[-1][2]}
-    words = f"Of {across[-1]:,} tokens: {loss(longest.get(0.0))} with nothing before them, {loss(longest.get(1.0))} with all."
+    caption = (
+        f"Of {across[-1]:,} tokens: {loss(longest.get(0.0))} with nothing before them, {loss(longest.get(1.0))} "
+        "with all."
+    )
 
     def draw(axes: Axes) -> None:
-        for _, colour, some in lines:
-            axes.plot([p["share"] for p in some], [p["value"] for p in some], color=SENTINEL[colour], linewidth=1.6, marker="o", markersize=4.5)  # fmt: skip
+        for _, colour, points in lines:
+            axes.plot(
+                [p["share"] for p in points],
+                [p["value"] for p in points],
+                color=SENTINEL[colour],
+                linewidth=1.6,
+                marker="o",
+                markersize=4.5,
+            )
         _ticks(axes, [0.0, 0.25, 0.5, 1.0], percent)
         axes.set_xlabel("share of the context that is read", loc="right", labelpad=2)
 
     title = f"{headline(task)}: loss of the last tokens, nats a token"
     legend = [(f"{n:,} tokens", colour) for n, colour, _ in lines]
-    return _figure(title, words, drawn(name, NARROW, f"{title}. {words}", draw), legend)
+    return _figure(title, caption, drawn(name, NARROW, f"{title}. {caption}", draw), legend)
 
 
-def _ticks(axes: Axes, places: Sequence[float], words: Any = lambda n: f"{n:,.0f}") -> None:
+def _ticks(axes: Axes, positions: Sequence[float], label: Callable[[float], str] = lambda n: f"{n:,.0f}") -> None:
     from matplotlib.ticker import NullLocator
 
-    shown = places if len(places) < 8 else [place for n, place in enumerate(places) if (len(places) - 1 - n) % 2 == 0]
-    axes.set_xticks(list(shown), [words(place) for place in shown])
+    shown = (
+        positions
+        if len(positions) < 8
+        else [position for n, position in enumerate(positions) if (len(positions) - 1 - n) % 2 == 0]
+    )
+    axes.set_xticks(list(shown), [label(position) for position in shown])
     axes.xaxis.set_minor_locator(NullLocator())
     ticks(axes.yaxis)
     axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)

@@ -1,4 +1,4 @@
-"""What `preheat nettest` measured as one page: bus bandwidth and time by size, pairs of ranks, every figure.
+"""HTML page of `preheat nettest`: bus bandwidth and time by message size, pairs of ranks, all figures.
 
 {rows, pairs, expected, ...} ──write_net──▶ page.html
 """
@@ -18,7 +18,8 @@ __all__ = ["against_words", "seconds", "size", "write_net"]
 
 
 def seconds(value: float) -> str:
-    """
+    """Returns seconds with three digits and an SI unit.
+
     >>> seconds(2.5e-5), seconds(0.0123), seconds(2.0)
     ('25 µs', '12.3 ms', '2 s')
     """
@@ -29,7 +30,8 @@ def seconds(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """
+    """Returns bytes with three digits and a binary unit.
+
     >>> size(1024), size(1536), size(64 * 2**20)
     ('1 KiB', '1.5 KiB', '64 MiB')
     """
@@ -39,36 +41,39 @@ def size(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def against_words(made: dict[str, Any]) -> str:
-    """What the catalogue expects of the links, and the share that the best size of each collective reached."""
-    expected = made["expected"]
-    held = expected["in_host" if made["hosts"] == 1 else "between_hosts"]
-    where = "between neighbours in a host" if made["hosts"] == 1 else "of a device to other hosts"
-    if held is None:
-        return f"The catalogue has no figure for links {where} of {made['hardware']} over {made['backend']}; nothing to hold these against."
+def against_words(result: dict[str, Any]) -> str:
+    """Returns a sentence that compares the best bus bandwidth of each collective with the catalogue's link rate."""
+    expected = result["expected"]
+    link_rate = expected["in_host" if result["hosts"] == 1 else "between_hosts"]
+    where = "between neighbours in a host" if result["hosts"] == 1 else "of a device to other hosts"
+    if link_rate is None:
+        return (
+            f"The catalogue has no figure for links {where} of {result['hardware']} over {result['backend']}; "
+            "nothing to hold these against."
+        )
     shares = ", ".join(f"{name.replace('_', '-')} {share:.0%}" for name, share in expected["share"].items())
-    return f"The catalogue gives {held / 1e9:,.0f} GB/s {where}; of that the best bus bandwidth is: {shares}."
+    return f"The catalogue gives {link_rate / 1e9:,.0f} GB/s {where}; of that the best bus bandwidth is: {shares}."
 
 
-def write_net(made: dict[str, Any], path: str | Path) -> Path:
+def write_net(result: dict[str, Any], path: str | Path) -> Path:
     """Writes the page and returns its path.
 
     Raises:
         RunError: it cannot be written.
     """
-    return write_asked(path, _page(made), marks=[GENERATOR])
+    return write_asked(path, _page(result), marks=[GENERATOR])
 
 
-def _page(made: dict[str, Any]) -> str:
-    hosts = f"{made['hosts']} hosts" if made["hosts"] > 1 else "one host"
-    title = f"{made['devices']} processes on {hosts} over {made['backend']}"
-    names = list(dict.fromkeys(row["collective"] for row in made["rows"]))
+def _page(result: dict[str, Any]) -> str:
+    hosts = f"{result['hosts']} hosts" if result["hosts"] > 1 else "one host"
+    title = f"{result['devices']} processes on {hosts} over {result['backend']}"
+    names = list(dict.fromkeys(row["collective"] for row in result["rows"]))
     colours = dict(zip(names, ("series-1", "series-2", "series-3", "series-4", "series-5"), strict=False))
     legend = "".join(
         f'<li class="line" style="--c: var(--{colours[n]})">{escape(n.replace("_", "-"))}</li>' for n in names
     )
     drawn = "".join(
-        _figure(made, names, colours, legend, *which)
+        _figure(result, names, colours, legend, *which)
         for which in (
             (
                 "bus_bandwidth",
@@ -87,17 +92,18 @@ def _page(made: dict[str, Any]) -> str:
     return document(
         f"{title} · preheat nettest",
         f"""<header id="verdict"><p class="eyebrow">preheat nettest</p><h1>{escape(title)}</h1>
-<p class="verdict">{escape(made["hardware"])}. {escape(against_words(made))}</p></header>
+<p class="verdict">{escape(result["hardware"])}. {escape(against_words(result))}</p></header>
 <section id="plots"><h2>By size</h2><div class="two">{drawn}</div></section>
-{_pairs(made)}
-<section id="figures"><h2>Every figure</h2>{_rows(made)}</section>
-<footer>Median over the samples of the slowest process of each, with the tenths at both ends. Size and bus bandwidth as nccl-tests count them. torch
-{escape(made["torch"])}.</footer>""",
+{_pairs(result)}
+<section id="figures"><h2>Every figure</h2>{_rows(result)}</section>
+<footer>Median over the samples of the slowest process of each, with the tenths at both ends. Size and bus bandwidth \
+as nccl-tests count them. torch
+{escape(result["torch"])}.</footer>""",
     )
 
 
 def _figure(
-    made: dict[str, Any],
+    result: dict[str, Any],
     names: list[str],
     colours: dict[str, str],
     legend: str,
@@ -107,46 +113,54 @@ def _figure(
     about: str,
 ) -> str:
     lines = []
-    said = []
+    parts = []
     for name in names:
-        rows = [row for row in made["rows"] if row["collective"] == name]
+        rows = [row for row in result["rows"] if row["collective"] == name]
         lines.append(
             Curve(name, [row["bytes"] for row in rows], [row[key] * scale for row in rows], colours[name], "points")
         )
-        one = max(row[key] for row in rows) * scale if key == "bus_bandwidth" else rows[0][key] * scale
-        said.append(f"{name.replace('_', '-')} {one:.3g}")
-    held = made["expected"]["in_host" if made["hosts"] == 1 else "between_hosts"]
-    if key == "bus_bandwidth" and held:
-        lines.append(Curve("catalogue", [0.0], [held * scale], style="named"))
-    words = about + ", ".join(said) + "."
-    drawing = svg.by_size(f"net-{key.replace('_', '-')}", lines, f"{title}. {words}", format=size)
-    return f'<figure><figcaption><h3>{title}</h3><p>{escape(words)}</p></figcaption><ul class="legend">{legend}</ul>{drawing}</figure>'
+        best = max(row[key] for row in rows) * scale if key == "bus_bandwidth" else rows[0][key] * scale
+        parts.append(f"{name.replace('_', '-')} {best:.3g}")
+    link_rate = result["expected"]["in_host" if result["hosts"] == 1 else "between_hosts"]
+    if key == "bus_bandwidth" and link_rate:
+        lines.append(Curve("catalogue", [0.0], [link_rate * scale], style="named"))
+    caption = about + ", ".join(parts) + "."
+    drawing = svg.by_size(f"net-{key.replace('_', '-')}", lines, f"{title}. {caption}", format=size)
+    return (
+        f"<figure><figcaption><h3>{title}</h3><p>{escape(caption)}</p></figcaption>"
+        f'<ul class="legend">{legend}</ul>{drawing}</figure>'
+    )
 
 
-def _pairs(made: dict[str, Any]) -> str:
-    if not made["pairs"]:
+def _pairs(result: dict[str, Any]) -> str:
+    if not result["pairs"]:
         return ""
     rows = "".join(
-        f'<tr><th scope="row">{escape(pair["kind"])}</th><td>{pair["ranks"][0]:d} and {pair["ranks"][1]:d}</td><td>{escape(", ".join(pair["hosts"]))}</td>'
+        f'<tr><th scope="row">{escape(pair["kind"])}</th><td>{pair["ranks"][0]:d} and {pair["ranks"][1]:d}</td>'
+        f"<td>{escape(', '.join(pair['hosts']))}</td>"
         f'<td class="n">{seconds(pair["latency"])}</td><td class="n">{pair["bandwidth"] / 1e9:.3g}</td></tr>'
-        for pair in made["pairs"]
+        for pair in result["pairs"]
     )
     return (
-        '<section id="pairs"><h2>Point to point</h2><p class="small">Half the time of a message there and back.</p><div class="scroll"><table><thead><tr>'
-        '<th scope="col">pair</th><th scope="col">ranks</th><th scope="col">hosts</th><th scope="col" class="n">latency</th>'
+        '<section id="pairs"><h2>Point to point</h2>'
+        '<p class="small">Half the time of a message there and back.</p><div class="scroll"><table><thead><tr>'
+        '<th scope="col">pair</th><th scope="col">ranks</th><th scope="col">hosts</th>'
+        '<th scope="col" class="n">latency</th>'
         f'<th scope="col" class="n">GB/s</th></tr></thead><tbody>{rows}</tbody></table></div></section>'
     )
 
 
-def _rows(made: dict[str, Any]) -> str:
+def _rows(result: dict[str, Any]) -> str:
     head = "".join(
         f'<th scope="col"{" class=n" if n else ""}>{title}</th>'
         for n, title in enumerate(("collective", "size", "time", "10 to 90 %", "GB/s", "bus GB/s"))
     )
     rows = "".join(
-        f'<tr><th scope="row">{escape(row["collective"].replace("_", "-"))}</th><td class="n">{size(row["bytes"])}</td><td class="n">{seconds(row["seconds"])}</td>'
-        f'<td class="n">{seconds(row["low"])} to {seconds(row["high"])}</td><td class="n">{row["algorithm_bandwidth"] / 1e9:.3g}</td>'
+        f'<tr><th scope="row">{escape(row["collective"].replace("_", "-"))}</th>'
+        f'<td class="n">{size(row["bytes"])}</td><td class="n">{seconds(row["seconds"])}</td>'
+        f'<td class="n">{seconds(row["low"])} to {seconds(row["high"])}</td>'
+        f'<td class="n">{row["algorithm_bandwidth"] / 1e9:.3g}</td>'
         f'<td class="n">{row["bus_bandwidth"] / 1e9:.3g}</td></tr>'
-        for row in made["rows"]
+        for row in result["rows"]
     )
     return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")

@@ -1,4 +1,4 @@
-"""The plots of a plan: memory over a step, the roofline, memory against speed of all that was looked at."""
+"""Charts of a plan: memory over a step, roofline, memory against speed of all candidates."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["pareto", "roofline", "timeline"]
 _SHADES = {"forward": "series-1", "head and loss": "series-4", "backward": "series-2", "update": "series-3"}
 
 
-def _figure(title: str, words: str, drawing: str, legend: Sequence[tuple[str, str]] = ()) -> str:
+def _figure(title: str, caption: str, drawing: str, legend: Sequence[tuple[str, str]] = ()) -> str:
     listed = "".join(f'<li class="line" style="--c: var(--{colour})">{escape(name)}</li>' for name, colour in legend)
     shown = f'<ul class="legend">{listed}</ul>' if listed else ""
-    return f"<figure><figcaption><h3>{escape(title)}</h3><p>{escape(words)}</p></figcaption>{shown}{drawing}</figure>"
+    return f"<figure><figcaption><h3>{escape(title)}</h3><p>{escape(caption)}</p></figcaption>{shown}{drawing}</figure>"
 
 
-def timeline(found: Mapping[str, Any], available: float) -> str:
-    """Memory alive over the allocations of a step: one colour a phase."""
-    points, phases = found["bytes"], found["phases"]
+def timeline(trace: Mapping[str, Any], available: float) -> str:
+    """Draws the memory of live tensors over the allocations of a step, one colour per phase."""
+    points, phases = trace["bytes"], trace["phases"]
     most = max((size for _, size in points), default=0.0)
     unit, scale = unit_of([most])
-    words = f"Tensors alive from allocation to allocation; at most {gib(most)}."
+    caption = f"Tensors alive from allocation to allocation; at most {gib(most)}."
     ends = [*(start for start, _ in phases[1:]), points[-1][0] + 1 if points else 0]
 
     def draw(axes: Axes) -> None:
@@ -46,13 +46,13 @@ def timeline(found: Mapping[str, Any], available: float) -> str:
         axes.set_xlabel("allocations of a step, in order", loc="right", labelpad=4)
 
     legend = [(phase, _SHADES.get(phase, "series-6")) for phase in dict.fromkeys(phase for _, phase in phases)]
-    return _figure(f"Memory over a step, {unit}", words, drawn("plan-timeline", NARROW, words, draw), legend)
+    return _figure(f"Memory over a step, {unit}", caption, drawn("plan-timeline", NARROW, caption, draw), legend)
 
 
-def roofline(found: Mapping[str, Any]) -> str:
-    """FLOP/s against FLOPs a byte, below what the device can do; a mark's name has its share of the products' time."""
-    points, peak, bandwidth = found["points"], found["peak"], found["bandwidth"]
-    words = "Under the slope memory decides, under the level the matrix units: " + ", ".join(
+def roofline(figures: Mapping[str, Any]) -> str:
+    """Draws the roofline: FLOP/s against FLOPs per byte; the legend has each operator's share of the matmul time."""
+    points, peak, bandwidth = figures["points"], figures["peak"], figures["bandwidth"]
+    caption = "Under the slope memory decides, under the level the matrix units: " + ", ".join(
         f"{p['operator']} {p['flops'] / peak:.0%} of the peak" for p in points
     )
     knee = peak / bandwidth
@@ -77,25 +77,25 @@ def roofline(found: Mapping[str, Any]) -> str:
     legend = [
         (f"{p['operator']}, {percent(p['share'])} of their time", f"series-{n % 6 + 1}") for n, p in enumerate(points)
     ]
-    return _figure("Roofline, TFLOP/s", f"{words}.", drawn("plan-roofline", NARROW, words, draw), legend)
+    return _figure("Roofline, TFLOP/s", f"{caption}.", drawn("plan-roofline", NARROW, caption, draw), legend)
 
 
-def pareto(found: Sequence[Mapping[str, Any]], guesses: Sequence[Mapping[str, Any]], available: float) -> str:
-    """Tokens a second against memory of all candidates: those that were dry-run, and in grey those that were estimated.
+def pareto(tried: Sequence[Mapping[str, Any]], guesses: Sequence[Mapping[str, Any]], available: float) -> str:
+    """Draws tokens/s against memory of all candidates: dry-run ones, and estimated ones in grey.
 
-    "" for a single candidate: one dot compares nothing.
+    Returns "" for a single candidate, since there is nothing to compare.
     """
-    if len(found) + len(guesses) < 2 or len({(p["peak_gib"], p["tokens_per_second"]) for p in (*found, *guesses)}) < 2:
+    if len(tried) + len(guesses) < 2 or len({(p["peak_gib"], p["tokens_per_second"]) for p in (*tried, *guesses)}) < 2:
         return ""
-    # What needs many times the device's memory would squeeze all that matters into a corner.
-    most = max([available * 1.6, *(p["peak_gib"] for p in found)]) * 1.08
+    # Leave out candidates that need far more memory than the device has: they would squeeze the rest into a corner.
+    most = max([available * 1.6, *(p["peak_gib"] for p in tried)]) * 1.08
     shown = [p for p in guesses if p["peak_gib"] <= most]
-    unit, scale = unit_of([*(p["peak_gib"] for p in (*found, *shown)), available])
+    unit, scale = unit_of([*(p["peak_gib"] for p in (*tried, *shown)), available])
     beyond = len(guesses) - len(shown)
-    words = (
-        f"Small marks are estimates, large ones were dry-run, and the filled one was chosen. What is left of the line fits the {gib(available)} of a device."
-        + (f" {beyond:,} candidates that need more than {gib(most)} are not drawn." if beyond else "")
-    )
+    caption = (
+        "Small marks are estimates, large ones were dry-run, and the filled one was chosen. What is left "
+        f"of the line fits the {gib(available)} of a device."
+    ) + (f" {beyond:,} candidates that need more than {gib(most)} are not drawn." if beyond else "")
 
     def draw(axes: Axes) -> None:
         for p in shown:
@@ -103,7 +103,7 @@ def pareto(found: Sequence[Mapping[str, Any]], guesses: Sequence[Mapping[str, An
             axes.plot(
                 [p["peak_gib"] * scale], [p["tokens_per_second"]], marker="o", markersize=3, color=colour, alpha=0.55
             )
-        for p in found:
+        for p in tried:
             colour = SENTINEL["series-1" if p["fits"] else "warn"]
             axes.plot(
                 [p["peak_gib"] * scale],
@@ -113,25 +113,25 @@ def pareto(found: Sequence[Mapping[str, Any]], guesses: Sequence[Mapping[str, An
                 color=colour,
                 markerfacecolor=colour if p["best"] else SENTINEL["page"],
             )
-        far = max(p["peak_gib"] for p in (*found, *shown)) * scale
+        far = max(p["peak_gib"] for p in (*tried, *shown)) * scale
         near = available * scale <= far * 2.5
         if near:
             axes.axvline(available * scale, color=SENTINEL["ink"], linewidth=1.5)
         axes.set_xlim(0, max([far, available * scale] if near else [far]) * 1.08)
-        axes.set_ylim(0, max(p["tokens_per_second"] for p in (*found, *shown)) * 1.12)
+        axes.set_ylim(0, max(p["tokens_per_second"] for p in (*tried, *shown)) * 1.12)
         ticks(axes.xaxis)
         ticks(axes.yaxis)
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(f"{unit} of a device", loc="right", labelpad=2)
 
-    unfit = any(not p["fits"] for p in found) or any(p["peak_gib"] > available for p in shown)
+    unfit = any(not p["fits"] for p in tried) or any(p["peak_gib"] > available for p in shown)
     legend = [
         ("fits", "series-1"),
         *([("estimated", "muted")] if shown else []),
         *([("does not fit", "warn")] if unfit else []),
     ]
     drawings = "".join(
-        f'<div class="{kind}">{drawn(f"plan-pareto-{kind}", size, words, draw)}</div>'
+        f'<div class="{kind}">{drawn(f"plan-pareto-{kind}", size, caption, draw)}</div>'
         for kind, size in (("wide", (WIDE[0], 3.2)), ("narrow", NARROW))
     )
-    return _figure("Tokens a second against memory", words, drawings, legend)
+    return _figure("Tokens a second against memory", caption, drawings, legend)

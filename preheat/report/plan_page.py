@@ -1,6 +1,6 @@
-"""A plan as one page: verdict, memory by category and over a step, what was looked at, roofline, alternatives, reasons, the recipe.
+"""HTML page of a plan: verdict, memory, step timeline, roofline, candidates, alternatives, rejections, recipe.
 
-{plan, alternatives, rejected, figures: {timeline, roofline, guesses, pareto}, yaml} ──write_plan──▶ page.html
+{plan, alternatives, rejected, figures: {timeline, roofline, guesses, pareto}, recipe_text} ──write_plan──▶ page.html
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ _COLOURS = dict(
 )
 
 
-def write_plan(made: Mapping[str, Any], path: str | Path) -> Path:
+def write_plan(plan: Mapping[str, Any], path: str | Path) -> Path:
     """Writes the page and returns its path.
 
     Args:
-        made: a plan as `preheat plan --json` prints it, its `figures`, and `yaml`: the recipe as text.
+        plan: as `preheat plan --json` prints it, with `figures` and `recipe_text` (YAML).
 
     Raises:
         RunError: it cannot be written.
     """
-    return write_asked(path, _page(made), marks=[GENERATOR])
+    return write_asked(path, _page(plan), marks=[GENERATOR])
 
 
-def _page(made: Mapping[str, Any]) -> str:
-    name = headline(made["recipe"]["name"])
-    many = f"{made['devices']:,} x " if made["devices"] > 1 else ""
-    where = f"{many}{made['device']['name']}"
-    drawn = made["figures"]
+def _page(plan: Mapping[str, Any]) -> str:
+    name = headline(plan["recipe"]["name"])
+    many = f"{plan['devices']:,} x " if plan["devices"] > 1 else ""
+    where = f"{many}{plan['device']['name']}"
+    drawn = plan["figures"]
     sections = (
-        ("memory", "Memory of a device", _memory(made)),
+        ("memory", "Memory of a device", _memory(plan)),
         (
             "step",
             "A step",
-            f'<div class="two">{plan_charts.timeline(drawn["timeline"], made["available_gib"])}{plan_charts.roofline(drawn["roofline"])}</div>',
+            f'<div class="two">{plan_charts.timeline(drawn["timeline"], plan["available_gib"])}'
+            f"{plan_charts.roofline(drawn['roofline'])}</div>",
         ),
-        ("choice", "Candidates", _candidates(made)),
-        ("reasons", "Why not the others", _reasons(made)),
-        ("recipe", "Recipe", f"<pre>{escape(made['recipe_text'], LONG)}</pre>"),
+        ("choice", "Candidates", _candidates(plan)),
+        ("reasons", "Why not the others", _reasons(plan)),
+        ("recipe", "Recipe", f"<pre>{escape(plan['recipe_text'], LONG)}</pre>"),
     )
     body = "".join(
         f'<section id="{key}"><h2>{title}</h2>{content}</section>\n' for key, title, content in sections if content
@@ -59,47 +60,54 @@ def _page(made: Mapping[str, Any]) -> str:
     return document(
         f"{name} on {where} · preheat plan",
         f"""<header id="verdict"><p class="eyebrow">preheat plan</p><h1>{escape(name)} on {escape(where)}</h1>
-<p class="verdict">{nbsp_units(_verdict(made))}</p></header>
-{_tiles(made)}
-{body}<footer>Predicted by a dry run of the step; nothing was trained. 1 GiB is 2³⁰ bytes. All figures as data: preheat plan --json.</footer>""",
+<p class="verdict">{nbsp_units(_verdict(plan))}</p></header>
+{_tiles(plan)}
+{body}<footer>Predicted by a dry run of the step; nothing was trained. 1 GiB is 2³⁰ bytes. All figures as data: \
+preheat plan --json.</footer>""",
     )
 
 
-def _verdict(made: Mapping[str, Any]) -> str:
-    fits = "Fits" if made["fits"] else "Does not fit"
-    peak = f"{gib(made['peak_gib'])} of {gib(made['available_gib'])}"
+def _verdict(plan: Mapping[str, Any]) -> str:
+    fits = "Fits" if plan["fits"] else "Does not fit"
+    peak = f"{gib(plan['peak_gib'])} of {gib(plan['available_gib'])}"
     numbers = {"exact": "no numbers change", "rounding": "numbers are rounded", "different": "numbers differ"}[
-        made["numerics"]
+        plan["numerics"]
     ]
-    searched = made["searched"]
-    how = (
-        f" The best of {searched['candidates']:,} candidates, of which {searched['looked_at']} {'was' if searched['looked_at'] == 1 else 'were'} dry-run"
+    searched = plan["searched"]
+    search_note = (
+        (
+            f" The best of {searched['candidates']:,} candidates, of which {searched['looked_at']} "
+            f"{'was' if searched['looked_at'] == 1 else 'were'} dry-run"
+        )
         if searched["candidates"]
         else ""
     )
     sure = ", this one with all its layers" if searched["confirmed"] else ""
-    return f"{fits}: {peak}, {grouped(made['tokens_per_second'])} tokens a second. {made['chosen']}; {numbers}.{how}{sure}{'.' if how else ''}"
+    return (
+        f"{fits}: {peak}, {grouped(plan['tokens_per_second'])} tokens a second. {plan['chosen']}; "
+        f"{numbers}.{search_note}{sure}{'.' if search_note else ''}"
+    )
 
 
-def _tiles(made: Mapping[str, Any]) -> str:
-    p, cost = made["parameters"], made["cost"]
+def _tiles(plan: Mapping[str, Any]) -> str:
+    p, cost = plan["parameters"], plan["cost"]
     tiles = [
-        ("Peak memory", gib(made["peak_gib"]), f"of {gib(made['available_gib'])}, in {made['peak_phase']}"),
+        ("Peak memory", gib(plan["peak_gib"]), f"of {gib(plan['available_gib'])}, in {plan['peak_phase']}"),
         (
             "Tokens per second",
-            grouped(made["tokens_per_second"]),
-            f"{grouped(made['tokens_per_second'] / made['devices'])} a device",
+            grouped(plan["tokens_per_second"]),
+            f"{grouped(plan['tokens_per_second'] / plan['devices'])} a device",
         ),
-        ("A step", duration(made["seconds_per_step"]), f"{count(made['tokens_per_step'])} tokens"),
-        ("Model FLOPs utilisation", percent(made["mfu"]), f"of {made['matrix_rate'] / 1e12:,.4g} TFLOP/s"),
+        ("A step", duration(plan["seconds_per_step"]), f"{count(plan['tokens_per_step'])} tokens"),
+        ("Model FLOPs utilisation", percent(plan["mfu"]), f"of {plan['matrix_rate'] / 1e12:,.4g} TFLOP/s"),
         ("Parameters", count(p["total"]), f"{count(p['trained'])} trained"),
     ]
-    if made["seconds_total"]:
-        tiles.append(("Time", duration(made["seconds_total"]), f"{grouped(made['steps'])} steps"))
+    if plan["seconds_total"]:
+        tiles.append(("Time", duration(plan["seconds_total"]), f"{grouped(plan['steps'])} steps"))
     if cost:
         run = f"${cost['run']:,.2f} for the run" if cost["run"] else f"${cost['hour']:,.2f} an hour"
         tiles.append(("Cost", f"${cost['million_tokens']:.3g}", f"a million tokens; {run}"))
-    if energy := made["energy"]:
+    if energy := plan["energy"]:
         run = f"{energy['run']:,.3g} kWh for the run" if energy["run"] else f"{energy['kilowatts']:,.3g} kW"
         tiles.append(
             ("Energy, at most", f"{energy['million_tokens']:.3g} kWh", f"a million tokens; {run}; boards at full power")
@@ -111,41 +119,46 @@ def _tiles(made: Mapping[str, Any]) -> str:
     )
 
 
-def _memory(made: Mapping[str, Any]) -> str:
-    parts = list(made["memory"].items())
+def _memory(plan: Mapping[str, Any]) -> str:
+    parts = list(plan["memory"].items())
     drawing = svg.stacked(
         "plan-memory",
         [("peak", [(_COLOURS[category], size) for category, size in parts])],
         "Memory at the peak by category: " + ", ".join(f"{category} {gib(size)}" for category, size in parts),
-        limit=(f"{made['available_gib']:,.4g} GiB", made["available_gib"]),
+        limit=(f"{plan['available_gib']:,.4g} GiB", plan["available_gib"]),
     )
-    unit, texts = sizes([*(size for _, size in parts), made["peak_gib"]])
+    unit, texts = sizes([*(size for _, size in parts), plan["peak_gib"]])
     rows = "".join(
-        f'<tr><td><span class="key" style="--c: var(--{_COLOURS[category]})"></span>{escape(category)}</td><td class="n">{text}</td></tr>'
+        (
+            f'<tr><td><span class="key" style="--c: var(--{_COLOURS[category]})"></span>{escape(category)}</td>'
+            f'<td class="n">{text}</td></tr>'
+        )
         for (category, _), text in zip(parts, texts, strict=False)
     )
     head = f'<tr><th scope="col">at the peak</th><th scope="col" class="n">{unit}</th></tr>'
     peak = f'<tr class="sum"><td>peak</td><td class="n">{texts[-1]}</td></tr>'
-    bars, split = _phases(made)
+    bars, split = _phases(plan)
     return (
         f'<div class="two"><div>{drawing}<table><thead>{head}</thead><tbody>{rows}{peak}</tbody></table>'
-        f"</div><div>{bars}</div></div>{split}{_overhead(made)}"
+        f"</div><div>{bars}</div></div>{split}{_overhead(plan)}"
     )
 
 
-def _phases(made: Mapping[str, Any]) -> tuple[str, str]:
-    """A bar a phase, and the same in figures."""
-    split = made["phase_memory"] | ({"export, later": made["export"]} if made["export"] else {})
+def _phases(plan: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns (chart of memory by phase, table of the same figures)."""
+    split = plan["phase_memory"] | ({"export, later": plan["export"]} if plan["export"] else {})
     drawing = svg.stacked(
         "plan-phases",
-        [(phase, [(_COLOURS[c], size) for c, size in found.items()]) for phase, found in split.items()],
-        "Peak by phase: " + ", ".join(f"{phase} {gib(size)}" for phase, size in made["phases"].items()),
+        [(phase, [(_COLOURS[c], size) for c, size in categories.items()]) for phase, categories in split.items()],
+        "Peak by phase: " + ", ".join(f"{phase} {gib(size)}" for phase, size in plan["phases"].items()),
     )
-    unit, texts = sizes([size for found in split.values() for size in (*found.values(), sum(found.values()))])
-    across = len(made["memory"]) + 1
-    head = "".join(f'<th scope="col" class="n">{escape(c)}</th>' for c in made["memory"])
+    unit, texts = sizes(
+        [size for categories in split.values() for size in (*categories.values(), sum(categories.values()))]
+    )
+    across = len(plan["memory"]) + 1
+    head = "".join(f'<th scope="col" class="n">{escape(c)}</th>' for c in plan["memory"])
     rows = "".join(
-        f"<tr{' class=sum' if phase == made['peak_phase'] else ''}><td>{escape(phase)}</td>"
+        f"<tr{' class=sum' if phase == plan['peak_phase'] else ''}><td>{escape(phase)}</td>"
         + "".join(f'<td class="n">{text}</td>' for text in texts[n * across : (n + 1) * across])
         + "</tr>"
         for n, phase in enumerate(split)
@@ -159,60 +172,76 @@ def _phases(made: Mapping[str, Any]) -> tuple[str, str]:
     )
 
 
-def _overhead(made: Mapping[str, Any]) -> str:
-    unit, texts = sizes(list(made["overhead"].values()))
+def _overhead(plan: Mapping[str, Any]) -> str:
+    unit, texts = sizes(list(plan["overhead"].values()))
     rows = "".join(
-        f'<tr><td>{escape(what)}</td><td class="n">{text}</td><td class="free">{escape(made["overhead_sources"][what])}</td></tr>'
-        for what, text in zip(made["overhead"], texts, strict=True)
+        (
+            f'<tr><td>{escape(what)}</td><td class="n">{text}</td>'
+            f'<td class="free">{escape(plan["overhead_sources"][what])}</td></tr>'
+        )
+        for what, text in zip(plan["overhead"], texts, strict=True)
     )
-    head = f'<th scope="col">overhead at the peak</th><th scope="col" class="n">{unit}</th><th scope="col">where the figure is from</th>'
+    head = (
+        f'<th scope="col">overhead at the peak</th><th scope="col" class="n">{unit}</th>'
+        '<th scope="col">where the figure is from</th>'
+    )
     return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
 
 
-_MOST_LISTED = 12  # of the candidates that were estimated and do not fit: the fastest
+_MOST_LISTED = 12  # rows for estimated candidates that do not fit; the fastest are listed
 
 
-def _candidates(made: Mapping[str, Any]) -> str:
-    """The candidates as a plot and a table, and the alternatives; a recipe that was planned as it is has none."""
-    figures, available = made["figures"], made["available_gib"]
+def _candidates(plan: Mapping[str, Any]) -> str:
+    """Returns the candidates as a chart and a table, and the alternatives; a recipe planned unchanged has neither."""
+    figures, available = plan["figures"], plan["available_gib"]
     tried, guesses = figures["pareto"], figures["guesses"]
-    if len(tried) + len(guesses) < 2 and not made["alternatives"]:
-        return '<p class="small">The recipe was planned as it is, so there is nothing to compare; --aim fastest searches around it.</p>'
+    if len(tried) + len(guesses) < 2 and not plan["alternatives"]:
+        return (
+            '<p class="small">The recipe was planned as it is, so there is nothing to compare; --aim fastest '
+            "searches around it.</p>"
+        )
     known = {p["techniques"] for p in tried}
-    least: dict[str, Mapping[str, Any]] = {}  # of each set of techniques, as it needs the least
+    least: dict[str, Mapping[str, Any]] = {}  # {techniques: their candidate with the least memory}
     for p in guesses:
         if p["peak_gib"] < least.get(p["techniques"], {"peak_gib": float("inf")})["peak_gib"]:
             least[p["techniques"]] = p
     too_large = [p for name, p in least.items() if p["peak_gib"] > available and name not in known]
-    listed = [(p, _looked_at(p, available)) for p in tried]
+    listed = [(p, _candidate_verdict(p, available)) for p in tried]
     listed += [
         (p, f"not dry-run: estimated {gib(p['peak_gib'] - available)} too much") for p in too_large[:_MOST_LISTED]
     ]
     unit, texts = sizes([p["peak_gib"] for p, _ in listed])
     rows = "".join(
-        f'<tr><td class="free">{escape(p["what"])}</td><td class="n">{text}</td><td class="n">{grouped(p["tokens_per_second"])}</td><td class="free">{nbsp_units(verdict)}</td></tr>'
+        (
+            f'<tr><td class="free">{escape(p["what"])}</td><td class="n">{text}</td>'
+            f'<td class="n">{grouped(p["tokens_per_second"])}</td>'
+            f'<td class="free">{nbsp_units(verdict)}</td></tr>'
+        )
         for (p, verdict), text in zip(listed, texts, strict=True)
     )
-    head = f'<th scope="col">techniques</th><th scope="col" class="n">memory, {unit}</th><th scope="col" class="n">tokens/s</th><th scope="col">verdict</th>'
+    head = (
+        f'<th scope="col">techniques</th><th scope="col" class="n">memory, {unit}</th>'
+        '<th scope="col" class="n">tokens/s</th><th scope="col">verdict</th>'
+    )
     rest = len(too_large) - _MOST_LISTED
     more = (
         f'<p class="small">{rest:,} slower sets of techniques are estimated not to fit either.</p>' if rest > 0 else ""
     )
     table = scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>") if len(listed) > 1 else ""
-    return plan_charts.pareto(tried, guesses, available) + table + more + _alternatives(made)
+    return plan_charts.pareto(tried, guesses, available) + table + more + _alternatives(plan)
 
 
-def _looked_at(candidate: Mapping[str, Any], available: float) -> str:
+def _candidate_verdict(candidate: Mapping[str, Any], available: float) -> str:
     if candidate["best"]:
         return "chosen" if candidate["fits"] else f"needs the least, {gib(candidate['peak_gib'] - available)} too much"
     return "fits" if candidate["fits"] else f"does not fit: {gib(candidate['peak_gib'] - available)} too much"
 
 
-def _alternatives(made: Mapping[str, Any]) -> str:
-    if not made["alternatives"]:
+def _alternatives(plan: Mapping[str, Any]) -> str:
+    if not plan["alternatives"]:
         return '<p class="small">No other set of techniques was found to fit.</p>'
-    priced = made["cost"] is not None
-    unit, texts = sizes([a["peak_gib"] for a in made["alternatives"]])
+    priced = plan["cost"] is not None
+    unit, texts = sizes([a["peak_gib"] for a in plan["alternatives"]])
     titles = [
         "techniques",
         f"memory, {unit}",
@@ -224,21 +253,25 @@ def _alternatives(made: Mapping[str, Any]) -> str:
         f'<th scope="col"{" class=n" if 0 < n < len(titles) - 1 else ""}>{title}</th>' for n, title in enumerate(titles)
     )
     rows = "".join(
-        f'<tr><td class="free">{escape(a["what"])}</td><td class="n">{text}</td><td class="n">{grouped(a["tokens_per_second"])}</td>'
+        (
+            f'<tr><td class="free">{escape(a["what"])}</td><td class="n">{text}</td>'
+            f'<td class="n">{grouped(a["tokens_per_second"])}</td>'
+        )
         + (f'<td class="n">{a["cost"]["million_tokens"]:.3g}</td>' if priced else "")
         + f"<td>{nbsp_units(a['gives_up'])}</td></tr>"
-        for a, text in zip(made["alternatives"], texts, strict=True)
+        for a, text in zip(plan["alternatives"], texts, strict=True)
     )
     return "<h3>Alternatives</h3>" + scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
 
 
-def _reasons(made: Mapping[str, Any]) -> str:
-    if not made["rejected"]:
+def _reasons(plan: Mapping[str, Any]) -> str:
+    if not plan["rejected"]:
         return ""
     rows = "".join(
         f'<tr><td class="free">{escape(r["recipe"])}</td><td class="free">{nbsp_units(r["reason"])}</td></tr>'
-        for r in made["rejected"]
+        for r in plan["rejected"]
     )
     return scrolling(
-        f'<table><thead><tr><th scope="col">what</th><th scope="col">why not</th></tr></thead><tbody>{rows}</tbody></table>'
+        '<table><thead><tr><th scope="col">what</th><th scope="col">why not</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table>"
     )

@@ -1,4 +1,4 @@
-"""Everything that a report says, as data: what `report.json` holds and what the page is drawn from."""
+"""Collects the figures of a report: the content of `report.json`, from which the page is drawn."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from preheat.run_dir import MEMORY_KEYS, METRIC_KEYS, Reader, expected_memory
 
 __all__ = ["collect"]
 
-NOT_IN_TIMELINE = ("sample", "baseline")  # they have places of their own
+NOT_IN_TIMELINE = ("sample", "baseline")  # events with sections of their own
 
 
 def collect(path: str | Path) -> dict[str, Any]:
-    """Reads a run and works out the figures of its report.
+    """Reads a run and computes the figures of its report.
 
     Returns:
-        {title, run, state, verdict, setup: [(what, value)], summary, predicted, measured, difference, curves, expert_loads, not_finite, evaluations, evaluation,
-        baseline, memory, phases, changes, samples, events, environment, recipe, again}. Values that the run
-        does not hold are None; losses that were not finite are NaN here and null in `report.json` (see `strict`).
+        {title, run, state, verdict, setup: [(what, value)], summary, predicted, measured, difference, curves,
+        expert_loads, not_finite, evaluations, evaluation, baseline, memory, phases, changes, samples, events,
+        environment, recipe, damaged, again}. Missing values are None; losses that are not finite are NaN here and null
+        in `report.json`.
 
     Raises:
-        RunError: no run lies there. Files of it that are damaged are left out, and named in `damaged`.
+        RunError: the folder holds no run. Damaged files of a run are skipped and listed in `damaged`.
     """
     import shlex
 
@@ -45,7 +46,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
     evaluation = run.evaluation
     recipe, recipe_text = run.recipe_shown()
-    # A damaged or foreign file may hold anything: from here on each of these has the type that the page counts on.
+    # A damaged or foreign file may hold anything: enforce the types that the page relies on.
     recipe, plan, environment, changes, evaluation = map(mapping, (recipe, plan, environment, changes, evaluation))
     metrics, evaluations = ([m for m in lines if _is_step(m.get("step"))] for lines in (metrics, evaluations))
     events = [e for e in events if isinstance(e.get("kind"), str)]
@@ -55,7 +56,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     last = metrics[-1] if metrics else {}
     finished: dict[str, Any] = next((e for e in reversed(events) if e["kind"] == "finished"), {})
     evaluated = evaluations[-1] if evaluations else {}
-    # `finished` tells of an earlier session when the run went on after it.
+    # If the run continued after `finished`, that event describes an earlier session: ignore it.
     went_on = "steps" in finished and "step" in last and finished["steps"] != last["step"]
     end = {} if went_on else finished
 
@@ -117,7 +118,9 @@ def collect(path: str | Path) -> dict[str, Any]:
         "environment": environment,
         "recipe": recipe_text,
         "damaged": run.words,
-        "again": f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}",
+        "again": (
+            f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}"
+        ),
     }
     predicted, real = figures["predicted"], figures["measured"]
     figures["difference"] = {
@@ -128,7 +131,7 @@ def collect(path: str | Path) -> dict[str, Any]:
 
 
 def _setup(recipe: dict[str, Any], plan: dict[str, Any], environment: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was asked for, as the head of the page shows it: (what, value), as far as the recipe states it."""
+    """Returns (label, value) pairs of the recipe for the head of the page; settings that it lacks are left out."""
     model, data, batch, optimizer, schedule, stop, techniques = (
         mapping(recipe.get(key)) for key in ("model", "data", "batch", "optimizer", "schedule", "stop", "techniques")
     )
@@ -138,12 +141,12 @@ def _setup(recipe: dict[str, Any], plan: dict[str, Any], environment: dict[str, 
     if per_step and micro and micro > 1:
         per_step += f", in {micro:,.0f} micro-batches"
     steps = number(plan.get("steps"))
-    limits = [f"stop.{key} {value(found)}" for key, found in stop.items() if found is not None and key != "steps"]
+    limits = [f"stop.{key} {value(limit)}" for key, limit in stop.items() if limit is not None and key != "steps"]
     planned = ([f"{steps:,.0f}"] if steps else [value(stop["steps"])] if stop.get("steps") else []) + limits
     warmup = number(schedule.get("warmup"))
     curve = str(schedule.get("kind") or "") + (f" after {percent(warmup)} warm-up" if warmup and warmup < 1 else "")
     held_out = number(data.get("validation"))
-    found = {
+    setup = {
         "Model": _model(model),
         "Data": _sources(data["source"]) + (f", {percent(held_out)} held out" if held_out and held_out < 1 else "")
         if data.get("source")
@@ -156,11 +159,11 @@ def _setup(recipe: dict[str, Any], plan: dict[str, Any], environment: dict[str, 
         "Techniques": ", ".join(map(str, techniques)) or "none",
         "Device": _device(environment),
     }
-    return [(what, said) for what, said in found.items() if said]
+    return [(what, text) for what, text in setup.items() if text]
 
 
 def _model(model: dict[str, Any]) -> str | None:
-    """A checkpoint by its path or preset, a new model by its family and size."""
+    """Returns the name of the model: a checkpoint's path or preset, or family and size of a new model."""
     for key in ("path", "preset"):
         if model.get(key):
             return str(model[key]) + (", weights drawn at random" if model.get("weights") == "random" else "")
@@ -182,26 +185,26 @@ def _device(environment: dict[str, Any]) -> str | None:
 
 
 def _expert_loads(metrics: list[dict[str, Any]]) -> list[list[Any]]:
-    """[step, the load of each layer] of the lines that have as many layers as the first."""
-    found = [
+    """Returns [step, load of each layer] of the lines with as many layers as the first."""
+    rows = [
         [line["step"], loads]
         for line in metrics
         if isinstance(loads := line.get("expert_loads"), list) and loads and all(number(v) is not None for v in loads)
     ]
-    return [row for row in found if len(row[1]) == len(found[0][1])]
+    return [row for row in rows if len(row[1]) == len(rows[0][1])]
 
 
 def _first(*values: Any) -> Any:
     return next((v for v in values if v is not None), None)
 
 
-def _is_step(found: Any) -> bool:
-    return isinstance(found, int) and number(found) is not None
+def _is_step(step: Any) -> bool:
+    return isinstance(step, int) and number(step) is not None
 
 
 def _real(value: Any) -> float:
-    found = number(value)
-    return math.nan if found is None else found
+    finite = number(value)
+    return math.nan if finite is None else finite
 
 
 def _bad(value: Any) -> bool:
@@ -209,7 +212,7 @@ def _bad(value: Any) -> bool:
 
 
 def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: dict[str, Any]) -> dict[str, str]:
-    """How the run stands, by the events of its last session: {kind: finished|stopped|failed|open, words}."""
+    """Returns the state of the run by the events of its last session: {kind: finished|stopped|failed|open, words}."""
     session: dict[str, dict[str, Any]] = {}
     for event in events:
         if event["kind"] in ("started", "resumed"):
@@ -242,16 +245,16 @@ def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: di
 
 
 def _verdict(figures: dict[str, Any]) -> str:
-    """The run in a few sentences."""
+    """Returns a summary of the run in a few sentences."""
     summary, predicted, measured = figures["summary"], figures["predicted"], figures["measured"]
     parts = [f"{_what(summary)}{_length(summary)}", _losses(summary, figures["baseline"])]
-    for name, key, words in (("memory", "peak_gib", gib), ("tokens/s", "tokens_per_second", grouped)):
+    for name, key, show in (("memory", "peak_gib", gib), ("tokens/s", "tokens_per_second", grouped)):
         guess, real, off = number(predicted[key]), number(measured[key]), figures["difference"][key]
         if guess is None and real is None:
             continue
         unit = "" if key == "peak_gib" else f" {name}"
-        left = f"Predicted {words(guess)}{unit}" if guess is not None else f"No prediction of {name}"
-        right = f"measured {words(real)}" if real is not None else "not measured yet"
+        left = f"Predicted {show(guess)}{unit}" if guess is not None else f"No prediction of {name}"
+        right = f"measured {show(real)}" if real is not None else "not measured yet"
         parts.append(f"{left}, {right}" + (f" ({signed_percent(off)})" if off is not None else "") + ".")
     if summary["sessions"] > 1 and summary["measured_session"]:
         parts.append(f"Measured in session {summary['measured_session']} of {summary['sessions']}.")
@@ -273,23 +276,23 @@ def _what(summary: dict[str, Any]) -> str:
 
 
 def _sources(data: Any) -> str:
-    """What a run read, in words: `data.source` is a name, or a list of names and of mappings with one each.
+    """Returns the sources of `data.source`, a name or a list of names and of mappings with a `source`.
 
     >>> _sources([{"source": "stdlib", "weight": 1}, "notes.txt"])
     'stdlib and notes.txt'
     """
     several = data if isinstance(data, list) else [data]
-    return " and ".join(headline(one.get("source") if isinstance(one, dict) else one) for one in several)
+    return " and ".join(headline(entry.get("source") if isinstance(entry, dict) else entry) for entry in several)
 
 
 def _length(summary: dict[str, Any]) -> str:
     steps = number(summary["steps"])
     if not steps:
         return ": no step is recorded yet."
-    words = f", trained for {steps:,.0f} step{'s' if steps != 1 else ''}"
+    text = f", trained for {steps:,.0f} step{'s' if steps != 1 else ''}"
     if number(summary["tokens"]) is not None:
-        words += f" ({count(summary['tokens'])} tokens)"
-    return words + (f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else ".")
+        text += f" ({count(summary['tokens'])} tokens)"
+    return text + (f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else ".")
 
 
 def _losses(summary: dict[str, Any], baseline: dict[str, Any] | None) -> str:
@@ -299,13 +302,13 @@ def _losses(summary: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     if final is None:
         return f"The validation loss is {loss(held_out)}."
     if number(first) is not None and number(final) is not None and first != final:
-        words = f"The loss went from {loss(first)} to {loss(final)}"
+        text = f"The loss went from {loss(first)} to {loss(final)}"
     else:
-        words = f"The loss is {loss(final)}"
+        text = f"The loss is {loss(final)}"
     if held_out is None:
-        return f"{words}."
-    words += f"; the validation loss is {loss(held_out)}"
-    bigram, held = number((baseline or {}).get("bigram")), number(held_out)
-    if bigram is not None and held is not None:
-        words += f", {'below' if held < bigram else 'not below'} the {loss(bigram)} of a bigram model"
-    return words + "."
+        return f"{text}."
+    text += f"; the validation loss is {loss(held_out)}"
+    bigram, validation = number((baseline or {}).get("bigram")), number(held_out)
+    if bigram is not None and validation is not None:
+        text += f", {'below' if validation < bigram else 'not below'} the {loss(bigram)} of a bigram model"
+    return text + "."

@@ -1,9 +1,9 @@
-"""The figures of a report with their plots: each a `<figure>` with a title, what it shows in words, and the drawing."""
+"""Charts of a run's report, each a `<figure>` with a title, a caption and a drawing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from preheat.report import expert_heatmap, svg
@@ -15,23 +15,23 @@ __all__ = ["CATEGORIES", "categories", "evaluations", "losses", "memory", "over_
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead")
 
 
-def _figure(title: str, words: str, drawing: str, legend: Sequence[tuple[str, str, str]] = ()) -> str:
-    """legend: (name, colour, class) each."""
+def _figure(title: str, caption: str, drawing: str, legend: Sequence[tuple[str, str, str]] = ()) -> str:
+    """Returns a `<figure>`; the legend holds (name, colour, class)."""
     items = "".join(
         f'<li class="{kind}" style="--c: var(--{colour})">{escape(name)}</li>' for name, colour, kind in legend
     )
     shown = f'<ul class="legend">{items}</ul>{drawing}' if drawing else ""
     heading = f"<h3>{escape(title)}</h3>" if title else ""
-    return f"<figure><figcaption>{heading}<p>{escape(words)}</p></figcaption>{shown}</figure>"
+    return f"<figure><figcaption>{heading}<p>{escape(caption)}</p></figcaption>{shown}</figure>"
 
 
 def losses(figures: dict[str, Any]) -> str:
-    """Training and validation loss on one plot, with the baselines as levels."""
+    """Draws training and validation loss in one chart, with the baselines as horizontal lines."""
     steps = svg.numbers(figures["curves"]["step"])
     raw = svg.numbers(figures["curves"]["loss"])
     evaluated = [e for e in figures["evaluations"] if number(e.get("validation_loss")) is not None]
     finite = [(s, v) for s, v in zip(steps, raw, strict=True) if math.isfinite(v)]
-    words = []
+    sentences = []
     lines: list[Curve] = []
     legend = []
     if finite:
@@ -41,51 +41,53 @@ def losses(figures: dict[str, Any]) -> str:
         if len(raw) >= 40:
             lines.append(Curve("smoothed", steps, smoothed))
             legend.append(("smoothed", "series-1", "line"))
-        words.append(
-            f"Training loss from {loss(finite[0][1])} at step {finite[0][0]:,.0f} to {loss(finite[-1][1])} at step {finite[-1][0]:,.0f}, in nats a token."
+        sentences.append(
+            f"Training loss from {loss(finite[0][1])} at step {finite[0][0]:,.0f} to {loss(finite[-1][1])} "
+            f"at step {finite[-1][0]:,.0f}, in nats a token."
         )
     elif raw:
-        words.append("No step has a finite training loss.")
+        sentences.append("No step has a finite training loss.")
     else:
-        words.append("No step is recorded yet.")
+        sentences.append("No step is recorded yet.")
     if evaluated:
         x, y = svg.numbers([e.get("step") for e in evaluated]), svg.numbers([e["validation_loss"] for e in evaluated])
         lines.append(Curve("validation", x, y, "series-2", "points"))
         legend.append(("validation", "series-2", "line"))
-        words.append(f"Validation loss {loss(y[-1])} at step {x[-1]:,.0f}, {loss(min(y))} at best.")
+        sentences.append(f"Validation loss {loss(y[-1])} at step {x[-1]:,.0f}, {loss(min(y))} at best.")
     else:
-        words.append("There is no validation loss.")
+        sentences.append("There is no validation loss.")
     levels = _levels(figures["baseline"])
     if levels:
-        words.append(
+        sentences.append(
             "For comparison, on the same split: " + ", ".join(f"{name} {loss(level)}" for name, level in levels) + "."
         )
     if figures["not_finite"]:
-        words.append(f"Loss or gradient was not finite at {_some(figures['not_finite'])} (▼).")
+        sentences.append(f"Loss or gradient was not finite at {_steps_text(figures['not_finite'])} (▼).")
     if not lines:
-        return _figure("", " ".join(words), "")
+        return _figure("", " ".join(sentences), "")
     lines += [Curve(f"{name} {level:.2f}", [0.0], [level], style="named") for name, level in levels]
     drawn = [
-        f'<div class="{kind}">{svg.curves(f"loss-{kind}", lines, " ".join(words), marks=figures["not_finite"], size=size)}</div>'
+        f'<div class="{kind}">'
+        f"{svg.curves(f'loss-{kind}', lines, ' '.join(sentences), marks=figures['not_finite'], size=size)}</div>"
         for kind, size in (("wide", svg.WIDE), ("narrow", svg.NARROW))
     ]
-    return _figure("", " ".join(words), "".join(drawn), legend)
+    return _figure("", " ".join(sentences), "".join(drawn), legend)
 
 
 def _levels(baseline: dict[str, Any] | None) -> list[tuple[str, float]]:
-    """(name, nats a token) of models that know less: none of the text, its pieces' rates, its pairs."""
-    found = []
-    pieces = number((baseline or {}).get("vocabulary"))
-    if pieces is not None and pieces > 1:
-        found.append(("uniform", math.log(pieces)))
+    """Returns (name, nats per token) of the baselines: uniform, unigram and bigram models."""
+    levels = []
+    vocabulary = number((baseline or {}).get("vocabulary"))
+    if vocabulary is not None and vocabulary > 1:
+        levels.append(("uniform", math.log(vocabulary)))
     for name in ("unigram", "bigram"):
         level = number((baseline or {}).get(name))
         if level is not None:
-            found.append((name, level))
-    return found
+            levels.append((name, level))
+    return levels
 
 
-def _some(steps: Sequence[Any]) -> str:
+def _steps_text(steps: Sequence[Any]) -> str:
     shown = ", ".join(f"{s:,}" for s in steps[:4])
     return (
         ("step " if len(steps) == 1 else "steps ") + shown + (f" and {len(steps) - 4:,} more" if len(steps) > 4 else "")
@@ -93,7 +95,7 @@ def _some(steps: Sequence[Any]) -> str:
 
 
 def over_time(figures: dict[str, Any]) -> list[str]:
-    """Learning rate, gradient norm, tokens/s and memory over the steps, and the load of experts if there are some; what no step recorded is left out."""
+    """Draws learning rate, gradient norm, tokens/s, memory and expert load over the steps, each if recorded."""
     curve, predicted, measured = figures["curves"], figures["predicted"], figures["measured"]
     bytes_held = svg.numbers(curve["memory"])
     peaks = [number(predicted["peak_gib"]), number(measured["peak_gib"])]
@@ -106,56 +108,88 @@ def over_time(figures: dict[str, Any]) -> list[str]:
     part = f" in session {session} of {sessions}" if sessions > 1 and session else ""
     expected, peak = (None if size is None else size * scale for size in peaks)
     drawn = [
-        _one("lr", "Learning rate", curve["step"], svg.numbers(curve["lr"]), _rate, noisy=False),
-        _one("gradient-norm", "Gradient norm, before clipping", curve["step"], svg.numbers(curve["gradient_norm"]), lambda v: f"{v:.3g}"),
-        _one("rate", "Tokens per second", curve["step"], svg.numbers(curve["tokens_per_second"]), grouped,
-             level=("predicted", number(predicted["tokens_per_second"])), measured=(part.strip() or "over the run", number(measured["tokens_per_second"]))),
-        _one("memory-after-step", f"Memory after each step, {unit}", curve["step"], [v / 2**30 * scale for v in bytes_held], in_unit,
-             level=("predicted peak", expected), measured=(f"peak{part}", peak), noisy=False),
-    ]  # fmt: skip
+        _curve_figure("lr", "Learning rate", curve["step"], svg.numbers(curve["lr"]), _rate, noisy=False),
+        _curve_figure(
+            "gradient-norm",
+            "Gradient norm, before clipping",
+            curve["step"],
+            svg.numbers(curve["gradient_norm"]),
+            lambda v: f"{v:.3g}",
+        ),
+        _curve_figure(
+            "rate",
+            "Tokens per second",
+            curve["step"],
+            svg.numbers(curve["tokens_per_second"]),
+            grouped,
+            level=("predicted", number(predicted["tokens_per_second"])),
+            measured=(part.strip() or "over the run", number(measured["tokens_per_second"])),
+        ),
+        _curve_figure(
+            "memory-after-step",
+            f"Memory after each step, {unit}",
+            curve["step"],
+            [v / 2**30 * scale for v in bytes_held],
+            in_unit,
+            level=("predicted peak", expected),
+            measured=(f"peak{part}", peak),
+            noisy=False,
+        ),
+    ]
     if figures["expert_loads"]:
         drawn.append(_figure("Load of experts", *expert_heatmap.loads(figures["expert_loads"])))
     return [figure for figure in drawn if figure]
 
 
 def evaluations(figures: dict[str, Any]) -> list[str]:
-    """Each metric of each task, and the loss of the second text, over the evaluations; none where there was only one."""
+    """Draws each task metric and the forgetting loss over the steps, if there are at least two evaluations."""
     lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for found in figures["evaluations"]:
-        step = number(found.get("step"))
-        values = {("forgetting", "loss"): found.get("forgetting_loss")}
-        for task, of in mapping(found.get("tasks")).items():
+    for evaluation in figures["evaluations"]:
+        step = number(evaluation.get("step"))
+        values = {("forgetting", "loss"): evaluation.get("forgetting_loss")}
+        for task, of in mapping(evaluation.get("tasks")).items():
             values |= {(str(task), str(metric)): value for metric, value in mapping(of).items()}
         for key, value in values.items():
             if step is not None and (real := number(value)) is not None:
                 lines.setdefault(key, []).append((step, real))
-    made = []
+    drawings = []
     for n, ((task, metric), points) in enumerate(lines.items()):
         if len(points) > 1:
             x, y = [p[0] for p in points], [p[1] for p in points]
-            words = f"From {y[0]:.3g} at step {x[0]:,.0f} to {y[-1]:.3g} at step {x[-1]:,.0f}."
+            caption = f"From {y[0]:.3g} at step {x[0]:,.0f} to {y[-1]:.3g} at step {x[-1]:,.0f}."
             title = headline(f"{task}: {metric.replace('_', ' ')}")
             drawn = svg.curves(
                 f"evaluation-{n}",
                 [Curve(metric, x, y, "series-2", "points")],
-                f"{title}. {words}",
+                f"{title}. {caption}",
             )
-            made.append(_figure(title, words, drawn))
-    return made
+            drawings.append(_figure(title, caption, drawn))
+    return drawings
 
 
-def _one(name: str, title: str, steps: Sequence[Any], values: list[float], words_for: Any, *, level: tuple[str, float | None] | None = None,
-         measured: tuple[str, float | None] | None = None, noisy: bool = True) -> str:  # fmt: skip
-    """A curve with what it shows in words; "" if no step recorded it."""
+def _curve_figure(
+    name: str,
+    title: str,
+    steps: Sequence[Any],
+    values: list[float],
+    show: Callable[[float], str],
+    *,
+    level: tuple[str, float | None] | None = None,
+    measured: tuple[str, float | None] | None = None,
+    noisy: bool = True,
+) -> str:
+    """Returns a curve with a caption; "" if no step recorded it."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return ""
     if len(finite) == 1:
-        words = f"{words_for(finite[0])}, recorded once."
-    elif words_for(min(finite)) == words_for(max(finite)):
-        words = f"{words_for(finite[0])} at every step."
+        caption = f"{show(finite[0])}, recorded once."
+    elif show(min(finite)) == show(max(finite)):
+        caption = f"{show(finite[0])} at every step."
     else:
-        words = f"From {words_for(finite[0])} to {words_for(finite[-1])}; least {words_for(min(finite))}, greatest {words_for(max(finite))}."
+        caption = (
+            f"From {show(finite[0])} to {show(finite[-1])}; least {show(min(finite))}, greatest {show(max(finite))}."
+        )
     x = svg.numbers(steps)
     if noisy and len(values) >= 40:
         lines = [
@@ -165,13 +199,13 @@ def _one(name: str, title: str, steps: Sequence[Any], values: list[float], words
     else:
         lines = [Curve("each step", x, values)]
     if level is not None and level[1] is not None:
-        lines.append(Curve(f"{level[0]} {words_for(level[1])}", [0.0], [level[1]], style="level"))
+        lines.append(Curve(f"{level[0]} {show(level[1])}", [0.0], [level[1]], style="level"))
     legend = [(line.name, "series-1", line.style) for line in lines] if len(lines) > 1 else []
     if measured is not None and measured[1] is not None:
-        words += f" Measured {measured[0]}: {words_for(measured[1])}."
+        caption += f" Measured {measured[0]}: {show(measured[1])}."
     if level is not None and level[1] is not None:
-        words += f" {level[0].capitalize()}: {words_for(level[1])}."
-    return _figure(title, words, svg.curves(name, lines, f"{title}. {words}", from_zero=True), legend)
+        caption += f" {level[0].capitalize()}: {show(level[1])}."
+    return _figure(title, caption, svg.curves(name, lines, f"{title}. {caption}", from_zero=True), legend)
 
 
 def _rate(value: float) -> str:
@@ -184,7 +218,10 @@ def _rate(value: float) -> str:
 
 
 def memory(figures: dict[str, Any]) -> str:
-    """Predicted memory by category as a stacked bar, beside the measured peak and what the device has; "" if neither is recorded."""
+    """Draws predicted memory by category as a stacked bar, with the measured peak and the device's memory.
+
+    Returns "" if neither a prediction nor a measurement is recorded.
+    """
     predicted, measured = figures["predicted"], figures["measured"]
     parts = categories(figures)
     peak, real, available = (
@@ -194,15 +231,18 @@ def memory(figures: dict[str, Any]) -> str:
     )
     if peak is None and real is None:
         return ""
-    said = ", ".join(
+    peaks = ", ".join(
         f"{name} peak {gib(size)}" for name, size in (("predicted", peak), ("measured", real)) if size is not None
     )
-    words = [f"{said[0].upper()}{said[1:]}."]
+    sentences = [f"{peaks[0].upper()}{peaks[1:]}."]
     if available is not None:
-        words.append(
+        sentences.append(
             f"The device has {gib(available)}"
             + (
-                f": the prediction is {percent(peak / available) if peak >= available / 100 else 'less than 1 %'} of it."
+                (
+                    ": the prediction is "
+                    f"{percent(peak / available) if peak >= available / 100 else 'less than 1 %'} of it."
+                )
                 if peak is not None and available
                 else "."
             )
@@ -213,13 +253,13 @@ def memory(figures: dict[str, Any]) -> str:
     if real is not None:
         rows.append(("measured", [("ink", real)]))
     limit = (f"device {gib(available)}", available) if available is not None else None
-    return _figure("At the peak", " ".join(words), svg.stacked("memory", rows, " ".join(words), limit=limit))
+    return _figure("At the peak", " ".join(sentences), svg.stacked("memory", rows, " ".join(sentences), limit=limit))
 
 
 def categories(figures: dict[str, Any]) -> list[tuple[str, float, str]]:
-    """(category, GiB, colour) of the predicted peak; categories that are not known stand last."""
-    found = mapping(figures["memory"])
-    names = [n for n in CATEGORIES if n in found] + [n for n in found if n not in CATEGORIES]
-    sizes = [(name, number(found[name])) for name in names]
+    """Returns (category, GiB, colour) of the predicted peak; unknown categories come last."""
+    by_category = mapping(figures["memory"])
+    names = [n for n in CATEGORIES if n in by_category] + [n for n in by_category if n not in CATEGORIES]
+    sizes = [(name, number(by_category[name])) for name in names]
     colours = {name: f"series-{i}" for i, name in enumerate(CATEGORIES, start=1)}
     return [(name, size, colours.get(name, "series-6")) for name, size in sizes if size is not None and size >= 0]

@@ -1,4 +1,4 @@
-"""The page: sections in their order, one HTML text that needs nothing else."""
+"""HTML page of a run's report, and the page template of all other reports."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from preheat.sanitize import shorten
 __all__ = ["GENERATOR", "render", "write"]
 
 GENERATOR = '<meta name="generator" content="preheat">'
-"""In the head of each page: a file that has it may be replaced."""
+"""Marker in the head of each page: preheat overwrites only files that contain it."""
 
 
 def write(run: str | Path) -> Path:
     """Writes `report.html` and `report.json` into a run's folder and returns the path of the page.
 
     Args:
-        run: the folder of a run: finished, going on, stopped or failed.
+        run: the folder of a run: finished, running, stopped or failed.
 
     Raises:
-        RunError: no run lies there, or the report cannot be written.
+        RunError: the folder holds no run, or the report cannot be written.
 
     Example:
         >>> write("runs/demo")                                          # doctest: +SKIP
@@ -60,7 +60,7 @@ def write(run: str | Path) -> Path:
     page = render(figures)
     data = to_json(figures, indent=1) + "\n"
     path = Path(run) / "report.html"
-    if not (Path(run) / MARK).exists():  # a folder that has a recipe.yaml, perhaps, and is no run
+    if not (Path(run) / MARK).exists():  # not a run folder of ours, though it may hold a recipe.yaml
         require_own(path, [GENERATOR])
         require_own(path.with_name("report.json"), ['{\n "title": '])
     try:
@@ -74,7 +74,7 @@ def write(run: str | Path) -> Path:
 
 
 def render(figures: dict[str, Any]) -> str:
-    """The page of `report_data.collect`'s figures. A section of which the run recorded nothing is left out."""
+    """Returns the page for the figures of `report_data.collect`; sections without records are left out."""
     over_time = "".join(run_charts.over_time(figures))
     sections = (
         ("loss", "Loss", run_charts.losses(figures)),
@@ -90,7 +90,10 @@ def render(figures: dict[str, Any]) -> str:
     body = "".join(
         f'<section id="{name}"><h2>{title}</h2>{content}</section>\n' for name, title, content in sections if content
     )
-    footer = "All figures as data: report.json, beside this page. Losses are in nats a token; 1 GiB is 2³⁰ bytes, less what the imports took."
+    footer = (
+        "All figures as data: report.json, beside this page. Losses are in nats a token; 1 GiB is 2³⁰ bytes, "
+        "less what the imports took."
+    )
     return document(
         f"{figures['title']} · preheat report",
         f"{_header(figures)}\n{_tiles(figures)}\n{_setup(figures['setup'])}\n{body}<footer>{footer}</footer>",
@@ -98,7 +101,7 @@ def render(figures: dict[str, Any]) -> str:
 
 
 def document(title: str, body: str) -> str:
-    """A page that needs nothing else: `body` (HTML) under the house's style, with nothing allowed to load."""
+    """Returns a self-contained HTML page with our style; its content security policy blocks external resources."""
     css = resources.files("preheat.report").joinpath("page.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
@@ -121,29 +124,29 @@ def document(title: str, body: str) -> str:
 
 
 def read_figures(source: Path, command: str, keys: Iterable[str]) -> dict[str, Any]:
-    """The figures that a command wrote beside its page.
+    """Reads the JSON figures that a command wrote for its page.
 
     Args:
-        command: what writes the file.
-        keys: those that the page cannot do without, all of lists or mappings that are not empty.
+        command: the command that writes the file, for error messages.
+        keys: required keys, whose values must be non-empty lists or mappings.
 
     Raises:
         RunError: there is no such file, or it is damaged.
     """
     try:
-        found = parse_json(source.read_bytes())
+        figures = parse_json(source.read_bytes())
     except FileNotFoundError:
         raise RunError(f"{source}: no such file; {command} writes it") from None
     except ValueError as error:
         raise RunError(f"{source}: is damaged ({shorten(str(error))}); run {command} again") from None
-    lacking = [key for key in keys if not mapping(found).get(key)]
+    lacking = [key for key in keys if not mapping(figures).get(key)]
     if lacking:
         raise RunError(f"{source}: is damaged (it has no {lacking[0]}); run {command} again")
-    return mapping(found)
+    return mapping(figures)
 
 
 def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callable[[dict[str, Any]], str]) -> Path:
-    """Writes the page of a file of figures beside it; arguments and errors as of `read_figures`.
+    """Writes the page of a file of figures next to it; arguments and errors are those of `read_figures`.
 
     Args:
         draw: figures to HTML.
@@ -152,23 +155,23 @@ def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callabl
     try:
         page = draw(figures)
     except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
-        # A row lacks a key, or holds what does not belong there.
+        # A row lacks a key or holds a value of the wrong type.
         kind = f"{type(error).__name__}: {shorten(str(error))}"
         raise RunError(f"{source}: is damaged ({kind}); run {command} again") from error
     fix = "make the folder writable or free some room"
     return write_asked(source.with_suffix(".html"), page, marks=[GENERATOR], fix=fix)
 
 
-_MOST_ROWS = 400
+_MOST_ROWS = 400  # of a table: keeps the page small
 
 
 def scrolling(table: str) -> str:
-    """A table that scrolls by itself if the page is narrower."""
+    """Wraps a table so that it scrolls horizontally if the page is narrower."""
     return f'<div class="scroll">{table}</div>'
 
 
 def _table(rows: Iterable[str], head: Sequence[tuple[str, str]] = ()) -> str:
-    """A table of at most some hundred rows: of more, those in the middle are left out.
+    """Returns a table of at most `_MOST_ROWS` rows; beyond that, rows in the middle are left out.
 
     Args:
         head: (title, class) of each column.
@@ -186,8 +189,8 @@ def _table(rows: Iterable[str], head: Sequence[tuple[str, str]] = ()) -> str:
     return scrolling(f"<table>{thead}<tbody>{''.join(rows)}</tbody></table>")
 
 
-def _absent(words: str) -> str:
-    return f'<p class="small">{escape(words)}</p>'
+def _absent(text: str) -> str:
+    return f'<p class="small">{escape(text)}</p>'
 
 
 def _header(figures: dict[str, Any]) -> str:
@@ -198,8 +201,8 @@ def _header(figures: dict[str, Any]) -> str:
             f'<p class="notice{" bad" if state["kind"] == "failed" else ""}" role="status">{escape(state["words"])}</p>'
         )
     if figures["damaged"]:
-        words = "Damaged files of this run, of which a part is left out: " + "; ".join(figures["damaged"]) + "."
-        notice += f'<p class="notice bad" role="status">{escape(words)}</p>'
+        message = "Damaged files of this run, of which a part is left out: " + "; ".join(figures["damaged"]) + "."
+        notice += f'<p class="notice bad" role="status">{escape(message)}</p>'
     return (
         f'<header id="verdict"><p class="eyebrow">preheat report · {escape(_WORD[state["kind"]])}</p>'
         f'<h1>{escape(figures["title"])}</h1><p class="verdict">{escape(figures["verdict"])}</p>{notice}</header>'
@@ -207,8 +210,8 @@ def _header(figures: dict[str, Any]) -> str:
 
 
 def _setup(rows: Sequence[tuple[str, str]]) -> str:
-    """What the recipe asked for, at the head of the page."""
-    shown = "".join(f"<div><dt>{escape(what)}</dt><dd>{nbsp_units(said)}</dd></div>" for what, said in rows)
+    """Returns the settings of the recipe for the head of the page."""
+    shown = "".join(f"<div><dt>{escape(what)}</dt><dd>{nbsp_units(text)}</dd></div>" for what, text in rows)
     return f'<dl class="setup" id="setup">{shown}</dl>' if rows else ""
 
 
@@ -216,15 +219,15 @@ _WORD = {"finished": "finished", "failed": "failed", "stopped": "stopped early",
 
 
 def _tiles(figures: dict[str, Any]) -> str:
-    """The figures that matter most; what the run did not record has no tile."""
+    """Returns tiles with the most important figures; unrecorded figures have none."""
     summary, predicted, measured, off = (figures[k] for k in ("summary", "predicted", "measured", "difference"))
     parameters = mapping(summary["parameters"])
     held_out, tokens = (number(summary[key]) for key in ("validation_loss", "tokens"))
 
-    def against(key: str, words: Any) -> str:
+    def against(key: str, show: Callable[[Any], str]) -> str:
         if number(predicted[key]) is None:
             return "no prediction"
-        return f"predicted {words(predicted[key])}" + (f" ({signed_percent(off[key])})" if off[key] is not None else "")
+        return f"predicted {show(predicted[key])}" + (f" ({signed_percent(off[key])})" if off[key] is not None else "")
 
     total = number(predicted["seconds_total"])
     first, trained = summary["first_loss"], number(parameters.get("trained"))
@@ -263,10 +266,13 @@ def _memory(figures: dict[str, Any]) -> str:
     parts = run_charts.categories(figures)
     predicted, measured = (number(figures[k]["peak_gib"]) for k in ("predicted", "measured"))
     off = figures["difference"]["peak_gib"]
-    whole = sum(size for _, size, _ in parts) or 1
+    total = sum(size for _, size, _ in parts) or 1
     unit, texts = sizes([*(size for _, size, _ in parts), predicted, measured])
     rows = [
-        f'<tr><td><span class="key" style="--c: var(--{colour})"></span>{escape(name)}</td><td class="n">{text}</td><td class="n">{percent(size / whole)}</td></tr>'
+        (
+            f'<tr><td><span class="key" style="--c: var(--{colour})"></span>{escape(name)}</td>'
+            f'<td class="n">{text}</td><td class="n">{percent(size / total)}</td></tr>'
+        )
         for (name, size, colour), text in zip(parts, texts, strict=False)
     ]
     if predicted is not None:
@@ -283,7 +289,7 @@ def _memory(figures: dict[str, Any]) -> str:
 
 
 def _memory_of_gpu(figures: dict[str, Any]) -> str:
-    """Each figure of a GPU's memory beside its own prediction."""
+    """Returns a table of predicted and measured GPU memory: allocated, reserved, context."""
     names = {
         "allocated_gib": "allocated: tensors",
         "reserved_gib": "reserved by torch's allocator",
@@ -294,7 +300,8 @@ def _memory_of_gpu(figures: dict[str, Any]) -> str:
     unit, texts = sizes([size for pair in pairs for size in pair])
     rows = [
         f'<tr><td>{escape(names[key])}</td><td class="n">{predicted}</td><td class="n">{measured}</td>'
-        f'<td class="n">{signed_percent(figures["difference"][key]) if figures["difference"][key] is not None else ""}</td></tr>'
+        '<td class="n">'
+        f"{signed_percent(figures['difference'][key]) if figures['difference'][key] is not None else ''}</td></tr>"
         for key, predicted, measured in zip(keys, texts[::2], texts[1::2], strict=True)
     ]
     head = (("at the most", ""), (f"predicted, {unit}", "n"), ("measured", "n"), ("difference", "n"))
@@ -302,13 +309,13 @@ def _memory_of_gpu(figures: dict[str, Any]) -> str:
 
 
 def _fallbacks(events: list[dict[str, Any]]) -> str:
-    """Where a run was out of memory, and what it continued with."""
-    found = [e for e in events if e["kind"] == "rung"]
-    if not found:
+    """Returns a table of out-of-memory errors and the fallbacks that the run continued with."""
+    fallbacks = [e for e in events if e["kind"] == "rung"]
+    if not fallbacks:
         return ""
-    unit, texts = sizes([e.get(key) for e in found for key in ("was_gib", "peak_gib")])
+    unit, texts = sizes([e.get(key) for e in fallbacks for key in ("was_gib", "peak_gib")])
     rows = []
-    for n, e in enumerate(found):
+    for n, e in enumerate(fallbacks):
         took = e.get("took") if isinstance(e.get("took"), list) else []
         rows.append(
             f'<tr><td class="n">{escape(value(e.get("step")))}</td><td>{escape(value(e.get("where")))}</td>'
@@ -326,15 +333,19 @@ def _fallbacks(events: list[dict[str, Any]]) -> str:
 
 
 def _phases(phases: Any) -> str:
-    found = {name: size for name, of in mapping(phases).items() if (size := number(of)) is not None}
-    if not found:
+    peaks = {name: size for name, of in mapping(phases).items() if (size := number(of)) is not None}
+    if not peaks:
         return ""
-    most = max(found.values())
-    highest = next(name for name, size in found.items() if size == most)
-    unit, texts = sizes(list(found.values()))
+    most = max(peaks.values())
+    highest = next(name for name, size in peaks.items() if size == most)
+    unit, texts = sizes(list(peaks.values()))
     rows = (
-        f'<tr><td>{escape(name)}</td><td class="n">{text}</td><td class="track"><span class="bar" style="width: {max(0.0, 100 * size / most) if most > 0 else 0:.1f}%"></span></td></tr>'
-        for (name, size), text in zip(found.items(), texts, strict=True)
+        (
+            f'<tr><td>{escape(name)}</td><td class="n">{text}</td><td class="track">'
+            '<span class="bar" style="width: '
+            f'{max(0.0, 100 * size / most) if most > 0 else 0:.1f}%"></span></td></tr>'
+        )
+        for (name, size), text in zip(peaks.items(), texts, strict=True)
     )
     return (
         "<h3>Peak by phase</h3>"
@@ -348,8 +359,8 @@ def _before(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluation(figures: dict[str, Any]) -> str:
-    found = figures["evaluation"]
-    after, before, off = (mapping(found.get(k)) for k in ("after", "before", "difference"))
+    evaluation = figures["evaluation"]
+    after, before, off = (mapping(evaluation.get(k)) for k in ("after", "before", "difference"))
     compared = bool(before)
     rows = []
     for part in ("texts", "tasks"):
@@ -359,7 +370,8 @@ def _evaluation(figures: dict[str, Any]) -> str:
             truncated = number(result.get("truncated"))
             cut = f" ({truncated:,.0f} without room for all of their context)" if truncated else ""
             rows.append(
-                f'<tr><th scope="rowgroup" colspan="{4 if compared else 2}">{escape(name)}: {grouped(result.get("rows"))} rows{cut}</th></tr>'
+                f'<tr><th scope="rowgroup" colspan="{4 if compared else 2}">{escape(name)}: '
+                f"{grouped(result.get('rows'))} rows{cut}</th></tr>"
             )
             for metric, measured in mapping(result.get("metrics")).items():
                 cells = [between(measured)]
@@ -373,18 +385,21 @@ def _evaluation(figures: dict[str, Any]) -> str:
     drawn = "".join(run_charts.evaluations(figures))
     if not rows:
         return f'<div class="two">{drawn}</div>' if drawn else ""
-    words = f"At step {value(found.get('step'))}. In brackets: 95 % of 1,000 bootstrap resamples of the rows"
-    words += "; of the difference, row by row." if compared else "."
+    caption = f"At step {value(evaluation.get('step'))}. In brackets: 95 % of 1,000 bootstrap resamples of the rows"
+    caption += "; of the difference, row by row." if compared else "."
     if not compared:
-        words += " Nothing was measured before the first step; preheat does that for a pretrained model, for tasks and for a forgetting text."
+        caption += (
+            " Nothing was measured before the first step; preheat does that for a pretrained model, for tasks "
+            "and for a forgetting text."
+        )
     head = (
         (("", ""), ("before", "n"), ("after", "n"), ("difference", "n")) if compared else (("", ""), ("measured", "n"))
     )
-    return f'{_absent(words)}{_table(rows, head)}<div class="two">{drawn}</div>{lengths(after, before)}'
+    return f'{_absent(caption)}{_table(rows, head)}<div class="two">{drawn}</div>{lengths(after, before)}'
 
 
 def _interval(text: str) -> str:
-    """'1.788 [1.70, 1.88]' with its interval as a part that may go to a line of its own."""
+    """Wraps the interval of '1.788 [1.70, 1.88]' in a span, so that it can move to a line of its own."""
     if text == MISSING:
         return '<span class="small">not measured</span>'
     figure, _, interval = nbsp_units(text).partition(" [")
@@ -393,9 +408,9 @@ def _interval(text: str) -> str:
 
 def _techniques(changes: dict[str, Any]) -> str:
     rows = []
-    for name, found in changes.items():
+    for name, entries in changes.items():
         rows.append(f'<tr><th scope="rowgroup" colspan="2">{escape(name)}</th></tr>')
-        for change in map(mapping, found if isinstance(found, list) else []):
+        for change in map(mapping, entries if isinstance(entries, list) else []):
             kernel = (
                 f'<br><span class="small">kernel: {escape(change["kernel"])}</span>' if change.get("kernel") else ""
             )
@@ -443,7 +458,7 @@ _MOST_SAMPLES = 50
 
 
 def _prompt(prompt: Any) -> str:
-    """A prompt as text: a chat as one line a message."""
+    """Returns a prompt as text, with one line per chat message."""
     if not isinstance(prompt, list):
         return "" if prompt is None else str(prompt)
     messages = (message if isinstance(message, dict) else {"content": message} for message in prompt)
@@ -460,10 +475,11 @@ def _timeline(events: list[dict[str, Any]]) -> str:
         at = number(first.get("time"))
         after = clock(at - begin) if at is not None and begin is not None and at >= begin else ""
         kind = str(first["kind"]).replace("_", " ") + (f" × {len(group)}" if len(group) > 1 else "")
-        said = f"steps {value(first.get('step'))} to {value(last.get('step'))}" if len(group) > 1 else _event(last)
+        details = f"steps {value(first.get('step'))} to {value(last.get('step'))}" if len(group) > 1 else _event(last)
         bad = " bad" if first["kind"] in ("failed", "damaged", "out_of_memory", "unsaved") else ""
         rows.append(
-            f'<tr><td class="n">{after}</td><td class="free"><span class="event{bad}">{escape(_KINDS.get(kind, kind))}</span> {escape(said)}</td></tr>'
+            f'<tr><td class="n">{after}</td><td class="free">'
+            f'<span class="event{bad}">{escape(_KINDS.get(kind, kind))}</span> {escape(details)}</td></tr>'
         )
     started = ""
     if begin is not None and 0 <= begin < 2e11:
@@ -473,45 +489,52 @@ def _timeline(events: list[dict[str, Any]]) -> str:
 
 _KINDS = {"rung": "fallback"}
 
-# What an event records: its name on the page and how its value is written. Others are shown by their key, without underscores.
+# Fields of events: {key: (label on the page, formatter)}. Other fields are labelled by their key without underscores.
 _RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "asked": ("it asked for", lambda found: gib(number(found) and found / 2**30)),
-    "room": ("free", lambda found: gib(number(found) and found / 2**30)),
-    "beside": ("taken beside the tensors", lambda found: gib(number(found) and found / 2**30)),
+    "asked": ("it asked for", lambda recorded: gib(number(recorded) and recorded / 2**30)),
+    "room": ("free", lambda recorded: gib(number(recorded) and recorded / 2**30)),
+    "beside": ("taken beside the tensors", lambda recorded: gib(number(recorded) and recorded / 2**30)),
     "loss": ("loss", loss),
     "mfu": ("model FLOPs utilisation", percent),
     "peak_gib": ("peak memory", gib),
-    "seconds": ("took", lambda found: f"{value(found)} s" if (number(found) or 9) < 1 else duration(found)),
+    "seconds": ("took", lambda recorded: f"{value(recorded)} s" if (number(recorded) or 9) < 1 else duration(recorded)),
     "seconds_per_step": (
         "seconds a step",
-        lambda found: " to ".join(map(value, found)) if isinstance(found, list) else value(found),
+        lambda recorded: " to ".join(map(value, recorded)) if isinstance(recorded, list) else value(recorded),
     ),
     "signal": ("by", str),
-    "spread": ("spread", lambda found: " to ".join(map(grouped, found)) if isinstance(found, list) else value(found)),
+    "spread": (
+        "spread",
+        lambda recorded: " to ".join(map(grouped, recorded)) if isinstance(recorded, list) else value(recorded),
+    ),
     "steps": ("steps", grouped),
     "tokens": ("tokens", grouped),
     "tokens_per_second": ("tokens a second", grouped),
     "validation_loss": ("validation loss", loss),
-    "took": ("continued with", lambda found: ", ".join(map(str, found)) if isinstance(found, list) else value(found)),
+    "took": (
+        "continued with",
+        lambda recorded: ", ".join(map(str, recorded)) if isinstance(recorded, list) else value(recorded),
+    ),
     "was_gib": ("peak before", gib),
     "where": ("while", value),
     "words": ("reason", value),
 }
-# Long lists that are shown elsewhere (fallbacks) or are for `preheat doctor oom`; `held` of a checkpoint is `seconds` of most.
+# Fields left out of the timeline: shown elsewhere, meant for `preheat doctor oom`, or redundant (a checkpoint's `held`
+# is most of its `seconds`).
 _NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "held", "path")
 
 
 def _event(event: dict[str, Any]) -> str:
     parts = []
-    for key, found in event.items():
-        if key not in _NOT_SHOWN and found not in (None, "", [], {}):
+    for key, recorded in event.items():
+        if key not in _NOT_SHOWN and recorded not in (None, "", [], {}):
             label, write = _RECORDED.get(key, (key.replace("_", " "), value))
-            parts.append(f"{label} {write(found)}")
+            parts.append(f"{label} {write(recorded)}")
     return "; ".join(parts)
 
 
 def _groups(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Events in order; four or more checkpoints in a row are one group."""
+    """Groups four or more consecutive checkpoint events; every other event is a group of its own."""
     groups: list[list[dict[str, Any]]] = []
     for event in events:
         if groups and event["kind"] == "checkpoint" == groups[-1][0]["kind"]:
@@ -533,15 +556,16 @@ def _environment(environment: dict[str, Any]) -> str:
     return _table(filter(None, rows)) if any(rows) else ""
 
 
-def _row(key: str, found: Any) -> str:
-    if found in (None, "", [], {}):
+def _row(key: str, recorded: Any) -> str:
+    if recorded in (None, "", [], {}):
         return ""
     label, write = _ENVIRONMENT.get(key, (key.replace("_", " "), value))
-    return f'<tr><th scope="row">{escape(label)}</th><td class="free">{escape(write(found))}</td></tr>'
+    return f'<tr><th scope="row">{escape(label)}</th><td class="free">{escape(write(recorded))}</td></tr>'
 
 
 def _recipe(figures: dict[str, Any]) -> str:
     return (
         f'<p class="again small">Runs it again:<code>{escape(figures["again"])}</code></p>'
-        f"<details><summary>The recipe, with every default written out</summary><pre>{escape(figures['recipe'], LONG)}</pre></details>"
+        "<details><summary>The recipe, with every default written out</summary>"
+        f"<pre>{escape(figures['recipe'], LONG)}</pre></details>"
     )

@@ -1,7 +1,7 @@
-"""Plots as inline SVG, drawn by matplotlib's object interface. Colours are the page's variables.
+"""Plots as inline SVG, drawn with matplotlib's object interface and coloured by CSS variables of the page.
 
-Each colour is drawn as a sentinel and written as `var(--name)`, so that one drawing is right in light, in dark and on
-paper. Text stays text and takes the page's font. Ids carry the plot's name, since one page holds several drawings.
+Each colour is drawn as a sentinel and replaced by `var(--name)`, so that one drawing works in light mode, in dark mode
+and in print. Text stays text in the page's font. Ids start with the plot's name, since a page holds several drawings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 COLOURS = ("ink", "muted", "grid", "page", "warn", *(f"series-{n}" for n in range(1, 7)))
 SENTINEL = {name: f"#a1b2{n:02x}" for n, name in enumerate(COLOURS)}
-_POINTS = 640  # more than a plot has pixels across on a phone; the rest would only be weight
+_POINTS = 640  # more than the pixels of a plot's width on a phone; more points would only enlarge the page
 
 NARROW = (5.3, 2.85)  # inches; 11 points of it are 10 pixels at 343 and 14 at 500 pixels of width
 WIDE = (10.8, 4.0)
@@ -55,18 +55,18 @@ _STEPS = [1, 2, 2.5, 5, 10]  # between ticks: round numbers only
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a plot: what it is called in the legend, its points, how it is drawn."""
+    """A line of a plot: its name in the legend, points, colour and style."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     colour: str = "series-1"
     style: str = "line"
-    """line, raw (light and thin), points (a line with marks), level (dashed, a reference), named (a level with its name on it)"""
+    """line, raw (light and thin), points (with markers), level (a dashed reference), named (a level with its label)"""
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """The labels of an axis: as few decimals as tell all ticks apart, the same for each; exponents for the very small and large.
+    """Returns tick labels with the fewest decimals that distinguish all ticks; very small or large ones use exponents.
 
     Example:
         >>> tick_labels([0.0, 0.5, 1.0]), tick_labels([1000.25, 1000.5]), tick_labels([0.0, 2e-5])
@@ -77,7 +77,7 @@ def tick_labels(values: Sequence[float]) -> list[str]:
         return ["0" for _ in values]
     ordered = sorted(set(values))
     gaps = [b - a for a, b in itertools.pairwise(ordered) if b - a > 1e-15 * most]
-    exact = min([*gaps, most]) / 100  # ticks lie on round numbers: so close to the value a label is that number
+    exact = min([*gaps, most]) / 100  # ticks are round numbers, so a label this close to its value is exact
     plain = 1e-3 <= most < 1e9
     for decimals in range(16):
         labels = [f"{0.0 if abs(v) < exact else v:,.{decimals}{'f' if plain else 'e'}}" for v in values]
@@ -100,10 +100,10 @@ def _tidy(label: str) -> str:
 def ticks(
     axis: MatplotlibAxis, nbins: int = 5, *, integer: bool = False, format: Callable[[float], str] | None = None
 ) -> None:
-    """Round numbers as the ticks of an axis, each with a label of its own; of a logarithmic axis at 1, 2 and 5 of each decade.
+    """Puts the ticks of an axis on round numbers with distinct labels; on a log axis at 1, 2 and 5 of each decade.
 
     Args:
-        format: writes a tick; `tick_labels` if it is not given, or if two ticks would read the same.
+        format: formats a tick value; default, and fallback if two labels would be equal: `tick_labels`.
     """
     from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -119,11 +119,11 @@ def ticks(
 
     class Decades(LogLocator):
         def tick_values(self, vmin: float, vmax: float) -> Any:
-            """Those of a linear axis if the range is so small that fewer than two of the decade's lie in it."""
-            found = super().tick_values(vmin, vmax)
+            """Returns linear ticks if the range contains fewer than two ticks of the decades."""
+            locations = super().tick_values(vmin, vmax)
             low, high = min(vmin, vmax), max(vmin, vmax)
-            if sum(low <= v <= high for v in found) >= 2:
-                return found
+            if sum(low <= v <= high for v in locations) >= 2:
+                return locations
             return [v for v in MaxNLocator(nbins=nbins, steps=_STEPS).tick_values(low, high) if v > 0]
 
     if axis.get_scale() == "log":
@@ -138,9 +138,9 @@ def ticks(
 
 
 def smooth(values: Sequence[float], half: int) -> list[float]:
-    """Mean over the `half` values on either side, NaN left out; the window shrinks evenly at the start.
+    """Centred moving average over `half` values on either side, ignoring NaN; the window shrinks at the start.
 
-    Shrinking on both sides at the start keeps the steep beginning of a loss curve where it is; a running mean lags.
+    Shrinking on both sides at the start preserves the steep beginning of a loss curve; a trailing mean would lag.
 
     Example:
         >>> smooth([4.0, 2.0, 3.0, 1.0], 1)
@@ -154,42 +154,42 @@ def smooth(values: Sequence[float], half: int) -> list[float]:
     smoothed = []
     for i, value in enumerate(values):
         low, high = i - min(half, i), min(len(values), i + min(half, i) + 1)
-        held = counts[high] - counts[low]
-        smoothed.append((sums[high] - sums[low]) / held if held and math.isfinite(value) else math.nan)
+        count = counts[high] - counts[low]
+        smoothed.append((sums[high] - sums[low]) / count if count and math.isfinite(value) else math.nan)
     return smoothed
 
 
 def thin(x: Sequence[float], y: Sequence[float], points: int = _POINTS) -> tuple[list[float], list[float]]:
-    """At most `points` of a long curve: the least and the greatest of each stretch, so that no spike is lost."""
+    """Downsamples a curve to at most `points`: minimum and maximum of each stretch, so that no spike is lost."""
     if len(x) <= points:
         return list(x), list(y)
     keep: set[int] = {0, len(x) - 1}
     stretches = points // 2 - 1
     for n in range(stretches):
         stretch = range(n * len(x) // stretches, (n + 1) * len(x) // stretches)
-        finite = [i for i in stretch if math.isfinite(y[i])] or [stretch[0]]  # a stretch of NaN stays a gap
+        finite = [i for i in stretch if math.isfinite(y[i])] or [stretch[0]]  # keeps a stretch of NaN as a gap
         keep |= {min(finite, key=lambda i: y[i]), max(finite, key=lambda i: y[i])}
-    kept = sorted(keep)
-    return [x[i] for i in kept], [y[i] for i in kept]
+    indices = sorted(keep)
+    return [x[i] for i in indices], [y[i] for i in indices]
 
 
 def curves(
     name: str,
     lines: Sequence[Curve],
-    words: str,
+    alt_text: str,
     *,
     from_zero: bool = False,
     marks: Sequence[float] = (),
     size: tuple[float, float] = NARROW,
 ) -> str:
-    """Curves over steps as an SVG element.
+    """Draws curves over steps as an SVG element.
 
     Args:
         name: unique in the page; ids start with it.
-        lines: what to draw, in order; a level is drawn across the plot.
-        words: what the plot shows, for those who cannot see it.
-        from_zero: the axis begins at 0, unless a value is negative.
-        marks: steps to mark at the upper edge (losses that were not finite).
+        lines: in drawing order; a level spans the plot.
+        alt_text: description for screen readers.
+        from_zero: start the y axis at 0 unless a value is negative.
+        marks: steps to mark at the upper edge (losses that are not finite).
         size: inches.
     """
 
@@ -201,8 +201,18 @@ def curves(
             if line.style in ("level", "named"):
                 axes.axhline(y[0], color=SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
                 if line.style == "named":
-                    axes.annotate(line.name, (1, y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
-                                  ha="right", va="bottom", color=SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
+                    axes.annotate(
+                        line.name,
+                        (1, y[0]),
+                        xycoords=("axes fraction", "data"),
+                        xytext=(-2, 3),
+                        textcoords="offset points",
+                        ha="right",
+                        va="bottom",
+                        color=SENTINEL["muted"],
+                        fontsize=10.5,
+                        parse_math=False,
+                    )
             elif line.style == "raw":
                 axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.5, marker="o" if lone else None, markersize=5)
             elif line.style == "points":
@@ -229,26 +239,45 @@ def curves(
         axes.margins(x=0.01)
         axes.set_xlabel("step", loc="right", labelpad=2)
 
-    return drawn(name, size, words, draw)
+    return drawn(name, size, alt_text, draw)
 
 
 def by_size(
     name: str,
     lines: Sequence[Curve],
-    words: str,
+    alt_text: str,
     *,
     format: Callable[[float], str],
     label: str = "size",
     size: tuple[float, float] = NARROW,
 ) -> str:
-    """Points over sizes that grow by factors, both axes logarithmic, as an SVG element; `format` writes a size, `label` says of what."""
+    """Draws points over sizes as an SVG element, both axes logarithmic.
+
+    Args:
+        name: unique in the page; ids start with it.
+        lines: in drawing order; a named level spans the plot.
+        alt_text: description for screen readers.
+        format: formats a size for the x axis.
+        label: of the x axis.
+        size: inches.
+    """
 
     def draw(axes: Axes) -> None:
         for line in lines:
             if line.style == "named":
                 axes.axhline(line.y[0], color=SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
-                axes.annotate(line.name, (1, line.y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
-                              ha="right", va="bottom", color=SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
+                axes.annotate(
+                    line.name,
+                    (1, line.y[0]),
+                    xycoords=("axes fraction", "data"),
+                    xytext=(-2, 3),
+                    textcoords="offset points",
+                    ha="right",
+                    va="bottom",
+                    color=SENTINEL["muted"],
+                    fontsize=10.5,
+                    parse_math=False,
+                )
             else:
                 axes.plot(line.x, line.y, color=SENTINEL[line.colour], linewidth=1.6, marker="o", markersize=4.5)
         axes.set_xscale("log", base=2, nonpositive="mask")
@@ -259,21 +288,21 @@ def by_size(
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(label, loc="right", labelpad=2)
 
-    return drawn(name, size, words, draw)
+    return drawn(name, size, alt_text, draw)
 
 
 def stacked(
     name: str,
     rows: Sequence[tuple[str, Sequence[tuple[str, float]]]],
-    words: str,
+    alt_text: str,
     *,
     limit: tuple[str, float] | None = None,
 ) -> str:
-    """Horizontal bars of coloured pieces, one row each, as an SVG element.
+    """Draws horizontal stacked bars, one per row, as an SVG element.
 
     Args:
-        rows: (label, [(colour, GiB), ...]) from the top; the axis is in the unit that suits the longest row.
-        limit: (label, length): a line across the rows, or an arrow to the right where it is far beyond them.
+        rows: (label, [(colour, GiB), ...]) from the top; the unit of the axis depends on the longest row.
+        limit: (label, GiB): a line across the rows, or an arrow to the right if it is far beyond them.
     """
 
     unit, scale = unit_of([sum(length for _, length in pieces) for _, pieces in rows])
@@ -321,12 +350,12 @@ def stacked(
         axes.grid(axis="x", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
-    return drawn(name, SHORT if len(rows) < 4 else NARROW, words, draw)
+    return drawn(name, SHORT if len(rows) < 4 else NARROW, alt_text, draw)
 
 
 @dataclass(frozen=True)
 class Span:
-    """One bar of a waterfall: from where to where."""
+    """A bar of a waterfall chart, from `start` to `end`."""
 
     name: str
     start: float
@@ -334,17 +363,17 @@ class Span:
     colour: str
 
 
-def spans(name: str, rows: Sequence[Span], words: str, *, unit: str) -> str:
-    """A waterfall as an SVG element: one horizontal bar a row, from the top, with its length (a change, signed) beside it."""
+def spans(name: str, rows: Sequence[Span], alt_text: str, *, unit: str) -> str:
+    """Draws a waterfall as an SVG element: one horizontal bar per row, labelled with its (signed) length."""
 
     def draw(axes: Axes) -> None:
         reach = max((max(row.start, row.end) for row in rows), default=1.0) or 1.0
         least = min(0.0, min((min(row.start, row.end) for row in rows), default=0.0))
         for y, row in enumerate(rows):
             axes.barh(y, row.end - row.start, left=row.start, height=0.62, color=SENTINEL[row.colour])
-            whole = row.start == 0.0
+            is_total = row.start == 0.0
             axes.annotate(
-                f"{row.end - row.start:,.3g}" if whole else change(row.end - row.start, reach),
+                f"{row.end - row.start:,.3g}" if is_total else change(row.end - row.start, reach),
                 (max(row.start, row.end), y),
                 xytext=(4, 0),
                 textcoords="offset points",
@@ -362,22 +391,25 @@ def spans(name: str, rows: Sequence[Span], words: str, *, unit: str) -> str:
         axes.grid(axis="x", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
-    return drawn(name, (NARROW[0], 0.62 + 0.3 * len(rows)), words, draw)
+    return drawn(name, (NARROW[0], 0.62 + 0.3 * len(rows)), alt_text, draw)
 
 
-def drawn(name: str, size: tuple[float, float], words: str, draw: Callable[[Axes], None]) -> str:
-    """What `draw` puts on the axes, as an SVG element; markers at an edge are whole, and foreign text in it is short and clean."""
+def drawn(name: str, size: tuple[float, float], alt_text: str, draw: Callable[[Axes], None]) -> str:
+    """Returns the plot that `draw` makes on its axes as an SVG element.
+
+    Markers at an edge are not clipped, and text is shortened and cleaned.
+    """
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.text import Text
 
     with matplotlib.rc_context(), warnings.catch_warnings():
-        # The page's font draws the text, so that what matplotlib's own lacks does not matter.
+        # The page's font renders the text, so glyphs missing from matplotlib's fonts do not matter.
         warnings.filterwarnings("ignore", message="(?s).*[Gg]lyph", category=UserWarning)
-        # A plot of damaged figures may have no room left for its axes; it is drawn all the same.
+        # Damaged figures may leave no room for the axes; draw the plot anyway.
         warnings.filterwarnings("ignore", message="constrained_layout not applied", category=UserWarning)
-        matplotlib.rcdefaults()  # not the reader's matplotlibrc: equal runs give equal reports
+        matplotlib.rcdefaults()  # ignores the user's matplotlibrc: equal runs give equal reports
         matplotlib.rcParams.update(
             {
                 "svg.fonttype": "none",
@@ -403,13 +435,13 @@ def drawn(name: str, size: tuple[float, float], words: str, draw: Callable[[Axes
             line.set_clip_on(False)
         for text in axes.findobj(Text):
             text.set_text(shorten(text.get_text(), 48))
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return _inline(name, drawn.getvalue(), words)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return _inline(name, buffer.getvalue(), alt_text)
 
 
-def _inline(name: str, drawing: bytes, words: str) -> str:
-    """matplotlib's file as an element for a page: no namespaces, unused ids, fonts or styles of its own; the page's colours."""
+def _inline(name: str, drawing: bytes, alt_text: str) -> str:
+    """Turns matplotlib's SVG file into an inline element: page colours; no namespaces, unused ids, fonts or styles."""
     root = ElementTree.fromstring(drawing)
     names = {code: variable for variable, code in SENTINEL.items()}
     for element in root.iter():
@@ -436,27 +468,27 @@ def _inline(name: str, drawing: bytes, words: str) -> str:
             element.text = None
     box = root.get("viewBox", "")
     root.attrib.clear()
-    root.attrib |= {"viewBox": box, "role": "img", "aria-label": shorten(words, 2000)}
+    root.attrib |= {"viewBox": box, "role": "img", "aria-label": shorten(alt_text, 2000)}
     return ElementTree.tostring(root, encoding="unicode")
 
 
 def _short(text: str) -> str:
-    """Coordinates to a hundredth of a point: half the weight of the page, and nobody sees it."""
+    """Rounds coordinates to 0.01 points: invisible, and halves the size of the page."""
     return re.sub(r"-?\d+\.\d+", lambda m: f"{float(m.group()):.2f}".rstrip("0").rstrip("."), " ".join(text.split()))
 
 
 def _style(text: str, names: dict[str, str]) -> str:
-    """A style with the page's colours, and its size of type but not matplotlib's fonts."""
-    kept = []
+    """Rewrites a style with the page's colours; keeps the font size, drops matplotlib's fonts."""
+    rules = []
     for rule in text.split(";"):
         key, _, value = (part.strip() for part in rule.partition(":"))
         if key == "font":
-            kept.append(f"font-size: {value.split('px')[0].split()[-1]}px")
+            rules.append(f"font-size: {value.split('px')[0].split()[-1]}px")
         elif key and key != "font-family":
-            kept.append(f"{key}: " + re.sub(r"#[0-9a-f]{6}", lambda m: f"var(--{names[m.group()]})", value))
-    return "; ".join(kept)
+            rules.append(f"{key}: " + re.sub(r"#[0-9a-f]{6}", lambda m: f"var(--{names[m.group()]})", value))
+    return "; ".join(rules)
 
 
 def numbers(values: Sequence[Any]) -> list[float]:
-    """Logged values as floats; what is missing or no number is NaN, a gap in the curve."""
-    return [math.nan if (found := number(v)) is None else found for v in values]
+    """Returns logged values as floats; missing values and non-numbers become NaN, a gap in the curve."""
+    return [math.nan if (finite := number(v)) is None else finite for v in values]

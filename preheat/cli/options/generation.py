@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: the options of drawing, the choice of a template, and figures of what was written."""
+"""Shared by `generate` and `chat`: sampling options, chat template selection, and generation statistics."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="sample.KEY=VALUE",
-        help="A setting of writing without an option of its own: sample.cache=int8, sample.draft=FOLDER, sample.lookup=4 … May stand several times.",
+        help=(
+            "A setting of writing without an option of its own: sample.cache=int8, sample.draft=FOLDER, "
+            "sample.lookup=4 … May stand several times."
+        ),
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Decides the draws at a temperature above 0.")]
@@ -66,60 +69,64 @@ ChatTemplate = Annotated[
 
 
 def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
-    """The settings of the command line.
+    """Returns the sampling settings of the command line.
 
     Args:
-        overrides: `sample.key=value` each, for what has no option of its own.
+        overrides: `sample.key=value` each, for settings without an option of their own.
 
     Raises:
-        RecipeError: one that is no setting of writing, or they contradict each other.
+        RecipeError: an override is not a sampling setting, or the settings contradict each other.
     """
     from preheat.errors import RecipeError
     from preheat.recipe.validate import RecipeReader
     from preheat.recipe.yaml_io import compose
     from preheat.sanitize import shorten
 
-    asked = {}
+    overridden = {}
     for item in overrides:
         key, equals, raw = item.partition("=")
         name = key.strip().removeprefix("sample.")
         if not equals or name == key.strip() or name in ("prompts", "rows"):
             raise RecipeError(f"--set {shorten(item)}: here it sets how text is written, e.g. --set sample.cache=int8")
-        asked[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
+        overridden[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
     reader = RecipeReader("--set", {})
-    made: Sample = reader.flat(Sample, {**values, **asked}, ("sample",))
+    sample: Sample = reader.flat(Sample, {**values, **overridden}, ("sample",))
     reader.refuse()
-    if problems := sample_problems(made):
-        said = [
-            (f"sample.{name}" if name in asked else f"--{name.replace('_', '-')}", words) for name, words in problems
+    if problems := sample_problems(sample):
+        messages = [
+            (f"sample.{name}" if name in overridden else f"--{name.replace('_', '-')}", problem)
+            for name, problem in problems
         ]
-        raise RecipeError("; ".join(f"{name}: {words}" for name, words in said))
-    return made
+        raise RecipeError("; ".join(f"{name}: {problem}" for name, problem in messages))
+    return sample
 
 
 def choose_template(
-    opened: LoadedModel, model: str, setting: str | None, asked: bool | None
+    opened: LoadedModel, model: str, setting: str | None, use_chat: bool | None
 ) -> tuple[Template | None, str]:
-    """The template to lay out chats with, and why, in words.
+    """Returns (chat template or None for plain text, description of the choice).
 
     Args:
         setting: --template.
-        asked: --chat or --no-chat; None: as the run was trained.
+        use_chat: --chat or --no-chat; None: as the run was trained.
 
     Raises:
         RecipeError: a template is needed and there is none.
     """
     from preheat.inference.text_generation import find_template
 
-    if asked is False or (asked is None and setting is None and opened.template is None):
+    if use_chat is False or (use_chat is None and setting is None and opened.template is None):
         return None, "plain text"
-    found = find_template(setting, opened.tokenizer, model=model)
+    chat_template = find_template(setting, opened.tokenizer, model=model)
     own = setting is None and opened.template is not None
-    return found, f"chat, {opened.template}, as the run was trained" if own else f"chat, {found.name}"
+    return chat_template, f"chat, {opened.template}, as the run was trained" if own else f"chat, {chat_template.name}"
 
 
 class Watched:
-    """Counts seconds while it is entered; tokens, the kind of device and whether the model was compiled are set by whoever writes."""
+    """Context manager that adds up the seconds spent inside.
+
+    The caller sets `tokens`, `kind` (of the device) and `compiled`.
+    """
 
     def __init__(self) -> None:
         self.tokens, self.seconds, self.kind, self.compiled = 0, 0.0, "cpu", False
@@ -140,13 +147,16 @@ class Watched:
             "compiled": self.compiled,
         }
 
-    def words(self) -> str:
+    def summary(self) -> str:
         from preheat.cli.views.console import memory, rate
 
-        made: Any = self.figures()
-        return f"{self.tokens:,} tokens in {self.seconds:.2f} s, {rate(made['tokens_per_second'])} tokens/s, peak memory {memory(made['peak_gib'])}{', compiled for single tokens' if self.compiled else ''}"
+        figures: Any = self.figures()
+        return (
+            f"{self.tokens:,} tokens in {self.seconds:.2f} s, {rate(figures['tokens_per_second'])} tokens/s, "
+            f"peak memory {memory(figures['peak_gib'])}{', compiled for single tokens' if self.compiled else ''}"
+        )
 
 
-def note(words: str) -> None:
-    """Told beside the text, on standard error."""
-    console(error=True).print(words, style="dim", soft_wrap=True)
+def note(text: str) -> None:
+    """Prints a dim line on standard error, apart from the generated text."""
+    console(error=True).print(text, style="dim", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""--trust-remote-code, on every command that opens a model."""
+"""The `--trust-remote-code` option of every command that loads a model."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ _Option = Annotated[
     bool,
     typer.Option(
         remote_code.OPTION,
-        help="Run Python code that comes with a model's folder. A recipe cannot allow it: add this only if you trust the code's author.",
+        help=(
+            "Run Python code that comes with a model's folder. A recipe cannot allow it: add this only if you "
+            "trust the code's author."
+        ),
     ),
 ]
 _NAME = "trust_remote_code"
 
 
 def opens_models(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a command with the option added, which holds for all that it does and for the processes that it starts."""
+    """Adds `--trust-remote-code` to a command; it applies to the whole call and to the processes that it starts."""
 
     @functools.wraps(function)
     def run(*args: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
         if trust_remote_code:
-            os.environ[remote_code.VARIABLE] = "1"  # `main` puts it back
+            os.environ[remote_code.VARIABLE] = "1"  # for child processes; `main` restores it
         with remote_code.trusting(trust_remote_code):
             return function(*args, **kwargs)
 
     signature = inspect.signature(function, eval_str=True)
     option = inspect.Parameter(_NAME, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_Option)
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    parameters = [*signature.parameters.values(), option]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {**function.__annotations__, _NAME: bool}
     return run

@@ -1,8 +1,8 @@
-"""Options and keys that the mode at hand does not read are refused or named: they would change nothing, and nobody would notice.
+"""Rejects or reports options and recipe keys that a command ignores in its current mode.
 
-A mode is a row of `MODES`: when a command is in it, and which options and keys it then leaves unread. `Command` looks at what stands on
-the command line before the command begins; `name_unread` at a recipe that was read. What a recipe's own keys make unread, whatever the
-command, is in `preheat.recipe.unused_keys`.
+`MODES` lists for each command its modes: the condition, and the options and keys that are then unread. `Command` checks
+the command line before the command runs; `name_unread` checks a loaded recipe. Keys that are unread because of other
+keys of the recipe, whatever the command, are in `preheat.recipe.unused_keys`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["MODES", "Command", "Mode", "name_unread"]
 
 @dataclass(frozen=True)
 class Mode:
-    """Options that a command leaves unread in one of its modes.
+    """A mode of a command, with the options and recipe keys that it ignores.
 
     Attributes:
-        when: whether the command is in it, by its parameters.
-        unread: the parameters that it does not read.
-        why: what the mode is, as the message ends.
-        keys: of recipes that are read in this mode, a dot at the end for all below; None: all but `unread_keys`.
-        unread_keys: of recipes that are not read in this mode.
-        named: what `--set` gives in vain is named and not refused, since the same words are often given to several commands.
+        when: predicate on the command's parameters: true in this mode.
+        unread: names of the parameters that the mode ignores.
+        why: reason, appended to the message.
+        keys: recipe keys that the mode reads; a trailing dot includes all keys below; None: all but `unread_keys`.
+        unread_keys: recipe keys that the mode ignores.
+        named: warn about an ignored `--set` instead of raising, since users often pass one `--set` to several commands.
     """
 
     when: Callable[[Mapping[str, Any]], Any]
@@ -46,12 +46,12 @@ class Mode:
     named: bool = False
 
     def reads(self, key: str) -> bool:
-        """Whether this mode reads a key of a recipe."""
+        """Returns True if this mode reads the recipe key."""
         return (self.keys is None or _is_one_of(key, self.keys)) and not _is_one_of(key, self.unread_keys)
 
     @property
     def readable(self) -> str:
-        """What it reads, for messages."""
+        """Returns a description of the keys that the mode reads, for messages."""
         named = [
             f"{key}*" if key.endswith(".") else key for key in self.keys or () if f"{key}." not in (self.keys or ())
         ]
@@ -70,7 +70,22 @@ MODES: Mapping[str, Sequence[Mode]] = {
     "plan": (
         Mode(
             lambda p: p["compute_budget"] is not None,
-            ("what", "set", "gpu", "count", "nodes", "length", "batch_tokens", "method", "aim", "allow", "price", "inference", "out", "html"),
+            (
+                "what",
+                "set",
+                "gpu",
+                "count",
+                "nodes",
+                "length",
+                "batch_tokens",
+                "method",
+                "aim",
+                "allow",
+                "price",
+                "inference",
+                "out",
+                "html",
+            ),
             "--compute-budget says how large a model is worth training, whatever the model and the devices",
         ),
         Mode(
@@ -94,13 +109,29 @@ MODES: Mapping[str, Sequence[Mode]] = {
             unread_keys=_OF_THIS_MACHINE,
         ),
         Mode(lambda p: p["dry_run"], ("force", "auto_resume", "restarts"), "--dry-run trains nothing"),
-        Mode(lambda p: p["nproc"] < 2, ("restarts",), "one process ends with its run; add --nproc 2 or more, or start it again with --resume"),
-        Mode(lambda p: p["nproc"] > 1 and "RANK" in os.environ, ("nproc", "restarts"), "torchrun has started the processes already"),
+        Mode(
+            lambda p: p["nproc"] < 2,
+            ("restarts",),
+            "one process ends with its run; add --nproc 2 or more, or start it again with --resume",
+        ),
+        Mode(
+            lambda p: p["nproc"] > 1 and "RANK" in os.environ,
+            ("nproc", "restarts"),
+            "torchrun has started the processes already",
+        ),
         Mode(lambda p: p["resume"], ("auto_resume",), "--resume says so already"),
     ),
     "bench": (
-        Mode(lambda p: p["inference"], ("ablate", "techniques", "steps", "device"), "--inference measures models as they write, and this is for recipes"),
-        Mode(lambda p: not p["inference"], ("batches", "lengths", "tokens", "variant", "text"), "techniques are compared in training; add --inference to measure how models write"),
+        Mode(
+            lambda p: p["inference"],
+            ("ablate", "techniques", "steps", "device"),
+            "--inference measures models as they write, and this is for recipes",
+        ),
+        Mode(
+            lambda p: not p["inference"],
+            ("batches", "lengths", "tokens", "variant", "text"),
+            "techniques are compared in training; add --inference to measure how models write",
+        ),
         Mode(
             lambda p: not p["inference"],
             (),
@@ -111,16 +142,32 @@ MODES: Mapping[str, Sequence[Mode]] = {
     ),
     "data": (Mode(lambda p: True, (), "this shows data, and trains nothing", _OF_DATA, named=True),),
     "eval": (
-        Mode(lambda p: p["tasks"] and not _has_text(p), ("rows",), "no text is named, and it is for texts; add --data, or use --limit for tasks"),
-        Mode(lambda p: not any(_takes_base(Path(m)) for m in p["model"]), ("base",), "it is for adapters, and none is named"),
+        Mode(
+            lambda p: p["tasks"] and not _has_text(p),
+            ("rows",),
+            "no text is named, and it is for texts; add --data, or use --limit for tasks",
+        ),
+        Mode(
+            lambda p: not any(_takes_base(Path(m)) for m in p["model"]),
+            ("base",),
+            "it is for adapters, and none is named",
+        ),
         Mode(lambda p: not p["tasks"], ("limit", "samples"), "no task is named; add --tasks"),
     ),
     "generate": (
         Mode(lambda p: p["chat"] is False, ("template",), "it lays out chats, and --no-chat asks for none"),
-        Mode(lambda p: not p["temperature"] and not _sets(p, "temperature"), ("seed",), "temperature 0 draws nothing; set a temperature, e.g. 0.8"),
+        Mode(
+            lambda p: not p["temperature"] and not _sets(p, "temperature"),
+            ("seed",),
+            "temperature 0 draws nothing; set a temperature, e.g. 0.8",
+        ),
     ),
     "chat": (
-        Mode(lambda p: not p["temperature"] and not _sets(p, "temperature"), ("seed",), "temperature 0 draws nothing; set a temperature, e.g. 0.8"),
+        Mode(
+            lambda p: not p["temperature"] and not _sets(p, "temperature"),
+            ("seed",),
+            "temperature 0 draws nothing; set a temperature, e.g. 0.8",
+        ),
     ),
     "compress": (
         Mode(
@@ -138,11 +185,19 @@ MODES: Mapping[str, Sequence[Mode]] = {
         Mode(lambda p: p["nproc"] is None, ("port",), "torchrun has its own rendezvous; --port goes with --nproc"),
     ),
     "try": (
-        Mode(lambda p: not _tries(p, "gradient_accumulation", "integration"), ("accumulation_steps",), "it is for gradient_accumulation and integration"),
-        Mode(lambda p: not _tries(p, "mixed_precision", "integration"), ("precision",), "it is for mixed_precision and integration"),
+        Mode(
+            lambda p: not _tries(p, "gradient_accumulation", "integration"),
+            ("accumulation_steps",),
+            "it is for gradient_accumulation and integration",
+        ),
+        Mode(
+            lambda p: not _tries(p, "mixed_precision", "integration"),
+            ("precision",),
+            "it is for mixed_precision and integration",
+        ),
         Mode(lambda p: not _tries(p, "zero"), ("zero_stage", "cpu_offload"), "it is for zero"),
     ),
-}  # fmt: skip
+}
 
 
 def _sets(parameters: Mapping[str, Any], key: str) -> bool:
@@ -169,7 +224,7 @@ def _is_classifier(model: str) -> bool:
 
 
 class Command(typer.core.TyperCommand):
-    """A command that refuses or names the options that its mode leaves unread."""
+    """A typer command that rejects or reports options that its mode ignores."""
 
     def invoke(self, context: Any) -> Any:
         for mode in MODES.get(self.name or "", ()):
@@ -185,8 +240,8 @@ class Command(typer.core.TyperCommand):
                         else parameter.opts[0]
                     )
                     value = value[0] if isinstance(value, list | tuple) and value else value
-                    said = "" if isinstance(value, bool) else f" {quoted(value, 40)}"
-                    raise RecipeError(f"{shown}{said}: would change nothing: {mode.why}; leave one of them out")
+                    shown_value = "" if isinstance(value, bool) else f" {quoted(value, 40)}"
+                    raise RecipeError(f"{shown}{shown_value}: would change nothing: {mode.why}; leave one of them out")
             _refuse_keys(context.params.get("set") or (), mode)
         return super().invoke(context)
 
@@ -194,17 +249,19 @@ class Command(typer.core.TyperCommand):
 def _refuse_keys(overrides: Sequence[str], mode: Mode) -> None:
     for item in overrides:
         if not mode.reads(item.partition("=")[0].strip()):
-            words = f"--set {quoted(item, 60)}: would change nothing: {mode.why}; {mode.readable}"
+            message = f"--set {quoted(item, 60)}: would change nothing: {mode.why}; {mode.readable}"
             if not mode.named:
-                raise RecipeError(words)
-            say(f"warning: {words}", error=True)
+                raise RecipeError(message)
+            say(f"warning: {message}", error=True)
 
 
 def name_unread(command: str, parameters: Mapping[str, Any], recipe: Recipe, *, besides: Collection[str] = ()) -> None:
-    """Names, in one line a mode, what a recipe states and the command does not read: it was written to be trained.
+    """Prints one note per mode with the recipe keys that the command ignores.
+
+    It does not raise: the recipe was written for training and may set more than this command reads.
 
     Args:
-        besides: keys that did not come from the recipe.
+        besides: keys to skip, since they do not come from the recipe.
     """
     for mode in MODES[command]:
         if mode.named or not mode.when(parameters):

@@ -1,1 +1,1 @@
-"""How commands print: the screen, tables, plans, live progress."""
+"""Output of the commands: console, tables, plans, live progress."""

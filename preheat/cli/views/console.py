@@ -1,17 +1,21 @@
-"""What commands share: options, numbers in words, the plan's picture, and the live view of a run."""
+"""Shared by the commands: common options, number formatting, the plan view, and the live view of a run."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from preheat.cli.views.output import bar, console, say
 from preheat.run_dir import to_json
 from preheat.training.observer import Watch
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
 
 __all__ = [
     "Alarms",
@@ -47,29 +51,30 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 
 def emit(value: Any) -> None:
-    """One JSON object on standard output; NaN becomes null."""
-
+    """Prints one JSON object on standard output; NaN becomes null."""
     say(to_json(value))
 
 
 def rate(value: float | None) -> str:
-    """12,345 or 12.3 for small ones."""
+    """Returns a rate as text: 12,345, or 12.3 below 100."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def gflops(rate: float) -> str:
-    """
+    """Returns FLOP/s as a number of GFLOP/s.
+
     >>> gflops(2.3e8), gflops(9.81e11)
     ('0.23', '981')
     """
-    found = rate / 1e9
-    return f"{found:.2g}" if found < 10 else f"{found:,.0f}"
+    giga = rate / 1e9
+    return f"{giga:.2g}" if giga < 10 else f"{giga:,.0f}"
 
 
 def duration(seconds: float | None) -> str:
-    """
+    """Returns seconds as text in its two largest units.
+
     >>> duration(75), duration(7300), duration(3 * 86400)
     ('1 min 15 s', '2 h 1 min', '3 d 0 h')
     """
@@ -90,7 +95,7 @@ def memory(gib: float) -> str:
 
 
 def experts(metrics: Mapping[str, Any]) -> str:
-    """How evenly a step's experts were loaded, shortly.
+    """Returns the load balance of a step's experts as a short text.
 
     Example:
         >>> experts({"expert_load": 1.84, "experts_idle": 3})
@@ -100,8 +105,8 @@ def experts(metrics: Mapping[str, Any]) -> str:
     return f"busiest expert x{metrics['expert_load']:.1f}{idle}"
 
 
-def picture(plan: Mapping[str, Any], name: str) -> Any:
-    """A plan as rich draws it: memory by category against the device's, speed, and the verdict."""
+def picture(plan: Mapping[str, Any], name: str) -> Group:
+    """Returns a plan as a rich renderable: memory by category against the device's memory, speed, and the verdict."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -111,24 +116,36 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     peak, has = plan["peak_gib"], plan["available_gib"]
     bars = Table.grid(padding=(0, 2))
     width = 36
-    scale = width / max(peak, has if has < 2.5 * peak else 0.0, 1e-9)  # of the device, where that is not far more
+    scale = width / max(
+        peak, has if has < 2.5 * peak else 0.0, 1e-9
+    )  # scale to the device's memory unless it is far more than the peak
     for category, gib in plan["memory"].items():
         bars.add_row(
             f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan")
         )
     total = Text(
-        f"{f'{peak / has:.1%} of the {memory(has)} left' if has * 1024 >= 1 else 'nothing is left'} of {plan['device']['name']}",
+        (
+            f"{f'{peak / has:.1%} of the {memory(has)} left' if has * 1024 >= 1 else 'nothing is left'} of "
+            f"{plan['device']['name']}"
+        ),
         style="green" if plan["fits"] else "red",
     )
     bars.add_row("  peak", Text(memory(peak), justify="right", style="bold"), total)
     speed = Table.grid(padding=(0, 2))
     speed.add_row(
         "  step",
-        f"{plan['seconds_per_step']:.3g} s for {plan['tokens_per_step']:,} tokens, {plan['flops_per_step'] / 1e9:,.0f} GFLOP",
+        (
+            f"{plan['seconds_per_step']:.3g} s for {plan['tokens_per_step']:,} tokens, "
+            f"{plan['flops_per_step'] / 1e9:,.0f} GFLOP"
+        ),
     )
     speed.add_row(
         "  speed",
-        f"{rate(plan['tokens_per_second'])} tokens/s, {plan['mfu']:.0%} of {plan['matrix_rate'] / 1e12:,.3g} TFLOP/s {'measured here' if plan['device']['kind'] == 'cpu' else 'at most'}",
+        (
+            f"{rate(plan['tokens_per_second'])} tokens/s, {plan['mfu']:.0%} of "
+            f"{plan['matrix_rate'] / 1e12:,.3g} TFLOP/s "
+            f"{'measured here' if plan['device']['kind'] == 'cpu' else 'at most'}"
+        ),
     )
     if plan.get("seconds_to_start"):
         speed.add_row("  to start", f"about {duration(plan['seconds_to_start'])}, once, until layers are compiled")
@@ -143,18 +160,21 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
         speed.add_row("  ", f"{plan['pace']:.2f} times as long as by the measured rates, as the last runs here took")
     parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]
     parts += [_phases(plan), Text("time"), speed, verdict]
-    warnings = [words] if (words := fragmentation_hint(plan)) else []
+    warnings = [hint] if (hint := fragmentation_hint(plan)) else []
     if plan["fits"] and (most := plan["peak_gib_interval"][1]) > has:
         warnings.append(
-            f"little room: nine in ten runs need {memory(most)} at most, and {memory(has)} is left; fewer rows at a time are safer"
+            f"little room: nine in ten runs need {memory(most)} at most, and {memory(has)} is left; fewer "
+            "rows at a time are safer"
         )
     if quicker := plan.get("fp32_rate"):
         warnings.append(
-            f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and {gflops(quicker)} in fp32; without mixed_precision a step is sooner done"
+            f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and "
+            f"{gflops(quicker)} in fp32; without mixed_precision a step is sooner done"
         )
     if plan.get("contended"):
         warnings.append(
-            "the machine was busy when it was calibrated and still is, so speeds are too low: plan again when it is quiet"
+            "the machine was busy when it was calibrated and still is, so speeds are too low: plan again "
+            "when it is quiet"
         )
     if plan.get("heap"):
         warnings.append(
@@ -164,8 +184,8 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     return Group(*parts)
 
 
-def _phases(plan: Mapping[str, Any]) -> Any:
-    """A row a phase, a column a category; the phase that is the peak stands out."""
+def _phases(plan: Mapping[str, Any]) -> Table:
+    """Returns a table of memory with a row per phase and a column per category; the peak phase is bold."""
     from rich.table import Table
 
     unit, scale = ("GiB", 1) if plan["peak_gib"] >= 1 else ("MiB", 1024)
@@ -178,9 +198,9 @@ def _phases(plan: Mapping[str, Any]) -> Any:
     table = Table(f"peak by phase, {unit}", *heads, "all", box=None, pad_edge=False, header_style="")
     for column in table.columns[1:]:
         column.justify = "right"
-    for phase, found in plan["phase_memory"].items():
+    for phase, categories in plan["phase_memory"].items():
         style = "bold" if phase == plan["peak_phase"] else None
-        table.add_row(f"  {phase}", *map(size, found.values()), size(plan["phases"][phase]), style=style)
+        table.add_row(f"  {phase}", *map(size, categories.values()), size(plan["phases"][phase]), style=style)
     if plan["export"]:
         table.add_row(
             "  export, later", *map(size, plan["export"].values()), size(sum(plan["export"].values())), style="dim"
@@ -189,14 +209,14 @@ def _phases(plan: Mapping[str, Any]) -> Any:
 
 
 class Alarms(Watch):
-    """Only what must be seen."""
+    """Prints alarms only."""
 
-    def alarm(self, words: str) -> None:
-        say(words, error=True)
+    def alarm(self, message: str) -> None:
+        say(message, error=True)
 
 
 class Live(Alarms):
-    """A run on the terminal: stages, a progress bar with loss, speed, MFU, memory and time left, and what is noteworthy."""
+    """Live view of a run: stages, notices, and a progress bar with loss, speed, MFU, memory and time left."""
 
     def __init__(self, screen: Any, name: str):
         from rich.progress import BarColumn
@@ -218,14 +238,14 @@ class Live(Alarms):
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def stage(self, words: str) -> None:
+    def stage(self, message: str) -> None:
         if self._task is not None:
             self._bar.remove_task(self._task)
-        self._stage = words
-        self._task = self._bar.add_task(words, total=None, words="")
+        self._stage = message
+        self._task = self._bar.add_task(message, total=None, words="")
         self._bar.refresh()
         if not self.screen.is_terminal:
-            self.screen.print(f"{words} …")
+            self.screen.print(f"{message} …")
 
     def progress(self, what: str, done: float, total: float | None) -> None:
         if time.monotonic() - self._drawn > 0.2:
@@ -238,26 +258,26 @@ class Live(Alarms):
 
     def step(self, metrics: Mapping[str, Any], total: int | None) -> None:
         self._seconds = [*self._seconds[-19:], metrics["seconds"]]
-        # Drawing at every step would cost more than short steps take.
+        # Redrawing at every step would take longer than a short step.
         if time.monotonic() - self._drawn < 0.25 and metrics["step"] != total:
             return
         self._drawn = time.monotonic()
         left = (total - metrics["step"]) * sum(self._seconds) / len(self._seconds) if total else None
-        words = (
+        line = (
             f"step {metrics['step']:,}{f'/{total:,}' if total else ''}  loss {metrics['loss']:.3f}{self._validation}  "
             f"{rate(metrics['tokens_per_second'])} tok/s  MFU {metrics['mfu']:.0%}  {memory(metrics['memory'] / 2**30)}"
             + (f"  {experts(metrics)}" if "expert_load" in metrics else "")
             + (f"  {duration(left)} left" if left is not None else "")
         )
-        self._bar.update(self._task, completed=metrics["step"], total=total, words=words)
+        self._bar.update(self._task, completed=metrics["step"], total=total, words=line)
         self._bar.refresh()
         if not self.screen.is_terminal and (metrics["step"] in (1, total) or metrics["step"] % 50 == 0):
-            self.screen.print(words, soft_wrap=True)
+            self.screen.print(line, soft_wrap=True)
 
     def evaluated(self, step: int, loss: float, scores: Mapping[str, float] | None = None) -> None:
         self._validation = f" (validation {loss:.3f})"
-        words = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in (scores or {}).items())
-        self.screen.print(f"step {step:,}: validation loss {loss:.4f}{words}")
+        shown_scores = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in (scores or {}).items())
+        self.screen.print(f"step {step:,}: validation loss {loss:.4f}{shown_scores}")
 
-    def notice(self, words: str) -> None:
-        self.screen.note(words)
+    def notice(self, message: str) -> None:
+        self.screen.note(message)

@@ -1,4 +1,4 @@
-"""Warnings that the library logs, on standard error: a line each, once."""
+"""Prints warnings that the library logs on standard error, each once and on one line."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = " ".join(record.getMessage().split())
-        if line not in self._shown and os.environ.get("RANK", "0") == "0":  # of several processes the first speaks
+        if line not in self._shown and os.environ.get("RANK", "0") == "0":  # only rank 0 prints
             self._shown.add(line)
             say(f"warning: {line}", error=True)
 
 
 @contextlib.contextmanager
 def warnings_shown() -> Iterator[None]:
-    """Within, what the library warns of is shown."""
+    """Context manager that prints the library's logged warnings."""
     log, lines = logging.getLogger("preheat"), _Lines()
     before = log.propagate
     log.addHandler(lines)
-    log.propagate = False  # or it is shown twice where a root handler stands
+    log.propagate = False  # else a root handler would print it a second time
     try:
         yield
     finally:

@@ -1,26 +1,29 @@
-"""What tasks of length found, part by part: depth against length, loss by position."""
+"""Tables of long-context tasks: accuracy by depth and length, loss by position."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["grids"]
 
 
-def grids(made: Mapping[str, Any]) -> Iterator[Any]:
-    """A table for each task that has parts; before and after stand in one cell.
+def grids(summary: Mapping[str, Any]) -> Iterator[Table]:
+    """Yields a table for each task with parts; a cell holds the values before and after.
 
     Args:
-        made: as `preheat eval --json` prints it.
+        summary: as `preheat eval --json` prints it.
     """
-    for name, result in made["tasks"].items():
+    for name, result in summary["tasks"].items():
         if parts := result.get("parts"):
-            old = ((made.get("before") or {}).get("tasks", {}).get(name) or {}).get("parts") or []
+            old = ((summary.get("before") or {}).get("tasks", {}).get(name) or {}).get("parts") or []
             yield _stretches(name, parts, old) if "start" in parts[0] else _cells(name, parts, old)
 
 
-def _stretches(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]) -> Any:
+def _stretches(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table(f"{name}: places", *(("loss before", "after") if old else ("loss",)), box=None, pad_edge=False)
@@ -31,7 +34,7 @@ def _stretches(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]
     return table
 
 
-def _cells(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]) -> Any:
+def _cells(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     down = "depth" if "depth" in parts[0] else "share"

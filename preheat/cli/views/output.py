@@ -1,4 +1,7 @@
-"""Everything that commands print goes through here: foreign text (names, paths, keys, data) is cleaned and never read as markup."""
+"""Output functions of all commands.
+
+Text from outside (names, paths, keys, data) has its control characters escaped and is never parsed as markup.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,22 @@ __all__ = ["bar", "console", "passing", "say", "write_text"]
 
 
 def say(text: Any = "", *, end: str = "\n", error: bool = False) -> None:
-    """Prints text with its control characters shown and not obeyed, on standard output or standard error."""
+    """Prints text with its control characters escaped, on standard output or standard error."""
     print(clean(text), end=end, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def write_text(text: str, end: str = "") -> None:
-    """Prints what a model wrote: cleaned on a terminal; into a pipe or a file exactly as it is."""
+    """Prints generated text: with control characters escaped on a terminal, unchanged into a pipe or a file."""
     print(clean(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def passing(text: str = "") -> None:
-    """Shows a line of progress on standard error, each in place of the last one where that is a terminal; empty text clears it."""
+    """Prints a line of progress on standard error.
+
+    On a terminal each line replaces the last one, and an empty text clears it.
+    """
     if sys.stderr.isatty():
-        # A line that wraps cannot be cleared: what is cleared is the terminal's last row.
+        # Cut to the terminal's width: a wrapped line could not be cleared, since only the last row is.
         width = min(shutil.get_terminal_size().columns - 1, 100)
         print(f"\r\x1b[2K{clean(text)[:width]}", end="", file=sys.stderr, flush=True)
     elif text:
@@ -38,16 +44,16 @@ def passing(text: str = "") -> None:
 
 
 def console(*, error: bool = False, quiet: bool = False) -> Any:
-    """A rich console for foreign text: no markup, emoji codes or highlighting; styled text is a `rich.text.Text`.
+    """Returns a rich console without markup, emoji codes or highlighting; styled text is a `rich.text.Text`.
 
     `note(text)` prints a yellow "note:" before the text.
     """
-    # Standard streams are looked up when printing, so a console per call costs nothing and follows redirections.
+    # rich looks up the standard streams when it prints, so a new console per call is cheap and follows redirections.
     return _class()(stderr=error, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
 def bar(screen: Console, *columns: Any, **options: Any) -> Progress:
-    """A progress display; a column that is text is a template such as "{task.description}", filled without markup."""
+    """Returns a progress display; a text column is a template such as "{task.description}", filled without markup."""
     from rich.progress import Progress, TextColumn
 
     return Progress(
@@ -60,14 +66,14 @@ def bar(screen: Console, *columns: Any, **options: Any) -> Progress:
 
 @cache
 def _class() -> type[Console]:
-    """Made when first needed: rich takes a tenth of a second to import."""
+    """Returns the console class; created on first use, since importing rich takes a tenth of a second."""
     from rich.console import Console, RenderableType
     from rich.segment import Segment
     from rich.status import Status
     from rich.text import Text
 
     class PlainStatus(Status):
-        """rich reads the text of a status as markup, whatever the console says."""
+        """A status without markup: rich parses its text as markup even if the console does not."""
 
         def update(self, status: RenderableType | None = None, **options: Any) -> None:
             super().update(_plain(status), **options)

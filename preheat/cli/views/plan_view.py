@@ -1,47 +1,54 @@
-"""Plans as rich draws them: memory against the device's, alternatives, reasons; serving; a budget of FLOPs."""
+"""Plans as rich renderables: memory, alternatives and rejections of training plans; serving; FLOPs budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat.cli.views.console import memory, picture, rate
 
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
 __all__ = ["budget_picture", "serving_picture", "whole_picture"]
 
-_REASONS = 12  # lines that a terminal shows; --json and --html have all
+_REASONS = 12  # rejections listed on a terminal; --json and --html list all
 
 
-def whole_picture(made: Mapping[str, Any], name: str) -> Any:
-    """A plan with what was chosen, the alternatives, and why not the others."""
+def whole_picture(result: Mapping[str, Any], name: str) -> Group:
+    """Returns a plan with the chosen recipe, the alternatives, and the reasons for rejecting the others."""
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[Any] = []
-    if made["searched"]["candidates"]:
-        s = made["searched"]
+    parts: list[RenderableType] = []
+    if result["searched"]["candidates"]:
+        s = result["searched"]
         sure = ", dry-run with all its layers" if s["confirmed"] else ""
         parts.append(Text(f"{s['candidates']:,} candidates, {s['looked_at']} dry-run; the best{sure}:", style="dim"))
         numbers = {"exact": "numbers as without", "rounding": "numbers rounded", "different": "other numbers"}[
-            made["numerics"]
+            result["numerics"]
         ]
-        parts.append(Text(f"{made['chosen']} ({numbers})", style="bold cyan"))
-    parts.append(picture(made, name))
-    if settled := made.get("settled"):
+        parts.append(Text(f"{result['chosen']} ({numbers})", style="bold cyan"))
+    parts.append(picture(result, name))
+    if settled := result.get("settled"):
         parts.append(Text(f"  chosen   {', '.join(f'{key}: {value}' for key, value in settled.items())}"))
-    if found := made.get("longest_context"):
+    if longest := result.get("longest_context"):
         reached = (
-            f"{found['length']:,} tokens a row fit ({memory(found['peak_gib'])})" if found["length"] else "no row fits"
+            f"{longest['length']:,} tokens a row fit ({memory(longest['peak_gib'])})"
+            if longest["length"]
+            else "no row fits"
         )
-        parts.append(Text(f"  longest  {reached}; {found['limit']}"))
-    if made["cost"]:
-        parts.append(Text(f"  cost     {_cost(made['cost'])}"))
-    if made["energy"]:
-        parts.append(Text(f"  energy   {_energy(made['energy'])}"))
-    if made["alternatives"]:
-        parts += [Text("alternatives"), _alternatives(made)]
-    if made["rejected"]:
-        parts += [Text("why not"), *_reasons(made["rejected"])]
+        parts.append(Text(f"  longest  {reached}; {longest['limit']}"))
+    if result["cost"]:
+        parts.append(Text(f"  cost     {_cost(result['cost'])}"))
+    if result["energy"]:
+        parts.append(Text(f"  energy   {_energy(result['energy'])}"))
+    if result["alternatives"]:
+        parts += [Text("alternatives"), _alternatives(result)]
+    if result["rejected"]:
+        parts += [Text("why not"), *_reasons(result["rejected"])]
     return Group(*parts)
 
 
@@ -54,25 +61,28 @@ def _cost(cost: Mapping[str, Any] | None) -> str:
 
 def _energy(energy: Mapping[str, Any]) -> str:
     run = f", {energy['run']:,.3g} kWh for the run" if energy["run"] else ""
-    return f"at most {energy['million_tokens']:.3g} kWh a million tokens{run}: boards at full power, {energy['kilowatts']:,.3g} kW"
+    return (
+        f"at most {energy['million_tokens']:.3g} kWh a million tokens{run}: boards at full power, "
+        f"{energy['kilowatts']:,.3g} kW"
+    )
 
 
-def _alternatives(made: Mapping[str, Any]) -> Any:
+def _alternatives(result: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
-    # Numbers first, and never broken; the techniques take what is left of the line.
+    # Numbers come first and are never wrapped; the techniques get the rest of the line.
     table = Table(box=None, pad_edge=False)
-    for title in ("memory", "tokens/s", *(["$ / M tokens"] if made["cost"] else [])):
+    for title in ("memory", "tokens/s", *(["$ / M tokens"] if result["cost"] else [])):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("beside the best", min_width=15)
     table.add_column("techniques", min_width=25, overflow="fold")
-    for a in made["alternatives"]:
-        cost = [f"{a['cost']['million_tokens']:.3g}"] if made["cost"] else []
+    for a in result["alternatives"]:
+        cost = [f"{a['cost']['million_tokens']:.3g}"] if result["cost"] else []
         table.add_row(memory(a["peak_gib"]), rate(a["tokens_per_second"]), *cost, a["gives_up"], a["what"])
     return table
 
 
-def _reasons(rejected: Sequence[Mapping[str, str]]) -> list[Any]:
+def _reasons(rejected: Sequence[Mapping[str, str]]) -> list[Text]:
     from rich.text import Text
 
     shown = [Text(f"  {r['recipe']}: {r['reason']}", style="dim") for r in rejected[:_REASONS]]
@@ -80,18 +90,28 @@ def _reasons(rejected: Sequence[Mapping[str, str]]) -> list[Any]:
     return [*shown, *([Text(f"  and {left} more; --json has them", style="dim")] if left else [])]
 
 
-def serving_picture(made: Mapping[str, Any]) -> Any:
-    """What serving needs, a row a format."""
+def serving_picture(result: Mapping[str, Any]) -> Group:
+    """Returns the memory and speed of serving, one row per format."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    d = made["device"]
+    d = result["device"]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    titles = ("weights\nin", "cache\nin", "weights\ntake", "a row's\ncache", "rows\nthat fit", "longest\nrow", "first\ntoken", "tokens/s\nof one", "of all")  # fmt: skip
+    titles = (
+        "weights\nin",
+        "cache\nin",
+        "weights\ntake",
+        "a row's\ncache",
+        "rows\nthat fit",
+        "longest\nrow",
+        "first\ntoken",
+        "tokens/s\nof one",
+        "of all",
+    )
     for number, title in enumerate(titles):
         table.add_column(title, justify="right" if number > 1 else "left", vertical="bottom", no_wrap=True)
-    for f in made["formats"]:
+    for f in result["formats"]:
         first = f["seconds_to_first_token"]
         table.add_row(
             f["weights"],
@@ -108,23 +128,28 @@ def serving_picture(made: Mapping[str, Any]) -> Any:
     measured = " (as copies reach it here; reading alone may go beyond)" if d["kind"] == "cpu" else ""
     return Group(
         Text(
-            f"{made['model']}: {made['parameters']:,} parameters, served on {many}{d['name']} of {memory(d['memory_gib'])}",
+            (
+                f"{result['model']}: {result['parameters']:,} parameters, served on {many}{d['name']} of "
+                f"{memory(d['memory_gib'])}"
+            ),
             style="bold",
         ),
         Text(
-            f"a token takes {made['cache_bytes_per_token'] / 1024:,.0f} KiB of cache, a row has {made['length']:,} tokens; what each device holds:"
+            f"a token takes {result['cache_bytes_per_token'] / 1024:,.0f} KiB of cache, a row has "
+            f"{result['length']:,} tokens; what each device holds:"
         ),
         table,
         Text(
-            f"at best: tokens/s are the memory's bandwidth over weights and caches, of one row and of all that fit{measured}; the first token comes when the "
+            "at best: tokens/s are the memory's bandwidth over weights and caches, of one row and of all that "
+            f"fit{measured}; the first token comes when the "
             "prompt's FLOPs are done; embedding and head are in bf16",
             style="dim",
         ),
     )
 
 
-def budget_picture(flops: float, found: Sequence[Mapping[str, Any]]) -> Any:
-    """The compute-optimal model, a row an approach."""
+def budget_picture(flops: float, approaches: Sequence[Mapping[str, Any]]) -> Group:
+    """Returns the compute-optimal model size, one row per approach."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -132,7 +157,7 @@ def budget_picture(flops: float, found: Sequence[Mapping[str, Any]]) -> Any:
     table = Table("approach", "parameters", "tokens", "tokens a parameter", "by", box=None, pad_edge=False)
     for column in table.columns[1:4]:
         column.justify = "right"
-    for o in found:
+    for o in approaches:
         table.add_row(
             f"  {o['approach']}",
             _count(o["parameters"]),
@@ -140,10 +165,13 @@ def budget_picture(flops: float, found: Sequence[Mapping[str, Any]]) -> Any:
             f"{o['tokens'] / o['parameters']:.0f}",
             o["source"],
         )
-    middle = _count(found[0]["parameters"]).replace(" ", "")
+    middle = _count(approaches[0]["parameters"]).replace(" ", "")
     return Group(
         Text(
-            f"{flops:g} FLOPs are best spent on (Hoffmann et al. 2022, arXiv:2203.15556; FLOPs = 6 x parameters x tokens)",
+            (
+                f"{flops:g} FLOPs are best spent on (Hoffmann et al. 2022, arXiv:2203.15556; FLOPs = 6 x "
+                "parameters x tokens)"
+            ),
             style="bold",
         ),
         table,
@@ -152,7 +180,8 @@ def budget_picture(flops: float, found: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _count(value: float) -> str:
-    """
+    """Returns a count with three digits and its unit.
+
     >>> _count(1_210_000_000.0), _count(69e9)
     ('1.21 B', '69.0 B')
     """
