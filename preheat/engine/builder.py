@@ -180,7 +180,7 @@ def build(
     # ADAPT before FAKE_QUANTIZE: the weights that training updates are the ones to fake-quantize.
     # FAKE_QUANTIZE before KERNEL: a kernel may replace a module only in its final numeric form.
     # KERNEL before SPLIT: kernels are swapped in the whole model, before stages are cut out of it.
-    # SPLIT before PARALLEL: a pipeline stage keeps its layers only, and tensor parallelism shards what is left.
+    # SPLIT before PARALLEL: pipeline stages are cut and teachers added while every layer is still complete.
     # PARALLEL before CHECKPOINT: recomputation includes the collectives of the sharded layers.
     # CHECKPOINT before COMPILE: the compiler must see the recomputed regions.
     # COMPILE before SHARD: each compiled layer is then one unit of FSDP, whose hooks stay outside of the graph.

@@ -1,17 +1,15 @@
-"""Checkpoints: the state that the next step depends on, written to a temporary folder, synced and renamed; only
-complete ones are read.
+"""Checkpoints: written to a temporary folder, synced and renamed, so that only complete ones are read.
 
     checkpoints/step-N/
-        *.safetensors     parameters, optimizer state and generators (torch distributed checkpoint, safetensors
-        storage);
+        *.safetensors     parameters, optimizer state and generators (torch distributed checkpoint, safetensors files);
                           each rank writes its shards, and any number of ranks reads them in any layout
         model.safetensors.index.json (single process)
         state.json        identity of the run, step, samples, tokens, elapsed, effective recipe, fingerprints,
                           host generators, `Build.state`
         manifest.json     size and SHA-256 of each file: written last
 
-Only files that the manifest names are read or removed. Checkpoints of other runs are ignored. No pickle is written or
-read.
+Only files that the manifest names are read or removed. Checkpoints of other runs are ignored. No pickle is
+written or read.
 """
 
 from __future__ import annotations
@@ -117,8 +115,7 @@ def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:
     """Name -> number of its file, from 1; `apart`: one file per tensor.
 
     A file is assembled in memory before it is written, so files are small, and smaller still for small models: writing
-    a
-    checkpoint must not set the peak memory of a run.
+    a checkpoint must not set the peak memory of a run.
 
     Args:
         sizes: name -> bytes.
@@ -264,8 +261,7 @@ def save(build: Build, progress: Progress, folder: Path, *, keep: int, apart: bo
 
 
 def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bool = False, group: Any = None) -> Path:
-    """Writes a snapshot as `folder/step-N`; arguments and errors as of `save`. Reads no part of the build that steps
-    change.
+    """Writes a snapshot as `folder/step-N`; arguments and errors as of `save`. Reads nothing that steps change.
 
     Args:
         group: of all ranks, for the collectives of the write.
@@ -279,8 +275,7 @@ def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bo
         if lead:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-        # Each rank needs the names of all tensors, including those that only others have; this also waits for the
-        # folder.
+        # Each rank needs the names of all tensors, including those of other ranks. This also waits for the folder.
         own = {name: t.nbytes for name, t in content.tensors.items()}
         sizes = {name: bytes for part in all_gather_object(build, own, group) for name, bytes in part.items()}
         numbers = _files(sizes, apart=apart)
@@ -427,8 +422,7 @@ def _damage(path: Path, run: str = "") -> str | None:
 
 
 def find(folder: Path, step: int | None = None, *, run: str = "") -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest complete checkpoint of a run (or that of `step`), and the damaged ones that were skipped, each with
-    its problem.
+    """The newest complete checkpoint of a run (or that of `step`), and the skipped ones, each with its problem.
 
     Args:
         run: identity of the run, as in `Progress.run`.
@@ -519,8 +513,7 @@ def read_progress(path: Path) -> State:
 
 
 def _reader(path: Path) -> Any:
-    """A reader of the files in the manifest: torch's reader takes every file in the folder, and the last copy of a
-    tensor wins."""
+    """A reader of the manifest's files: torch's own reads the whole folder, and the last copy of a tensor wins."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import FileSystem
 
