@@ -1,5 +1,4 @@
-"""Asynchronous checkpoints: one thread writes a host copy of the state while training continues, one checkpoint at a
-time."""
+"""Asynchronous checkpoints: a thread writes a host copy of the state while training continues, one at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ __all__ = ["Saved", "Saving", "room"]
 
 
 _PEAK_FACTOR = 2.5
-"""Host memory while a file is assembled, as a multiple of its size: peak RSS was 2.4 times for files of 62 and 125
-MiB."""
+"""Host memory while a file is assembled, over its size: peak RSS was 2.4 times for files of 62 and 125 MiB."""
 
 
 def room(build: Build) -> int:
@@ -54,8 +52,7 @@ class Saved:
 
 
 class Saving:
-    """Writes a run's checkpoints as the recipe's `checkpoint` section says. All ranks begin the same checkpoints in the
-    same order.
+    """Writes a run's checkpoints as the recipe's `checkpoint` section says. All ranks begin them in the same order.
 
     Args:
         at: the step that the build was loaded from, if any.
@@ -128,8 +125,7 @@ class Saving:
         return [Saved(step, path, waited, end - start)]
 
     def close(self) -> str | None:
-        """Cleans up after a failure: finishes the pending write, or returns the message of the error that prevents
-        it."""
+        """Finishes the pending write after a failure, or returns the message of the error that prevents it."""
         try:
             self.wait()
         except (PreheatError, RuntimeError, MemoryError) as error:

@@ -107,8 +107,7 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
 _FILE_BYTES = 64 << 20
 """Upper limit of a file: it is assembled in memory, so large files would need as much host memory."""
 _COPIES = 3
-"""Copies of a file while it is assembled: safetensors' buffer (which aborts when it cannot allocate), Python's bytes,
-and a margin."""
+"""Copies of a file while it is assembled: safetensors' buffer (aborts without memory), Python's bytes, a margin."""
 
 
 def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:

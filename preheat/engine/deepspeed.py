@@ -1,5 +1,4 @@
-"""DeepSpeed as the engine of a build: ZeRO-1, 2 and 3 with its own forward, backward and step (`parallel.engine:
-deepspeed`).
+"""The DeepSpeed engine of a build: ZeRO-1, 2 and 3 with its own forward, backward and step.
 
 What: data parallelism; DeepSpeed shards optimizer states (1), also gradients (2), also weights (3), and clips and
     updates.

@@ -18,8 +18,7 @@ from preheat.models import hf
 __all__ = ["Measured", "evaluate", "likeliest", "measure", "parts", "eval_mode", "summed", "token_scores"]
 
 LOGITS = 2**24
-"""Logits computed at once when single tokens are scored (64 MiB in fp32), so that the planned memory of an evaluation
-holds."""
+"""Logits computed at once when single tokens are scored (64 MiB in fp32): keeps evaluations within planned memory."""
 
 
 @contextmanager
@@ -137,8 +136,7 @@ def _of_logits(
     """
     part = build.trained[0]
     rows, length = batch.tokens.shape
-    # Context parallelism splits labels along with their tokens: positions in place of labels tell each rank which it
-    # has.
+    # Context parallelism splits labels along with their tokens: positions in their place tell each rank which it has.
     with eval_mode(build):
         mine = transform(build, replace(batch, labels=torch.arange(rows * length).view(rows, length)))
     own = mine.labels.flatten().cpu()

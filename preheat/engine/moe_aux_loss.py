@@ -1,5 +1,4 @@
-"""The load-balancing loss of mixture-of-experts models over the global batch, for any micro-batches and number of
-devices.
+"""The load-balancing loss of mixture-of-experts models over the global batch, for any micro-batches and devices.
 
 transformers adds this term to the loss of one forward pass (Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961,
 equations 4 to 6, all layers together):
@@ -114,8 +113,7 @@ class _Balance:
         """Tokens per expert in the global batch, summed over layers: [experts]."""
         part, total = self.build.trained[0], None
         devices = [self.build.torch_device] if self.build.torch_device.type == "cuda" else []
-        # Restores the generators, so that the training pass draws the same (dropout in adapters) and routers choose
-        # alike.
+        # Restores the generators, so that the training pass has the same dropout in adapters, and routers choose alike.
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             self.ledger.open = True
             try:
@@ -134,8 +132,7 @@ class _Balance:
 
 
 def balance(build: Build, config: Any) -> None:
-    """Adds the load-balancing loss and the load metrics to a build whose model has experts, in place; does nothing
-    otherwise."""
+    """Adds the load-balancing loss and the load metrics to a build whose model has experts, in place."""
     count, chosen, width = moe.sizes_of(config)
     if not count:
         return

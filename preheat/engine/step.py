@@ -1,5 +1,4 @@
-"""One training step of a build: gradients, then update. Nothing here synchronizes with the device; the loop does,
-between the two.
+"""One training step of a build: gradients, then update. It never synchronizes with the device; the loop does.
 
 loss = gradients(build, batches, lr) # LossSum: total and weight
 stats = update(build, lr)            # norm of the gradients, and whether all was finite
@@ -131,8 +130,7 @@ class Numbers(NamedTuple):
 
 
 def read_step_stats(build: Build, loss: LossSum, more: Tensor, flags: Sequence[bool]) -> Numbers:
-    """Reads a step's results back from the device: the only synchronization of a step, and one collective on several
-    devices.
+    """Reads a step's results back from the device: the only synchronization of a step, with one collective.
 
     Args:
         loss: result of `gradients`, this device's part of it.

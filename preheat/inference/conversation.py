@@ -120,8 +120,7 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": text})
 
     def _fit(self) -> tuple[int, int]:
-        """Drops the oldest turns until there is room for a reply. Returns the prompt's tokens and the number of
-        messages dropped."""
+        """Drops the oldest turns until a reply fits. Returns the prompt's tokens and the number of messages dropped."""
         positions = self.opened.build.model.positions
         room = min(self.settings.tokens, max(1, positions // 4))
         dropped = 0

@@ -1,5 +1,4 @@
-"""Loads a trained model: a run's newest complete checkpoint, a Hugging Face folder, or an adapter's folder with its
-base."""
+"""Loads a trained model from a run's newest complete checkpoint, a Hugging Face folder, or an adapter's folder."""
 
 from __future__ import annotations
 
@@ -37,16 +36,14 @@ class LoadedModel:
     adapter: Any = None
     """ops.adapters.peft_io.AdapterFolder, if an adapter was loaded."""
     template: str | None = None
-    """Name of the chat template that a run was trained with, which its tokenizer has; None: it was trained on plain
-    text."""
+    """Name of the chat template that the run was trained with (its tokenizer has it); None for plain text."""
     classes: tuple[str, ...] = ()
     """Class names of the run's data, in the order of the head's rows."""
     _drafts: dict[str, Any] = field(default_factory=dict)
     """Draft models loaded so far, by path."""
 
     def write(self, prompts: Sequence[Prompt], settings: Sample | None = None, **kwargs: Any) -> list[Written]:
-        """Continues texts and answers chats: `write_texts` with this model; `kwargs` are its template, seed, batch,
-        on_text, kept and timed.
+        """Continues texts and answers chats with `write_texts`; `kwargs`: template, seed, batch, on_text, kept, timed.
 
         Example:
             >>> open_model("runs/demo").write(["import os\\n"])[0].text                                 # doctest: +SKIP
@@ -65,8 +62,7 @@ def load_model(
     at_start: bool = False,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Loads a run's model with a complete checkpoint, a Hugging Face folder (also a compressed one), or a PEFT adapter
-    on its base.
+    """Loads a run's checkpoint, a Hugging Face folder (also a compressed one), or a PEFT adapter on its base.
 
     Args:
         path: a run, one of its checkpoints (`runs/x/checkpoints/step-N`), a model's folder or an adapter's.
@@ -217,8 +213,7 @@ def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
     progress = checkpoint.read_progress(newest)
     recipe = _on_base(run, base, progress)
     device, _ = resolve_device(recipe)
-    # An adapter's start is already in the checkpoint, and its folder may be gone. A curriculum's `start` is something
-    # else.
+    # The checkpoint includes an adapter's start, whose folder may be gone. A curriculum's `start` is something else.
     techniques = {
         name: replace(t, start=None)  # type: ignore[call-arg]
         if ("start", None) in {(f.name, f.default) for f in dataclasses.fields(t)}

@@ -155,8 +155,7 @@ def prompt_tokens(
 
 
 def turn_ends(template: Template, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
-    """The end of an assistant's turn: a token, or a string if the template's mark is not a special token of the
-    tokenizer."""
+    """The end of an assistant's turn: a token, or a string if the template's mark is not a special token."""
     if template.end_of_turn is not None:
         return frozenset({tokenizer.convert_tokens_to_ids(template.end_of_turn)}), ()
     answer = "zq"

@@ -52,8 +52,7 @@ def limit_layers(
 
 
 def switch_attention(model: PreTrainedModel, attend: Callable[..., Tensor]) -> None:
-    """Switches a transformers model to the attention function `attend`, in place. Its forward, padding masks and caches
-    stay.
+    """Switches a transformers model to the attention function `attend`, in place; its forward does not change.
 
     Args:
         attend: (q, k, v, mask, scale, *, dropout, bias) -> out, the bias bool or float, broadcast to [rows, heads,
@@ -125,8 +124,7 @@ def _mask(
     allow_is_bidirectional_skip: bool = False,
     **more: Any,
 ) -> Tensor | None:
-    """transformers' mask interface: None, [rows, keys] if only padding is masked, else the full mask (caches, packed
-    rows)."""
+    """transformers' mask interface: None, [rows, keys] if only padding is masked, else a full mask."""
     from transformers.masking_utils import sdpa_mask
 
     chunk = getattr(more.get("config"), "attention_chunk_size", None)

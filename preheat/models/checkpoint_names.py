@@ -77,8 +77,7 @@ class Names:
             stored.parts.setdefault(pattern, []).append(key)
 
     def find(self, name: str) -> Stored | None:
-        """The tensors of a parameter, under any name that it shares; None for one that only a technique added to the
-        model."""
+        """The tensors of a parameter, under any name that it shares; None if the files do not have it."""
         prefix = f"{self._prefix}."
         for known in (name, *self._shared(name)):
             for variant in (known, known.removeprefix(prefix), prefix + known):
@@ -127,8 +126,7 @@ class Names:
                 yield target, source
 
     def unread(self, model: Any) -> dict[str, str]:
-        """Keys of the files that nothing read, with their names in the model, except those that transformers silently
-        ignores."""
+        """Unread keys of the files, with their names in the model, except those that transformers ignores."""
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         buffers = [name for name, _ in model.named_buffers()]
         if any(name.endswith("rotary_emb.inv_freq") for name in buffers):

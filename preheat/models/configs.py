@@ -122,8 +122,7 @@ _OF_ROPE = (
 
 
 def require_in_reach(config: PretrainedConfig) -> None:
-    """Rejects sizes that no machine can hold or that are not sizes, before anything is built: a folder may contain
-    anything.
+    """Rejects sizes that are too large or not sizes, before anything is built: a folder may contain anything.
 
     Raises:
         RecipeError: names the first such size.

@@ -164,8 +164,7 @@ def _places(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ...],
 
 @dataclass(frozen=True)
 class _Masks:
-    """Attention masks for all layers: of the encoder, of the decoder, and bool [rows, 1, target, source] for
-    cross-attention."""
+    """Masks for all layers: of the encoder, of the decoder, and bool [rows, 1, target, source] for cross-attention."""
 
     encoder: MaskSpec
     decoder: MaskSpec
@@ -173,8 +172,7 @@ class _Masks:
 
 
 def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec, attention: Callable[..., Tensor]) -> Tensor:
-    """The decoder's hidden states, [rows, length, width], at the positions of the row whose labels it predicts; zeros
-    elsewhere.
+    """The decoder's hidden states, [rows, length, width], at the positions whose labels it predicts; else zeros.
 
     Args:
         tokens: [rows, length].

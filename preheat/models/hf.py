@@ -1,5 +1,4 @@
-"""Hugging Face decoder-only models, some with vision: configures, builds on meta, and finds layers, head, norms,
-attention."""
+"""Hugging Face decoder-only models, some with vision: configures them, builds them on meta, and finds their parts."""
 
 from __future__ import annotations
 
@@ -149,8 +148,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
 @functools.cache
 def _register_attention() -> None:
     """Registers our attention function under its own name in transformers; nothing of theirs is replaced."""
-    # The first import of transformers' models also imports torchao if installed, which logs warnings that users cannot
-    # fix.
+    # The first import of transformers' models imports torchao if installed, which logs warnings that users cannot fix.
     noisy = {logging.getLogger(name): logging.getLogger(name).level for name in ("torchao", "torch.utils._pytree")}
     for logger in noisy:
         logger.setLevel(logging.ERROR)
@@ -220,8 +218,7 @@ def _require_places(kind: Any, family: str) -> None:
         )
 
 
-# Configuration keys that change logits, loss or masks in ways that preheat does not implement, with their neutral
-# values.
+# Configuration keys that change the computation in ways that preheat does not implement, with their neutral values.
 _UNSUPPORTED = {
     "logit_scale": (None, 1.0),
     "logits_scaling": (None, 1.0),

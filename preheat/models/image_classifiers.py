@@ -160,8 +160,7 @@ def matrix(convolution: Any) -> Tensor:
 
 
 def narrow_config(config: PretrainedConfig, channels: float) -> tuple[Any, str]:
-    """The configuration with an expansion ratio closest to the given share of the old one, and a description of the
-    change.
+    """The configuration with an expansion ratio closest to a share of the old one, and a description of the change.
 
     Raises:
         RecipeError: another family; the share changes nothing.

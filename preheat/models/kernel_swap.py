@@ -1,5 +1,4 @@
-"""Replaces the kernels of small operators of one model: norms, rotary embedding, gated activation. Others are
-unaffected."""
+"""Replaces the kernels of one model's small operators: norms, rotary embedding, gated activation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Runs a model over calibration rows with transformers' own forward: its loss, layer by layer, or without some
-layers."""
+"""Runs a model over calibration rows with transformers' own forward: completely, by layer, or skipping layers."""
 
 from __future__ import annotations
 

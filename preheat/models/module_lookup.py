@@ -1,5 +1,4 @@
-"""Finds the parts of a Hugging Face model: layers, head, its logit cap, norms, attention. `models.hf` re-exports all of
-it."""
+"""Finds the parts of a Hugging Face model: layers, head, logit cap, norms, attention. `models.hf` re-exports it."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class Anatomy:
 
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
-    """Finds layers, head, norms and attention in any decoder-only transformers model, or in the text part of a vision
-    model.
+    """Finds the parts of any decoder-only transformers model, or of the text part of a vision model.
 
     Raises:
         RecipeError: a part cannot be found; the message names it.
@@ -176,7 +174,6 @@ def require_decoder_only(model: PreTrainedModel, who: str) -> None:
 
 
 def ends(model: PreTrainedModel) -> tuple[Tensor, ...]:
-    """The weights of embedding and head, which matrix optimizers leave to AdamW; of a pipeline stage those that it
-    has."""
+    """The weights of embedding and head that the model or pipeline stage has; matrix optimizers leave them to AdamW."""
     modules: list[Any] = [module for module in (embedding(model), head(model)) if module is not None]
     return tuple(module.weight for module in modules)

@@ -1,5 +1,4 @@
-"""Mixture-of-experts models of transformers: finds the experts, replaces their computation, and records the routers'
-choices.
+"""Mixture-of-experts models of transformers: computes their experts, and records their routers' choices.
 
 Routers compute in fp32 whatever the rest does, because the choice of experts depends on differences that bf16 cannot
 represent. Scores are a softmax over all experts (Mixtral, Qwen) or a sigmoid of each (GLM-4.5, after DeepSeek-V3:
@@ -47,8 +46,7 @@ NAME = "preheat"  # our function in transformers' registry of experts
 COMPUTE = "preheat_compute"  # attribute of a layer's experts: the function that computes them
 ROUTED = "preheat_routed"  # attribute of a router: its choices since the last call of `routed`
 BIAS = "e_score_correction_bias"
-"""transformers' name for a router's buffer, [experts] fp32: added to the scores to choose experts, but not to weigh
-them."""
+"""transformers' name of a router's buffer, [experts] fp32: added to scores to choose experts, not to weigh them."""
 TOKENS = "expert_tokens"
 """Metric of a step: tokens per expert, [layers, experts]."""
 
@@ -119,8 +117,7 @@ def register() -> str:
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The experts of each layer that has some: modules with gate_up_proj [experts, 2 inner, width] and down_proj
-    [experts, width, inner]."""
+    """Each layer's experts: modules with gate_up_proj [experts, 2 inner, width], down_proj [experts, width, inner]."""
     return [m for m in model.modules() if type(m).__name__.endswith("Experts") and "gate_up_proj" in m._parameters]
 
 

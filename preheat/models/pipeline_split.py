@@ -74,8 +74,7 @@ def _above(name: str) -> list[str]:
 
 
 def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
-    """Profiles a model in a dry run on meta (no memory, no arithmetic): modules before, in and after its layers, and
-    their FLOPs.
+    """Profiles a model in a dry run on meta: modules before, in and after its layers, and their FLOPs.
 
     FLOPs rather than seconds: all devices must split at the same layers, and FLOPs are the same everywhere and known
     before anything is allocated.
@@ -154,8 +153,7 @@ def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
 
 
 def _require_nothing_between(model: Any, course: ModelProfile, stream: tuple[int, ...]) -> None:
-    """Checks that a model without its modules returns hidden states unchanged: any other operation would run in each
-    stage."""
+    """Checks that a model without its modules returns its input: other operations would be repeated in each stage."""
     bare = _without(model, course, range(0), first=False, last=False)
     for holder in _above(course.layers):
         parent = bare.get_submodule(holder)
@@ -176,8 +174,7 @@ def _require_nothing_between(model: Any, course: ModelProfile, stream: tuple[int
 
 
 def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: float = 0) -> list[range]:
-    """Splits layers into stages so that the most expensive stage is as cheap as possible; of these splits the most even
-    one.
+    """Splits layers into stages with the lowest maximum cost; of these splits returns the most even one.
 
     Args:
         costs: of each layer, in any unit.
@@ -204,8 +201,7 @@ def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: fl
     def cost_of(first: int, end: int) -> float:
         return sums[end] - sums[first] + (before if first == 0 else 0) + (after if end == count else 0)
 
-    # best[end]: (cost of the most expensive stage, sum of squares, first layers of the stages) for the first `end`
-    # layers
+    # best[end]: (highest cost of a stage, sum of squares, first layer of each stage) for the first `end` layers
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         extended: dict[int, tuple[float, float, tuple[int, ...]]] = {}
@@ -255,8 +251,7 @@ def _without(model: Any, course: ModelProfile, layers: range, *, first: bool, la
 
 
 def cut(model: PreTrainedModel, course: ModelProfile, stages: Sequence[range], number: int) -> PreTrainedModel:
-    """Builds one stage: an ordinary transformers model without the other stages' modules. The full model is not
-    changed.
+    """Builds one stage: an ordinary transformers model without the other stages' modules, which it does not change.
 
     All stages but the first take hidden states from `Batch.hidden`; all but the last return theirs.
 

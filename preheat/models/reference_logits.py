@@ -15,8 +15,7 @@ __all__ = ["plain_logits"]
 
 
 def plain_logits(model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Logits [rows, length, vocabulary] by transformers' own eager attention, whatever the model is set to; fp32, or
-    its fp64.
+    """Logits [rows, length, vocabulary] by transformers' eager attention, whatever the model is set to; fp32 or fp64.
 
     An encoder-decoder gets the tokens for its encoder and its decoder.
 

@@ -34,8 +34,7 @@ _LORA = {
 
 
 def plan_of(family: str) -> Mapping[str, str]:
-    """transformers' plan for the layers of a family: pattern of module names, `layers.*.mlp.up_proj` -> style. Empty:
-    none."""
+    """transformers' plan for the layers of a family: module names (`layers.*.mlp.up_proj`) -> style, or {}."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     plan = CONFIG_MAPPING[family].base_model_tp_plan if family in CONFIG_MAPPING else None

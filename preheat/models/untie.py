@@ -1,5 +1,4 @@
-"""Unties folders whose configuration ties the output head to the embedding, but whose files have different values of
-the two.
+"""Unties folders whose configuration ties head and embedding, but whose files have different values of the two.
 
 transformers then reads both, warns, and ties nothing, whatever config.json says.
 """
@@ -47,8 +46,7 @@ def untie(config: PretrainedConfig, folder: Path) -> None:
 
 @functools.lru_cache(maxsize=32)  # a plan reads a configuration for each of its candidates
 def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
-    """A warning about matrices that the configuration ties and the files have different values of; '' if there are
-    none."""
+    """A warning about matrices that the configuration ties and that differ in the files; '' if there are none."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,5 +1,4 @@
-"""Vision-language models (Qwen3-VL and its mixture of experts): their settings, and their forward pass over packed
-rows.
+"""Vision-language models (Qwen3-VL and its mixture of experts): settings, and the forward pass over packed rows.
 
 The parts are transformers' own: the vision tower with its mergers, and the text layers. The code around them there
 synchronizes with the device in each pass (boolean masks, `tolist` in every block of the tower); here sizes come with
@@ -179,8 +178,7 @@ def own_deepstack(model: PreTrainedModel) -> None:
 
 
 def _add_at(text: Any, hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """Adds features [n, width] to hidden [rows, length, width] at indices of the flattened rows: [n], or a mask as in
-    transformers' forward."""
+    """Adds features [n, width] to hidden [rows, length, width] at indices [n] of the flattened rows, or at a mask."""
     import torch
 
     if places.dtype == torch.bool:
@@ -191,8 +189,7 @@ def _add_at(text: Any, hidden: Tensor, places: Tensor, features: Tensor) -> Tens
 def embedded(
     model: PreTrainedModel, tokens: Tensor, images: Images, attention: Callable[..., Tensor]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Token embeddings with the images' features inserted [rows, length, width], and further arguments for the text
-    layers.
+    """Token embeddings with the images' features [rows, length, width], and further arguments for the text layers.
 
     The tower uses `attention` too, bidirectional within each image.
     """

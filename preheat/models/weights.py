@@ -61,8 +61,7 @@ def materialize(
 
 
 def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
-    """An embedding or head with `rows` rows; rows `first` to `last` (exclusive), and rows added at its end, are the
-    mean of those before.
+    """An embedding or head with `rows` rows: new ones, and `first` to `last` (exclusive), are the mean of the others.
 
     Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html: a row with a small random value can outweigh all
     others in the softmax; the mean cannot.
@@ -89,8 +88,7 @@ def _share(value: Tensor, like: Any) -> Tensor:
 
 @contextmanager
 def _whole(modules: Iterable[nn.Module], own: dict[int, Any], drawn_too: bool = False) -> Iterator[None]:
-    """Context manager that replaces the modules' sharded parameters by full plain tensors; on exit, each device keeps
-    its shard.
+    """Context manager in which sharded parameters are full plain tensors; on exit, each device keeps its shard.
 
     So every device draws the values that a single device would. Parameters that are not drawn inside keep their values.
 
@@ -185,13 +183,11 @@ class WeightSource:
         self._maps.append((re.compile(pattern), change))
 
     def compose(self, pattern: str, make: Callable[[str], Tensor]) -> None:
-        """Registers `make(name)`, which assembles parameters whose name matches, and which the checkpoint has in
-        another form."""
+        """Registers `make(name)`, which assembles matching parameters that the checkpoint has in another form."""
         self._composed.append((re.compile(pattern), make))
 
     def fresh(self, pattern: str, modules: Sequence[str], draw: Callable[[nn.Module], None]) -> None:
-        """Registers `draw(module)`, which initializes the parameters that match, in no checkpoint, for each named
-        module."""
+        """Registers `draw(module)` for each named module: it initializes parameters that no checkpoint has."""
         self._fresh.append((re.compile(pattern), modules, draw))
 
     def leave(self, pattern: str) -> None:
@@ -199,8 +195,7 @@ class WeightSource:
         self._left.append(re.compile(pattern))
 
     def pack(self, modules: Sequence[Any], pattern: str) -> None:
-        """Registers modules whose weights are in the checkpoint and get packed into the parameters that match, one by
-        one."""
+        """Registers modules whose weights are in the checkpoint and get packed into the matching parameters."""
         self._packed |= {id(module): module for module in modules}
         self.fresh(pattern, (), lambda module: None)
 
@@ -364,8 +359,7 @@ class WeightSource:
         self._tell_left(everything, names)
 
     def _places(self, model: Any) -> set[str]:
-        """Names that a value may be read for: all parameters and buffers of the full model, under each name that they
-        share."""
+        """Names that a value may be read for: all parameters and buffers of the full model, under all shared names."""
         places = set()
         for part in (model, whole(model)):
             places |= {

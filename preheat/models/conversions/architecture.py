@@ -1,5 +1,4 @@
-"""Architecture conversions: of a configuration before the model is built, of a model in place, of weights as they are
-read.
+"""Converts architectures: a configuration before the model is built, a model in place, weights as they are read.
 
 Modules that transformers does not have are in `modules`; `beyond_transformers` finds them again at export.
 User errors raise ValueError that begins with the knob, such as `kv_heads: 3 does not divide ...`.
@@ -94,8 +93,7 @@ def pool_heads(value: Tensor, kv_heads: int, head_dim: int) -> Tensor:
 
 
 def pool_key_value_heads(model: Any, kv_heads: int) -> int:
-    """Mean-pools the key-value heads of a model in weights and configuration, in place. Returns the number of
-    matrices."""
+    """Mean-pools the key-value heads of a model, in place. Returns the number of matrices."""
     names = key_value_projections(model)
     set_kv_heads(model.config, kv_heads)
     text = model.config.get_text_config()
@@ -254,8 +252,7 @@ def feed_forward_draw(config: Any) -> Callable[[nn.Module], None] | None:
 
 
 def tied_value(embedding: Tensor, head: Tensor, keep: str) -> Tensor:
-    """Merges embedding and head into one matrix: the embedding, the head, or their mean (`keep`), in the embedding's
-    dtype."""
+    """Merges embedding and head into one of the two, or their mean (`keep`), in the embedding's dtype."""
     if keep == "mean":
         return ((embedding.float() + head.float()) / 2).to(embedding.dtype)
     return head.to(embedding.dtype) if keep == "head" else embedding
@@ -354,8 +351,7 @@ def rope_of_longest(config: Any) -> str:
 
 
 def beyond_transformers(model: Any) -> list[str]:
-    """Descriptions of a model's modules that no transformers configuration can express; empty if a folder can hold
-    it."""
+    """Descriptions of a model's modules that no transformers configuration can express; empty if there are none."""
     descriptions = {
         RMSNorm: "RMSNorm in a GPT-2",
         CentredEmbedding: "an embedding centred as it is looked up",

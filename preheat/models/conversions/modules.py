@@ -69,8 +69,7 @@ class FeedForward(nn.Module):
 
 
 class DynamicRotary(nn.Module):
-    """transformers' dynamic rotary embedding without its branch on the longest position, which synchronizes with the
-    device.
+    """transformers' dynamic rotary embedding without its branch on the longest position, which waits for the device.
 
     The frequencies are those of the longest position of each call. transformers keeps those of the longest call so far
     until a short one comes; on a first call both are the same.

@@ -1,5 +1,4 @@
-"""Structured pruning: builds a smaller model from the layers, heads, feed-forward channels and stream dimensions to
-keep.
+"""Structured pruning: builds a smaller model from the layers, heads, channels and stream dimensions to keep.
 
 The result is an ordinary model of its family: transformers builds it from the smaller configuration, and its parameters
 are slices of the larger model's. `AutoModelForCausalLM.from_pretrained` loads what `save_pretrained` writes of it.
@@ -80,8 +79,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Kept:
-    """Indices to keep, ascending; None: all. `heads`, `kv_heads` and `channels` have an entry per layer of the larger
-    model."""
+    """Indices to keep, ascending; None: all. `heads`, `kv_heads` and `channels` have one entry per original layer."""
 
     layers: Tensor | None = None
     hidden: Tensor | None = None
@@ -128,8 +126,7 @@ def sizes_of(config: PretrainedConfig) -> Sizes:
 
 
 def counter(model: PreTrainedModel) -> Callable[[Sizes], int]:
-    """Returns a function that counts the parameters of the model at other sizes, shared ones once, without building
-    it."""
+    """Returns a function that counts the model's parameters at other sizes, shared ones once, without building it."""
     layers = f"{_name_of(model, anatomy(model).layers)}."
     ends: Counter[tuple[Any, ...]] = Counter()
     inside: Counter[tuple[Any, ...]] = Counter()
@@ -202,8 +199,7 @@ def norms_over_stream(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def origin(model: PreTrainedModel, keep: Kept) -> Callable[[str], tuple[int, str]]:
-    """Returns a function from a name in the smaller model to (layer in `model`, -1 outside of layers; name in
-    `model`)."""
+    """Returns a function from names in the smaller model to (layer in `model`, or -1; name in `model`)."""
     layers = anatomy(model).layers
     prefix = f"{_name_of(model, layers)}."
     order = list(range(len(layers))) if keep.layers is None else keep.layers.tolist()

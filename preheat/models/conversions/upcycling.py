@@ -1,5 +1,4 @@
-"""Upcycling: the mixture-of-experts configuration of a dense model, and expert weights copied from its feed-forward
-blocks."""
+"""Upcycling: turns the feed-forward blocks of a dense model into experts, in its configuration and its weights."""
 
 from __future__ import annotations
 
@@ -16,26 +15,14 @@ BECOMES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 """Dense family -> the family that differs from it by its experts only."""
 EXPERTS = r"\.mlp\.experts\.(gate_up_proj|down_proj)$"
 """Names of the experts' parameters."""
+# fmt: off
 _COPIED = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-    ),
-    *(
-        "hidden_act",
-        "max_position_embeddings",
-        "initializer_range",
-        "rms_norm_eps",
-        "rope_parameters",
-        "sliding_window",
-    ),
-    *("attention_dropout", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "dtype"),
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
+    "rope_parameters", "sliding_window", "attention_dropout", "tie_word_embeddings", "pad_token_id", "bos_token_id",
+    "eos_token_id", "dtype",
 )
+# fmt: on
 
 
 def expert_config(config: Any, experts: int, chosen: int) -> Any:
@@ -119,8 +106,7 @@ def expert_matrices(name: str, read: Callable[[str], Tensor], experts: int, redr
 
 
 def upcycle(model: Any, experts: int, chosen: int, redrawn: float, seed: int) -> Any:
-    """Builds a model with experts from a dense one, which is not changed; arguments as of `expert_config` and
-    `expert_matrices`."""
+    """Builds a model with experts from a dense one; arguments as of `expert_config` and `expert_matrices`."""
     import re
 
     import torch

@@ -1,5 +1,4 @@
-"""Teacher and student models: builds the teacher from its folder, and picks the layers to compare and to initialize
-from."""
+"""Teacher and student models: builds the teacher, and picks the layers to compare and to initialize from."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ def config_of(folder: Path, length: int) -> PretrainedConfig:
 
 
 def build_teacher(config: PretrainedConfig, *, bf16: bool) -> PreTrainedModel:
-    """Builds a frozen model on the meta device, without dropout; parameters in bf16, or as its folder's are built
-    (fp32)."""
+    """Builds a frozen model on the meta device, without dropout; parameters in bf16, or as its folder's are built."""
     import torch
 
     model = hf.build_on_meta(config).requires_grad_(False).eval()
@@ -191,8 +189,7 @@ def spread(layers: int, of: int) -> list[int]:
 
 
 def init_from_layers(student: Any, weights: WeightSource, of: int) -> list[int]:
-    """Initializes a student from evenly spaced layers of a folder with `of` layers, not its first ones. Returns their
-    indices.
+    """Initializes a student from evenly spaced layers of a folder with `of` layers. Returns their indices.
 
     Raises:
         RecipeError: layers are of several kinds, so one cannot be initialized from another.

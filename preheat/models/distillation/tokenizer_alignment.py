@@ -1,5 +1,4 @@
-"""Aligns a teacher and a student with different tokenizers: tokenizes the text for the teacher, and matches positions
-by bytes.
+"""Aligns a teacher and a student with different tokenizers, by the bytes of the text that each token ends at.
 
 If a student token and a teacher token end at the same byte, both have read the same text and predict what comes next.
 Of the teacher's prediction the tokens of both vocabularies are compared, by their bytes; the end-of-text token is one
@@ -74,8 +73,7 @@ class TokenizerView:
 
 
 def common(student: TokenizerView, teacher: TokenizerView) -> tuple[list[int], list[int]]:
-    """Token ids of the common vocabulary, of the student and of the teacher in the same order; the end of text comes
-    last."""
+    """Token ids of the common vocabulary, of student and teacher in the same order; the end of text comes last."""
     mine, theirs = student.by_bytes(), teacher.by_bytes()
     shared = [piece for piece in mine if piece in theirs]
     return [mine[piece] for piece in shared] + [student.end], [theirs[piece] for piece in shared] + [teacher.end]
@@ -138,8 +136,7 @@ class TokenAligner:
         return Matched(self._batch(batch, cut), at.to(device), aligned.to(device))
 
     def _document(self, numbers: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """A document in the teacher's tokens, and aligned (position, teacher position) pairs; empty if its tokenizer
-        changes the text."""
+        """A document in the teacher's tokens, and (position, teacher position) pairs; empty if it alters the text."""
         text, own = self.student.ends(numbers)
         # Characters that the row cuts off at either end are not shown to the teacher.
         plain = text.decode("utf-8", errors="ignore")

@@ -16,10 +16,12 @@ __all__ = ["ends_of", "read_generation"]
 
 _FILE = "generation_config.json"
 _FIRST = ("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "num_beams")
+# fmt: off
 _GREEDY = (  # settings that change even greedy decoding; `preheat generate` applies only its own options
-    *("repetition_penalty", "no_repeat_ngram_size", "num_beams", "min_length", "min_new_tokens", "bad_words_ids"),
-    *("suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id"),
+    "repetition_penalty", "no_repeat_ngram_size", "num_beams", "min_length", "min_new_tokens", "bad_words_ids",
+    "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id",
 )
+# fmt: on
 _NEUTRAL: tuple[Any, ...] = (None, 0, 1, 1.0)  # values with which they change nothing
 
 

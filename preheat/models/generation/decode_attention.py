@@ -70,8 +70,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The same for one query in operators that torch.compile fuses: our C++ call would be opaque and force a cache
-    copy."""
+    """The same for one query in operators that torch.compile fuses: a C++ call would be opaque and copy the cache."""
     rows, heads, _, width = q.shape
     pairs = k.shape[1]
     scores = (q.reshape(rows, pairs, heads // pairs, 1, width).float() * k[:, :, None].float()).sum(-1) * scale

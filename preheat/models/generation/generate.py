@@ -30,8 +30,7 @@ without it a layer costs about 0.5 ms per pass in Python and launches (some 25 o
 graph removes almost entirely. Both grow with the number of layers."""
 
 _GRAPHS = 64
-"""Graphs that generation may compile per process; torch's default limit of 8 is too low for one sliding-window model at
-three batch sizes."""
+"""Graphs per process; torch's default of 8 is too low for one sliding-window model at three batch sizes."""
 
 
 @dataclass
@@ -49,8 +48,7 @@ class PrefixCache:
     kind: tuple[str, int | None] = ("dynamic", None)
 
     def begin(self, prompt: Sequence[int], settings: Sample, empty: Callable[[], Any]) -> Any:
-        """Returns the cache with a prefix of `prompt`, leaving at least one token to read; an `empty` one if no prefix
-        matches."""
+        """Returns the cache with a prefix of `prompt`, at least one token short; else an `empty` one."""
         same = alike(self.tokens, prompt[:-1])
         if self.kind != (settings.cache_kind, settings.window):
             same, self.kind = 0, (settings.cache_kind, settings.window)
@@ -68,8 +66,7 @@ class PrefixCache:
             self.clear()
 
     def _forget(self, extra: int) -> bool:
-        """Crops the last tokens. False if a sliding-window layer has already dropped the ones that would have to
-        return."""
+        """Crops the last tokens. False if a sliding-window layer has dropped the ones that would have to return."""
         from transformers.cache_utils import DynamicLayer
 
         from preheat.models.generation.kv_cache import Int8Layer
@@ -105,8 +102,7 @@ class Timed:
 
 
 def patterned(model: PreTrainedModel) -> bool:
-    """True if layers have one of preheat's attention patterns: these need whole sequences, so neither cache nor
-    padding."""
+    """True if layers have one of preheat's attention patterns, which need whole sequences: no cache, no padding."""
     return any(hasattr(m, PATTERN) for m in model.modules())
 
 
@@ -256,8 +252,7 @@ def _uncompilable(model: PreTrainedModel, settings: Sample) -> str:
 
 
 def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float:
-    """Mean loss per token in nats, reading rows through the cache and window of `settings`: measures their cost in
-    quality.
+    """Mean loss per token in nats with the cache and window of `settings`: measures their cost in quality.
 
     Args:
         rows: tokens [rows, length], one text per row.
@@ -282,8 +277,7 @@ def _listener(on_text: Callable[[int, str | None], None] | None, row: int) -> Ca
 
 
 def _batches(rooms: Sequence[int], wanted: int, size: int) -> Iterator[list[int]]:
-    """Groups prompts into batches. A prompt with less room than the others is processed alone, or it would cut them
-    short."""
+    """Groups prompts into batches. A prompt with less room is processed alone, because it would cut others short."""
     rows: list[int] = []
     for row, room in enumerate(rooms):
         if rows and (room < wanted or len(rows) == size):
@@ -347,8 +341,7 @@ def _attention(model: PreTrainedModel, settings: Sample, alone: bool) -> str:
 
 @contextmanager
 def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[None]:
-    """Puts the model into eval mode without gradients, with the given attention and without its folder's generation
-    settings."""
+    """Puts the model into eval mode with the given attention and without its folder's generation settings."""
     import torch
     from transformers import GenerationConfig
 
@@ -373,8 +366,7 @@ def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[No
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Allows the graphs of several models, windows and batches, and raises instead of silently running eager beyond
-    that."""
+    """Allows the graphs of several models, windows and batches; beyond that raises, where torch would run eager."""
     import torch
     from torch._dynamo.exc import FailOnRecompileLimitHit
 

@@ -32,8 +32,7 @@ class Proposer(Protocol):
 
 
 class PromptLookup:
-    """Prompt-lookup decoding: proposes the tokens that followed the most recent earlier occurrence of the current
-    suffix.
+    """Prompt-lookup decoding: proposes the tokens that followed the last earlier occurrence of the current suffix.
 
     Args:
         count: tokens per proposal.
@@ -54,7 +53,7 @@ class PromptLookup:
         for end in range(self._read, len(tokens)):  # excludes the end of the text, which nothing follows yet
             self._after |= {tuple(tokens[end - size : end]): end for size in self.sizes if end >= size}
         self._read = len(tokens)
-        at = next((end for size in self.sizes if (end := self._after.get(tuple(tokens[-size:])))), None)
+        at = next((after for size in self.sizes if (after := self._after.get(tuple(tokens[-size:])))), None)
         return [] if at is None else list(tokens[at : at + min(self.count, most)])
 
 
