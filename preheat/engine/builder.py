@@ -56,7 +56,7 @@ def alone(recipe: Recipe) -> Recipe:
 
     Example:
         >>> from preheat.recipe import parse
-        >>> dict(alone(parse("stop: {steps: 1}\ntechniques: {fsdp: {}}")).techniques)
+        >>> dict(alone(parse("stop: {steps: 1}\\ntechniques: {fsdp: {}}")).techniques)
         {}
     """
     return replace(recipe, techniques=single_device(recipe.techniques), parallel=Parallel())

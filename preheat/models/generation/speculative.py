@@ -39,7 +39,7 @@ class PromptLookup:
         longest, shortest: lengths of the suffix to look up; the longest match counts.
 
     Example:
-        >>> Lookup(2).propose([7, 8, 9, 5, 7, 8], most=9)
+        >>> PromptLookup(2).propose([7, 8, 9, 5, 7, 8], most=9)
         [9, 5]
     """
 
