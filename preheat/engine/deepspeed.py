@@ -1,10 +1,9 @@
 """The DeepSpeed engine of a build: ZeRO-1, 2 and 3 with its own forward, backward and step.
 
-What: data parallelism; DeepSpeed shards optimizer states (1), also gradients (2), also weights (3), and clips and
-    updates.
-Gradients are those of the mean over the trained tokens of the global batch, as in the native engine. Plans are those of
-the
-native techniques that shard the same state, because DeepSpeed cannot run on fake tensors.
+What: data parallelism by `parallel.engine: deepspeed`; DeepSpeed shards optimizer states (1), also gradients (2), also
+weights (3), and clips and updates. Gradients are those of the mean over the trained tokens of the global batch, as in
+the native engine. Plans are those of the native techniques that shard the same state, because DeepSpeed cannot run on
+fake tensors.
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054); deepspeed 0.19.
 """
 

@@ -14,8 +14,7 @@ without gradients and without the head counts the tokens: exactness costs about 
 `model.config: {router_aux_loss_coef: 0}` turns off the loss and that pass.
 
 Every position that goes through a router counts, as in transformers without an attention mask: trained or not, each
-document of a packed row, the padding at the end of a row. Evaluations omit the term: their loss is the language
-model's.
+document of a packed row, the padding at the end of a row. Evaluations omit the term.
 """
 
 from __future__ import annotations

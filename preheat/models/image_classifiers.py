@@ -198,7 +198,7 @@ def smaller(model: PreTrainedModel, pruned: PreTrainedModel, keep: Mapping[str, 
     """Copies the kept values of `model` into `pruned`, a narrower model of the family, in place.
 
     Args:
-        kept: block name -> indices of the inner channels to keep.
+        keep: block name -> indices of the inner channels to keep.
     """
     before = model.state_dict()
     pruned.load_state_dict(

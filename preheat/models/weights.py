@@ -44,20 +44,20 @@ def materialize(
     import torch
     from torch import nn
 
-    replaced: dict[int, Tensor] = {}
+    replacements: dict[int, Tensor] = {}
     for child in module.modules():
         stores: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
         for store in stores:
             for name, old in store.items():
                 if old is None or old.device.type != "meta":
                     continue
-                if id(old) not in replaced:
+                if id(old) not in replacements:
                     is_parameter = isinstance(old, nn.Parameter)
                     new = torch.empty_like(old, device=(home or device) if is_parameter else device)
-                    replaced[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
+                    replacements[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
                     if is_parameter and placed is not None:
-                        placed(replaced[id(old)])
-                store[name] = replaced[id(old)]
+                        placed(replacements[id(old)])
+                store[name] = replacements[id(old)]
 
 
 def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
@@ -93,7 +93,7 @@ def _whole(modules: Iterable[nn.Module], own: dict[int, Any], drawn_too: bool = 
     So every device draws the values that a single device would. Parameters that are not drawn inside keep their values.
 
     Args:
-        held: this device's parameters by id; others, of other pipeline stages, are discarded.
+        own: this device's parameters by id; others, of other pipeline stages, are discarded.
         drawn_too: include parameters that transformers must not initialize, with their current values: an adapter may
             be initialized from its base's.
     """
