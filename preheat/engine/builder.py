@@ -1,4 +1,4 @@
-"""A recipe made concrete: model, loss, optimizer on a device, changed by the techniques in the order of their stages."""
+"""Builds a recipe: model, loss and optimizer on a device, then its techniques in the order of their stages."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ __all__ = ["alone", "build", "context_of", "peak_learning_rate", "techniques_of"
 
 
 def world_of(recipe: Recipe) -> int:
-    """Devices of the run: the processes that stand together already, or those that the recipe names."""
+    """World size of the run: of the process group if one is initialized, otherwise what the recipe names."""
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_initialized() else recipe.parallel.devices or 1
 
 
 def alone(recipe: Recipe) -> Recipe:
-    """The recipe for one device: without the techniques that spread it over several, which change no number.
+    """The recipe for a single device: without the parallelism techniques, which change no result.
 
     Example:
         >>> from preheat.recipe import parse
-        >>> dict(alone(parse("stop: {steps: 1}\ntechniques: {fsdp: {}}")).techniques)
+        >>> dict(alone(parse("stop: {steps: 1}\\ntechniques: {fsdp: {}}")).techniques)
         {}
     """
     return replace(recipe, techniques=single_device(recipe.techniques), parallel=Parallel())
 
 
 def techniques_of(recipe: Recipe) -> list[Technique]:
-    """The recipe's techniques, and the engine that it asks for, in the order in which they apply."""
+    """The recipe's techniques, and the engine it selects, in the order in which they apply."""
     chosen = list(recipe.techniques.values())
     if recipe.parallel.engine == "deepspeed":
         from preheat.engine.deepspeed import DeepSpeed
@@ -73,13 +73,13 @@ def techniques_of(recipe: Recipe) -> list[Technique]:
 
 
 def context_of(recipe: Recipe, config: Any, device: Device, world: int | None = None) -> Context:
-    """What techniques' checks may look at.
+    """Returns the context that the techniques' checks read.
 
     Args:
-        world: devices; `world_of` the recipe when not given.
+        world: number of devices; `world_of(recipe)` by default.
 
     Raises:
-        RecipeError: the axes of the mesh do not multiply to the number of devices.
+        RecipeError: the mesh axes do not multiply to the number of devices.
     """
     techniques = techniques_of(recipe)
     tags = frozenset(tag for t in techniques for tag in t.provided()) | {Tag(device.kind)}
@@ -89,7 +89,8 @@ def context_of(recipe: Recipe, config: Any, device: Device, world: int | None = 
         raise RecipeError(f"techniques: {error}") from None
     if (devices := math.prod(sizes[axis] for axis in DATA)) > recipe.batch.size:
         raise RecipeError(
-            f"batch.size: {recipe.batch.size} rows cannot be shared out among {devices} devices; use {devices} or more, or fewer devices"
+            f"batch.size: {recipe.batch.size} rows cannot be shared out among {devices} devices; use {devices} or "
+            "more, or fewer devices"
         )
     return Context(recipe, hf.facts(config), device, tags, sizes)
 
@@ -105,19 +106,21 @@ def build(
     """Builds the recipe's model, optimizer and slots on a device.
 
     Args:
-        vocabulary: pieces of the tokenizer; None when `model` decides.
-        device: where to.
-        dry: a mode (fake tensors) to allocate under; parameters then get no values. Everything before stays on meta.
-        reading: the build is not trained: its weights have the dtype that they stand in on disk, where training begins with fp32 unless the recipe
-            says otherwise, and its model may be one that `preheat compress` made.
+        vocabulary: size of the tokenizer's vocabulary; None when `model` decides.
+        device: the device to build on.
+        dry: a context manager (fake tensors) to allocate under; parameters then get no values. Until then everything is
+            on the meta device.
+        reading: the build is for inference: weights keep their dtype on disk (training starts from fp32 unless the
+            recipe says otherwise), and the model may be one that `preheat compress` wrote.
 
     Raises:
-        RecipeError: the model cannot be had, or techniques cannot serve here; all reasons are named.
+        RecipeError: the model is not available, or techniques cannot be applied; all reasons are listed.
 
     Example:
         >>> from preheat.hardware.probe import probe
         >>> from preheat.recipe import parse
-        >>> b = build(parse("model: {layers: 2, width: 32, heads: 2}\\nstop: {steps: 1}"), vocabulary=64, device=probe("cpu"))
+        >>> tiny = parse("model: {layers: 2, width: 32, heads: 2}\\nstop: {steps: 1}")
+        >>> b = build(tiny, vocabulary=64, device=probe("cpu"))
         >>> b.slots()["over_logits"]
         'plain'
     """
@@ -138,107 +141,118 @@ def build(
         from preheat.recipe.native import native
 
         return build(native(recipe), vocabulary=vocabulary, device=device, dry=dry)
-    # A dry run has its fake tensors on the CPU, also where there is a GPU; kernels are chosen by `device` all the same.
+    # A dry run allocates its fake tensors on the CPU, even if there is a GPU; kernels are still chosen by `device`.
     where = torch.device(device.kind if dry is None else "cpu")
-    made = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
-    made.mesh = Mesh.form(context.sizes, where.type)
-    made.parts["trained"] = [hf.build_on_meta(config, trust=recipe.model.trust_remote_code, as_stored=reading)]
-    made.weights = WeightSource(_weights_folder(recipe))
-    if made.weights.folder and (stored := getattr(config, "quantization_config", None)):
-        _stored_quantized(made, stored, reading)
-    if off:
+    model_build = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
+    model_build.mesh = Mesh.form(context.sizes, where.type)
+    model_build.parts["trained"] = [hf.build_on_meta(config, trust=recipe.model.trust_remote_code, as_stored=reading)]
+    model_build.weights = WeightSource(_weights_folder(recipe))
+    if model_build.weights.folder and (stored := getattr(config, "quantization_config", None)):
+        _stored_quantized(model_build, stored, reading)
+    if off:  # pretraining configurations often carry dropout that the recipe did not ask for
         keys = ", ".join(f"{key} {value:g}" for key, value in sorted(off.items()))
-        made.changes["dropout"] = [
+        model_build.changes["dropout"] = [
             Change(f"dropout is off, where the model's configuration has {keys}: trained without", len(off))
         ]
-    install_defaults(made)
-    balance(made, config.get_text_config())
-    if (
-        context.model.encoder
-    ):  # whose scores have a learnt bias: made for some queries at a time, and again in the backward pass
-        made.own(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
-        made.hooks.transforms.append(
+    install_defaults(model_build)
+    balance(model_build, config.get_text_config())
+    if context.model.encoder:
+        # The scores have a learnt bias: attend in chunks of queries, and recompute them in the backward pass.
+        model_build.own(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
+        model_build.hooks.transforms.append(
             (Order.PACK, encoder_decoder.divided if dry is None else encoder_decoder.divided_evenly)
         )
     if where.type != "cpu":
-        made.hooks.transfer = transfer = Transfer(made.torch_device)
-        made.hooks.transforms.append((Order.MOVE, transfer))
+        model_build.hooks.transfer = transfer = Transfer(model_build.torch_device)
+        model_build.hooks.transforms.append((Order.MOVE, transfer))
 
     def apply(first: Stage, last: Stage) -> None:
+        """Applies the techniques of the stages `first` to `last`, both included."""
         for t in techniques:
             if first <= t.stage <= last:
-                for role in sorted(t.roles & made.parts.keys()):
-                    for part in made.parts[role]:
-                        made.changes.setdefault(t.name(), []).append(_applied(t, made, part))
+                for role in sorted(t.roles & model_build.parts.keys()):
+                    for part in model_build.parts[role]:
+                        model_build.changes.setdefault(t.name(), []).append(_applied(t, model_build, part))
 
+    # On the meta device, where replacing modules costs no memory:
+    # STRUCTURE first: it decides which modules there are, and every later stage works on these.
+    # COMPRESS before ADAPT: adapters wrap the quantized layers of the base.
+    # ADAPT before FAKE_QUANTIZE: the weights that training updates are the ones to fake-quantize.
+    # FAKE_QUANTIZE before KERNEL: a kernel may replace a module only in its final numeric form.
+    # KERNEL before SPLIT: kernels are swapped in the whole model, before stages are cut out of it.
+    # SPLIT before PARALLEL: pipeline stages are cut and teachers added while every layer is still complete.
+    # PARALLEL before CHECKPOINT: recomputation includes the collectives of the sharded layers.
+    # CHECKPOINT before COMPILE: the compiler must see the recomputed regions.
+    # COMPILE before SHARD: each compiled layer is then one unit of FSDP, whose hooks stay outside of the graph.
+    # SHARD last on meta: only then is it known which part of each parameter a rank allocates.
     apply(Stage.STRUCTURE, Stage.SHARD)
+    # After SHARD: the rules for new rows name the parameters as they will be filled.
     if recipe.model.add_tokens:
-        _add_rows(made, len(recipe.model.add_tokens), vocabulary or context.model.vocabulary)
+        _add_rows(model_build, len(recipe.model.add_tokens), vocabulary or context.model.vocabulary)
     with dry or nullcontext():
-        for role, parts in made.parts.items():
+        for role, parts in model_build.parts.items():
             for part in parts:
                 materialize(
                     part,
-                    made.torch_device,
-                    home=made.storage_device,
-                    placed=_lies_on_host if dry and made.storage_device else None,
+                    model_build.torch_device,
+                    home=model_build.storage_device,
+                    placed=_lies_on_host if dry and model_build.storage_device else None,
                 )
                 if dry is None:
-                    source = made.sources.get(role, made.weights)
+                    source = model_build.sources.get(role, model_build.weights)
                     source.fill(part, seed=recipe.seed)
                     if source.notes:
-                        made.changes.setdefault("weights", []).extend(Change(words, 1) for words in source.notes)
+                        model_build.changes.setdefault("weights", []).extend(Change(note, 1) for note in source.notes)
+        # MATERIALIZE needs values on the device; OPTIMIZER needs to know which parameters exist and are trained.
         apply(Stage.MATERIALIZE, Stage.OPTIMIZER)
-        if not made.parameters():
+        if not model_build.parameters():
             raise RecipeError("techniques: nothing is left to train: every parameter is frozen")
-        made.optimizer = _optimizer(made)
+        model_build.optimizer = _optimizer(model_build)
+    # LOADER last: how batches are read depends on the finished build, and allocates nothing on the device.
     apply(Stage.LOADER, Stage.LOADER)
     if context.model.experts:
-        made.loss.scores = scores(made.loss.scores)
-    return made
+        model_build.loss.scores = scores(model_build.loss.scores)
+    return model_build
 
 
-def _applied(t: Technique, made: Build, part: nn.Module) -> Change:
-    """Applies a technique; what it refuses then is a problem of its own."""
+def _applied(t: Technique, model_build: Build, part: nn.Module) -> Change:
+    """Applies a technique; an error that it raises is reported as a build problem of that technique."""
     try:
-        return t.apply(made, part)
+        return t.apply(model_build, part)
     except RecipeError as error:
         raise TechniqueError([Problem(t.name(), ProblemCode.BUILD, str(error))], str(error)) from error
 
 
-def _stored_quantized(made: Build, stored: Any, reading: bool) -> None:
-    """Gives the model on meta the modules of a folder that `preheat compress` wrote; any other quantized folder is refused."""
+def _stored_quantized(model_build: Build, stored: Any, reading: bool) -> None:
+    """Gives the meta model the modules of a folder that `preheat compress` wrote; rejects other quantized folders."""
     from preheat.ops.quantization import serialization as ours
 
-    path, told = made.recipe.model.path, stored if isinstance(stored, dict) else stored.to_dict()
-    kind = told.get("quant_method")
+    path, stored_config = model_build.recipe.model.path, stored if isinstance(stored, dict) else stored.to_dict()
+    kind = stored_config.get("quant_method")
     if kind != ours.STORED:
         raise RecipeError(
-            f"model.path: {path} is stored quantized ({kind}), which preheat does not read; name the model it was made from, and add techniques.nf4 for a base in 4 bits"
+            f"model.path: {path} is stored quantized ({kind}), which preheat does not read; name the model it was "
+            "made from, and add techniques.nf4 for a base in 4 bits"
         )
     if not reading:
         raise RecipeError(
-            f"model.path: {path} is compressed ({told.get('method')}): what is rounded is not trained, nor does it carry adapters; name the model it was made from, "
+            f"model.path: {path} is compressed ({stored_config.get('method')}): what is rounded is not trained, nor "
+            "does it carry adapters; name the model it was made from, "
             "and add techniques.quantization_aware to train towards few bits, or techniques.nf4 for a base in 4 bits"
         )
-    (part,) = made.trained
+    (part,) = model_build.trained
     try:
-        names = ours.open_on_meta(part, told)
-    except (
-        KeyError,
-        AttributeError,
-        ValueError,
-        TypeError,
-        ZeroDivisionError,
-    ) as error:  # of a damaged or foreign file
+        names = ours.open_on_meta(part, stored_config)
+    except (KeyError, AttributeError, ValueError, TypeError, ZeroDivisionError) as error:  # damaged or foreign config
         raise RecipeError(
-            f"model.path: {path}: its config.json does not say how its weights stand ({shorten(str(error))}); compress it again"
+            f"model.path: {path}: its config.json does not say how its weights stand ({shorten(str(error))}); "
+            "compress it again"
         ) from None
-    made.weights.fresh(r"(?!)", names, ours.tables_of)  # no parameter is fresh, only the tables
+    model_build.weights.fresh(r"(?!)", names, ours.tables_of)  # no parameter is fresh, only the tables
 
 
 def _lies_on_host(parameter: Any) -> None:
-    """Tells a dry run, in which all tensors are of one fake device, where a parameter and its gradient are."""
+    """Marks a parameter and its gradient as host memory: in a dry run all tensors are on one fake device."""
     from preheat.ops.distributed.dtensor_utils import local
     from preheat.ops.memory.host_transfer import lies_on_host
 
@@ -247,56 +261,61 @@ def _lies_on_host(parameter: Any) -> None:
         parameter.register_post_accumulate_grad_hook(lambda p: lies_on_host(local(p.grad)))
 
 
-def _add_rows(made: Build, count: int, vocabulary: int) -> None:
-    """Rows of embedding and head for tokens that the tokenizer was given: the last `count` of its `vocabulary`."""
-    held = [
-        (name, m) for part in made.trained for name, m in (("embedding", hf.embedding(part)), ("head", hf.head(part)))
+def _add_rows(model_build: Build, count: int, vocabulary: int) -> None:
+    """Sets the embedding and head rows of added tokens, the last `count` of `vocabulary`, to the mean of the others."""
+    modules = [
+        (name, m)
+        for part in model_build.trained
+        for name, m in (("embedding", hf.embedding(part)), ("head", hf.head(part)))
     ]
-    ends: dict[str, Any] = {
-        name: m.weight for name, m in held if m is not None
-    }  # a stage of a pipeline may have neither
+    # A pipeline stage may have neither.
+    ends: dict[str, Any] = {name: m.weight for name, m in modules if m is not None}
     frozen = [name for name, weight in ends.items() if not weight.requires_grad]
     if frozen:
         raise RecipeError(
-            f"model.add_tokens: the {frozen[0]} is frozen under an adapter, so the new tokens would never be learnt; train all weights, or use a template of tokens that the model knows"
+            f"model.add_tokens: the {frozen[0]} is frozen under an adapter, so the new tokens would never be learnt; "
+            "train all weights, or use a template of tokens that the model knows"
         )
-    if made.weights.folder is None:
-        return  # drawn like all others
+    if model_build.weights.folder is None:
+        return  # a new model: these rows are initialized like all others
     names = [
         re.escape(name)
-        for part in made.trained
+        for part in model_build.trained
         for name, p in part.named_parameters()
         if any(p is weight for weight in ends.values())
     ]
     if not names:
         return
     first = vocabulary - count
-    made.weights.map(
-        rf"^({'|'.join(names)})$", lambda name, value: mean_rows(value, made.model.vocabulary, first, vocabulary)
+    model_build.weights.map(
+        rf"^({'|'.join(names)})$", lambda name, value: mean_rows(value, model_build.model.vocabulary, first, vocabulary)
     )
-    words = f"{count} tokens added: rows {first:,} to {vocabulary - 1:,} of {' and '.join(sorted(ends))} begin as the mean of those before, and are trained"
-    made.changes.setdefault("add_tokens", []).append(Change(words, count))
+    message = (
+        f"{count} tokens added: rows {first:,} to {vocabulary - 1:,} of {' and '.join(sorted(ends))} begin as the "
+        "mean of those before, and are trained"
+    )
+    model_build.changes.setdefault("add_tokens", []).append(Change(message, count))
 
 
-def peak_learning_rate(made: Build) -> float:
-    """`optimizer.lr`, or for `auto` the rule of models/size_dial.py by the parameters outside embedding and head."""
-    lr = made.recipe.optimizer.lr
+def peak_learning_rate(model_build: Build) -> float:
+    """`optimizer.lr`, or for `auto` the rule of models/size_dial.py by the number of parameters without the ends."""
+    lr = model_build.recipe.optimizer.lr
     if lr != "auto":
         return float(lr)
-    model = hf.whole(made.trained[0])  # type: ignore[arg-type]
+    model = hf.whole(model_build.trained[0])  # type: ignore[arg-type]
     ends = {id(p) for p in hf.ends(model)}
     return size_dial.learning_rate(sum(p.numel() for p in model.parameters() if id(p) not in ends))
 
 
-def _optimizer(made: Build) -> Any:
+def _optimizer(model_build: Build) -> Any:
     from preheat.ops.optim.optimizers import decay_groups
 
-    settings = made.recipe.optimizer
-    groups = decay_groups(made.parameters(), settings.weight_decay)
-    make = made.slot(Slot.OPTIMIZER)
-    for around in made.hooks.around_optimizer:
+    settings = model_build.recipe.optimizer
+    groups = decay_groups(model_build.parameters(), settings.weight_decay)
+    make = model_build.slot(Slot.OPTIMIZER)
+    for around in model_build.hooks.around_optimizer:
         make = around(make)
-    return make(groups, lr=peak_learning_rate(made), betas=settings.betas, eps=settings.eps)
+    return make(groups, lr=peak_learning_rate(model_build), betas=settings.betas, eps=settings.eps)
 
 
 def _weights_folder(recipe: Recipe) -> Path | None:
@@ -312,5 +331,6 @@ def _weights_folder(recipe: Recipe) -> Path | None:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise RecipeError(
-            f"model.path: {path}: its weights cannot be had from the hub ({str(error).splitlines()[0][:160]}); download them and name the folder"
+            f"model.path: {path}: its weights cannot be had from the hub ({str(error).splitlines()[0][:160]}); "
+            "download them and name the folder"
         ) from None

@@ -1,13 +1,15 @@
-"""Checkpoints: everything that the next step depends on, written beside, synced, renamed; read only when whole.
+"""Checkpoints: written to a temporary folder, synced and renamed, so that only complete ones are read.
 
     checkpoints/step-N/
-        *.safetensors     parameters, optimizer state and generators (torch distributed checkpoint, safetensors storage);
-                          of several processes each writes its share, and any number of processes reads them in any layout
-        model.safetensors.index.json (of one process)
-        state.json        identity of the run, step, samples, tokens, elapsed, effective recipe, fingerprints, host generators, `Build.state`
+        *.safetensors     parameters, optimizer state and generators (torch distributed checkpoint, safetensors files);
+                          each rank writes its shards, and any number of ranks reads them in any layout
+        model.safetensors.index.json (single process)
+        state.json        identity of the run, step, samples, tokens, elapsed, effective recipe, fingerprints,
+                          host generators, `Build.state`
         manifest.json     size and SHA-256 of each file: written last
 
-Only files that the manifest names are read or removed. A checkpoint of another run is passed over. No pickle is written or read.
+Only files that the manifest names are read or removed. Checkpoints of other runs are ignored. No pickle is
+written or read.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from preheat.run_dir import parse_json, to_json
 from preheat.sanitize import quoted, shorten
 
 FORMAT = 3
-"""Of state.json: raised when what stands in a checkpoint changes."""
+"""Version of state.json: increased when the contents of a checkpoint change."""
 
 __all__ = [
     "Progress",
@@ -59,7 +61,7 @@ __all__ = [
 
 @dataclass
 class Progress:
-    """Where a run stands; what the loop needs to go on."""
+    """Progress of a run: what the loop needs to resume."""
 
     step: int = 0
     samples: int = 0
@@ -68,47 +70,51 @@ class Progress:
     recipe: str = ""
     """The effective recipe as YAML."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Of data, model and its weights: a resumed run must find the same."""
+    """Of data, model and weights: a resumed run must have the same."""
     run: str = ""
-    """Identity of the run (preheat.run_dir): checkpoints of another one are not read."""
+    """Identity of the run (preheat.run_dir): checkpoints of other runs are not read."""
 
 
 def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
-    """Name -> tensor of everything on the device that a resumed run needs. Loading copies into these very tensors.
+    """Name -> tensor of all device state that a resumed run needs. Loading copies into these tensors in place.
 
     Args:
-        rank: whose generators; this process's when not given.
+        rank: whose generators; this process's by default.
     """
     import torch
 
-    found: dict[str, Any] = {}
-    # Frozen weights that stand in a checkpoint on disk already are not written again.
+    tensors: dict[str, Any] = {}
+    # Frozen weights that a folder on disk already has are not written again.
     frozen_too = build.weights.folder is None
-    for part in build.trained:  # of a pipeline's stages: names are those of the whole model
+    for part in build.trained:  # several for a pipeline; names are those of the full model
         for name, p in part.named_parameters():
             if p.requires_grad or frozen_too:
-                found[f"model.{name}"] = build.parallel.full_parameter(p)
+                tensors[f"model.{name}"] = build.parallel.full_parameter(p)
                 for key, value in build.optimizer.state.get(p, {}).items():
                     if torch.is_tensor(value):
-                        found[f"optimizer.{name}.{key}"] = value
-        found |= {f"model.{name}": bias for name, bias in biases(part).items()}
+                        tensors[f"optimizer.{name}.{key}"] = value
+        tensors |= {f"model.{name}": bias for name, bias in biases(part).items()}
     known = {id(p) for part in build.trained for p in part.parameters()}
     assert all(id(p) in known for p in build.optimizer.state), (
         "the optimizer's state is of parameters that the model does not have now"
     )
     for role in sorted(build.parts.keys() - {"trained"} - build.sources.keys()) if frozen_too else ():
         for index, part in enumerate(build.parts[role]):
-            found |= {f"{role}.{index}.{name}": p.detach() for name, p in part.named_parameters()}
-    return found | torch_generators(build, build.mesh.rank if rank is None else rank)
+            tensors |= {f"{role}.{index}.{name}": p.detach() for name, p in part.named_parameters()}
+    return tensors | torch_generators(build, build.mesh.rank if rank is None else rank)
 
 
 _FILE_BYTES = 64 << 20
-_COPIES = 3  # of a file while it is put together: safetensors' buffer, without which it ends the process, Python's bytes, and some room
+"""Upper limit of a file: it is assembled in memory, so large files would need as much host memory."""
+_COPIES = 3
+"""Copies of a file while it is assembled: safetensors' buffer (aborts without memory), Python's bytes, a margin."""
 
 
 def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:
-    """Name -> number of the file, from 1; `apart`: each its own. A file is put together in memory before it is written, so files are small, and smaller yet
-    where all is little: a checkpoint shall not be what a run needs most memory for.
+    """Name -> number of its file, from 1; `apart`: one file per tensor.
+
+    A file is assembled in memory before it is written, so files are small, and smaller still for small models: writing
+    a checkpoint must not set the peak memory of a run.
 
     Args:
         sizes: name -> bytes.
@@ -124,53 +130,53 @@ def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:
 
 
 def all_gather_object(build: Build, value: Any, group: Any = None) -> list[Any]:
-    """What every process of the run gives here, by rank. All must call it.
+    """Gathers one value from each rank, in the order of ranks. All ranks must call it.
 
     Args:
-        group: of all processes; the default one when not given.
+        group: of all ranks; the default one if not given.
     """
     if build.mesh.world == 1:
         return [value]
     import torch.distributed as dist
 
-    found: list[Any] = [None] * build.mesh.world
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list[Any] = [None] * build.mesh.world
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def torch_generators(build: Build, rank: int) -> dict[str, Any]:
-    """torch's random generators by name: what they are at, as tensors."""
+    """The states of torch's random generators by name, as tensors."""
     import torch
 
-    found = {f"generator.cpu.{rank}": torch.get_rng_state()}
+    states = {f"generator.cpu.{rank}": torch.get_rng_state()}
     if build.torch_device.type == "cuda":
-        found[f"generator.cuda.{rank}"] = torch.cuda.get_rng_state()
-    return found
+        states[f"generator.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return states
 
 
-def restore_torch_generators(kept: dict[str, Any], rank: int) -> None:
-    """Puts torch's generators where they were."""
+def restore_torch_generators(states: dict[str, Any], rank: int) -> None:
+    """Restores torch's generators."""
     import torch
 
-    torch.set_rng_state(kept[f"generator.cpu.{rank}"])
-    if f"generator.cuda.{rank}" in kept:
-        torch.cuda.set_rng_state(kept[f"generator.cuda.{rank}"])
+    torch.set_rng_state(states[f"generator.cpu.{rank}"])
+    if f"generator.cuda.{rank}" in states:
+        torch.cuda.set_rng_state(states[f"generator.cuda.{rank}"])
 
 
 def host_generators() -> dict[str, Any]:
     import numpy
 
-    version, words, gauss = random.getstate()
+    version, state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)  # type: ignore[misc]
-    return {"python": [version, list(words), gauss], "numpy": [kind, keys.tolist(), position, has_gauss, cached]}  # type: ignore[union-attr]
+    return {"python": [version, list(state), gauss], "numpy": [kind, keys.tolist(), position, has_gauss, cached]}  # type: ignore[union-attr]
 
 
-def restore_host_generators(kept: dict[str, Any]) -> None:
+def restore_host_generators(states: dict[str, Any]) -> None:
     import numpy
 
-    version, words, gauss = kept["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = kept["numpy"]
+    version, state, gauss = states["python"]
+    random.setstate((version, tuple(state), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
 
 
@@ -189,35 +195,36 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
-    """torch warns that one process saves alone, which is what we ask of it."""
+    """Silences torch's warning about saving without torch.distributed, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def is_async(recipe: Recipe, device: Device) -> bool:
-    """Whether checkpoints are written while steps go on."""
-    kept = recipe.checkpoint
-    return bool(kept.every) and (device.kind != "cpu" if kept.asynchronous is None else kept.asynchronous)
+    """True if checkpoints are written while training continues."""
+    settings = recipe.checkpoint
+    return bool(settings.every) and (device.kind != "cpu" if settings.asynchronous is None else settings.asynchronous)
 
 
 @dataclass
 class Snapshot:
-    """What a checkpoint writes, as it stood at a step."""
+    """The content of a checkpoint at a step."""
 
     step: int
     tensors: dict[str, Any]
     state: str
-    """Of state.json, all but the other processes' generators."""
+    """Of state.json, all but the generators of other ranks."""
     generators: dict[str, Any]
     run: str = ""
 
 
 def snapshot(build: Build, progress: Progress, *, copied: bool) -> Snapshot:
-    """What a checkpoint writes.
+    """Collects the content of a checkpoint.
 
     Args:
-        copied: to the host's memory, so that steps may go on while it is written; otherwise the tensors are the build's own.
+        copied: copies tensors to host memory, so that training may continue during the write; otherwise they are the
+            build's own.
     """
     import torch
 
@@ -234,7 +241,7 @@ def snapshot(build: Build, progress: Progress, *, copied: bool) -> Snapshot:
         "slots": build.slots(),
         "kernels": {name: [c.kernel for c in changes] for name, changes in build.changes.items()},
     }
-    # Not `to_json`: what a resumed run reads back must be what it was, so a value that is not finite is a fault of ours.
+    # Not `to_json`: a resumed run must read back the exact values, so a value that is not finite is a bug.
     return Snapshot(progress.step, tensors, json.dumps(state, allow_nan=False), host_generators(), progress.run)
 
 
@@ -242,79 +249,80 @@ def save(build: Build, progress: Progress, folder: Path, *, keep: int, apart: bo
     """Writes `folder/step-N` and removes all but the `keep` newest.
 
     Args:
-        apart: a file for each tensor, which takes the least memory.
+        apart: one file per tensor, which needs the least memory.
 
     Raises:
-        RunError: it cannot be written (a full disk, say); what was there before stays whole.
-        MemoryError: there is no memory to write it with; the same holds.
+        RunError: it cannot be written (a full disk, for example); earlier checkpoints stay complete.
+        MemoryError: not enough memory to write it; the same holds.
     """
     with _one_process():
         return write(build, snapshot(build, progress, copied=False), folder, keep=keep, apart=apart)
 
 
-def write(build: Build, taken: Snapshot, folder: Path, *, keep: int, apart: bool = False, group: Any = None) -> Path:
-    """Writes what was taken as `folder/step-N`; arguments and errors as of `save`. Reads nothing of the build that steps change.
+def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bool = False, group: Any = None) -> Path:
+    """Writes a snapshot as `folder/step-N`; arguments and errors as of `save`. Reads nothing that steps change.
 
     Args:
-        group: of all processes, for what they tell each other.
+        group: of all ranks, for the collectives of the write.
     """
     import torch.distributed.checkpoint as dcp
 
-    final = folder / f"step-{taken.step}"
-    beside = folder / f"step-{taken.step}.writing"
+    final = folder / f"step-{content.step}"
+    temporary = folder / f"step-{content.step}.writing"
     lead, many = build.mesh.rank == 0, build.mesh.world > 1
     try:
         if lead:
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
-        # Every process knows of all tensors, also of those that stand on others alone (and waits here for the folder).
-        own = {name: t.nbytes for name, t in taken.tensors.items()}
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        # Each rank needs the names of all tensors, including those of other ranks. This also waits for the folder.
+        own = {name: t.nbytes for name, t in content.tensors.items()}
         sizes = {name: bytes for part in all_gather_object(build, own, group) for name, bytes in part.items()}
         numbers = _files(sizes, apart=apart)
         require_room(
             _COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values())
         )
-        writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=numbers, save_distributed=many)
-        dcp.save(taken.tensors, storage_writer=writer, process_group=group, no_dist=not many)
-        generators = all_gather_object(build, taken.generators, group)
-        mine = beside.glob(f"shard-{build.mesh.rank + 1:05d}-*" if many else "*")
+        writer = dcp.HuggingFaceStorageWriter(str(temporary), fqn_to_index_mapping=numbers, save_distributed=many)
+        dcp.save(content.tensors, storage_writer=writer, process_group=group, no_dist=not many)
+        generators = all_gather_object(build, content.generators, group)
+        mine = temporary.glob(f"shard-{build.mesh.rank + 1:05d}-*" if many else "*")
         files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(mine) if p.is_file()}
         for name in files:
-            _sync(beside / name)
+            _sync(temporary / name)
         manifest = {name: entry for part in all_gather_object(build, files, group) for name, entry in part.items()}
         if lead:
-            file = beside / "state.json"
-            file.write_text(json.dumps({**json.loads(taken.state), "generators": generators}, allow_nan=False))
+            file = temporary / "state.json"
+            file.write_text(json.dumps({**json.loads(content.state), "generators": generators}, allow_nan=False))
             manifest[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-            (beside / "manifest.json").write_text(to_json(manifest, indent=1))
-            for p in (file, beside / "manifest.json", beside):
+            (temporary / "manifest.json").write_text(to_json(manifest, indent=1))
+            for p in (file, temporary / "manifest.json", temporary):
                 _sync(p)
-            if os.path.lexists(final):  # a damaged one, before which the run was resumed, or one of another run
-                _make_way(final, taken.run)
-            beside.rename(final)
+            if os.path.lexists(final):  # a damaged checkpoint that the run resumed before, or one of another run
+                _make_way(final, content.run)
+            temporary.rename(final)
             _sync(folder)
-        all_gather_object(build, None, group)  # nobody goes on before it stands
+        all_gather_object(build, None, group)  # barrier: no rank continues before the checkpoint is complete
     except (OSError, RuntimeError, MemoryError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if is_oom(error):
             raise MemoryError(f"{final}: no memory to write it with: {str(error).splitlines()[-1]}") from None
         if not isinstance(error, OSError) and "No space left" not in str(error) and "write" not in str(error).lower():
             raise
         reason = "no space left on the device" if "space left" in str(error) else str(error).strip().splitlines()[-1]
         raise RunError(
-            f"{final}: cannot be written ({reason}); earlier checkpoints are whole: free some room and go on with --resume"
+            f"{final}: cannot be written ({reason}); earlier checkpoints are whole: free some room and go on with "
+            "--resume"
         ) from None
     if not lead:
         return final
-    # Later ones are of steps that the run went back from; they are replaced when it comes there.
-    past = [p for p in _steps(folder) if (step_of(p.name) or 0) <= taken.step and _is_of(p, taken.run)]
+    # Later checkpoints belong to steps that the run went back from; they are replaced when it reaches those steps.
+    past = [p for p in _steps(folder) if (step_of(p.name) or 0) <= content.step and _is_of(p, content.run)]
     for old in past[keep:]:
         _remove(old)
     return final
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's folder by its name.
+    """The step in the name of a checkpoint folder, or None.
 
     Example:
         >>> step_of("step-12"), step_of("step-012"), step_of("step-²")
@@ -325,13 +333,13 @@ def step_of(name: str) -> int | None:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """Finished checkpoints, the newest first."""
-    found = [p for p in folder.glob("step-*") if step_of(p.name) is not None and p.is_dir()]
-    return sorted(found, key=lambda p: -(step_of(p.name) or 0))
+    """Finished checkpoints, newest first."""
+    folders = [p for p in folder.glob("step-*") if step_of(p.name) is not None and p.is_dir()]
+    return sorted(folders, key=lambda p: -(step_of(p.name) or 0))
 
 
 def _is_of(path: Path, run: str) -> bool:
-    """Whether a checkpoint says that it is of a run, and of the step that it is named after; one that cannot be read is nobody's."""
+    """True if a checkpoint states this run and the step in its name; an unreadable one belongs to no run."""
     try:
         state = _state(path)
         return (state.run, state.step) == (run, step_of(path.name))
@@ -340,21 +348,21 @@ def _is_of(path: Path, run: str) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint: what its manifest names, and its folder if nothing else is in it."""
+    """Removes the files that a checkpoint's manifest names, and its folder if it is then empty."""
     try:
         names = [name for name in _manifest(path) if name != "state.json"]
     except ValueError:
         return
     if path.is_symlink():
         return
-    with contextlib.suppress(OSError):  # what cannot be removed stays
-        for name in (*names, "state.json", "manifest.json"):  # in this order it says to the last whose it is
+    with contextlib.suppress(OSError):  # files that cannot be removed stay
+        for name in (*names, "state.json", "manifest.json"):  # last: what identifies the run
             (path / name).unlink(missing_ok=True)
         path.rmdir()
 
 
 def _make_way(path: Path, run: str) -> None:
-    """Removes a checkpoint of this run, and moves aside whatever else has its name."""
+    """Removes a checkpoint of this run; moves anything else of that name aside."""
     if not path.is_symlink() and _is_of(path, run):
         _remove(path)
     number = 1
@@ -369,7 +377,7 @@ def _manifest(path: Path) -> dict[str, dict[str, Any]]:
     """The files of a checkpoint with their sizes and checksums.
 
     Raises:
-        ValueError: the manifest is missing, not whole, or names something else than files beside it.
+        ValueError: the manifest is missing or incomplete, or names something that is not a file of the folder.
     """
     try:
         manifest = parse_json((path / "manifest.json").read_bytes())
@@ -389,7 +397,7 @@ def _manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _damage(path: Path, run: str = "") -> str | None:
-    """What is wrong with a checkpoint of a run, or None."""
+    """Returns what is wrong with a checkpoint of a run, or None."""
     try:
         manifest = _manifest(path)
         for name, entry in manifest.items():
@@ -413,22 +421,22 @@ def _damage(path: Path, run: str = "") -> str | None:
 
 
 def find(folder: Path, step: int | None = None, *, run: str = "") -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest whole checkpoint of a run (or that of `step`), and those that were passed over with what is wrong with each.
+    """The newest complete checkpoint of a run (or that of `step`), and the skipped ones, each with its problem.
 
     Args:
-        run: identity of the run, as of `Progress.run`.
+        run: identity of the run, as in `Progress.run`.
 
     Raises:
         RunError: there is no checkpoint of `step`.
     """
     damaged: list[tuple[Path, str]] = []
-    found = _steps(folder)
-    if step is not None and folder / f"step-{step}" not in found:
-        there = ", ".join(path.name.removeprefix("step-") for path in reversed(found))
+    folders = _steps(folder)
+    if step is not None and folder / f"step-{step}" not in folders:
+        there = ", ".join(path.name.removeprefix("step-") for path in reversed(folders))
         raise RunError(
             f"{folder}: has no checkpoint of step {step}; " + (f"there are: {there}" if there else "there is none yet")
         )
-    for path in found if step is None else [folder / f"step-{step}"]:
+    for path in folders if step is None else [folder / f"step-{step}"]:
         problem = _damage(path, run)
         if problem is None:
             return path, damaged
@@ -438,7 +446,7 @@ def find(folder: Path, step: int | None = None, *, run: str = "") -> tuple[Path 
 
 @dataclass
 class State(Progress):
-    """What state.json holds."""
+    """The content of state.json."""
 
     build: dict[str, Any] = field(default_factory=dict)
     threads: int = 1
@@ -447,10 +455,10 @@ class State(Progress):
 
 
 def _state(path: Path) -> State:
-    """What a checkpoint says beside its tensors.
+    """Reads the state.json of a checkpoint.
 
     Raises:
-        ValueError: it is not whole, or of another format.
+        ValueError: it is incomplete, or has another format.
     """
     try:
         values = parse_json((path / "state.json").read_bytes())
@@ -462,8 +470,8 @@ def _state(path: Path) -> State:
         raise ValueError("state.json is not one of a checkpoint")
     if values["format"] != FORMAT:
         raise ValueError(
-            f"it was written in format {quoted(values['format'], 20)} by another version of preheat, and this one reads {FORMAT}; "
-            "go on with the version that began the run"
+            f"it was written in format {quoted(values['format'], 20)} by another version of preheat, "
+            f"and this one reads {FORMAT}; go on with the version that began the run"
         )
     kinds: dict[str, Any] = {
         name: (int, float) if name == "elapsed" else type(f.default)
@@ -481,10 +489,10 @@ def _state(path: Path) -> State:
 
 
 def _generators(value: Any) -> bool:
-    """Whether a value could be what `host_generators` gave."""
+    """True if a value could be the result of `host_generators`."""
     try:
-        (version, words, gauss), (kind, keys, position, has_gauss, cached) = value["python"], value["numpy"]
-        random.Random().setstate((version, tuple(words), gauss))
+        (version, state, gauss), (kind, keys, position, has_gauss, cached) = value["python"], value["numpy"]
+        random.Random().setstate((version, tuple(state), gauss))
         numbers = [*keys, position, has_gauss, cached]
         return kind == "MT19937" and len(keys) == 624 and all(isinstance(n, int | float) for n in numbers)
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -492,10 +500,10 @@ def _generators(value: Any) -> bool:
 
 
 def read_progress(path: Path) -> State:
-    """Where a checkpoint stands, without its tensors.
+    """The progress recorded in a checkpoint, without its tensors.
 
     Raises:
-        RunError: it is not whole, or of another format.
+        RunError: it is incomplete, or has another format.
     """
     try:
         return _state(path)
@@ -504,7 +512,7 @@ def read_progress(path: Path) -> State:
 
 
 def _reader(path: Path) -> Any:
-    """A reader of the files that the manifest names: torch's own reads all that lie there, and the last of a tensor wins."""
+    """A reader of the manifest's files: torch's own reads the whole folder, and the last copy of a tensor wins."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import FileSystem
 
@@ -524,49 +532,49 @@ def _reader(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Says in words what keeps torch from reading a checkpoint."""
+    """Turns torch's errors when reading a checkpoint into ours."""
     import torch.distributed.checkpoint as dcp
 
     try:
         with _one_process():
             yield
     except dcp.CheckpointException as error:  # type: ignore[attr-defined]
-        words = str(error).splitlines()[-1]
+        message = str(error).splitlines()[-1]
         if is_oom(error):
-            raise MemoryError(f"{path}: no memory to read it with: {words}") from None
+            raise MemoryError(f"{path}: no memory to read it with: {message}") from None
         raise RunError(
-            f"{path}: cannot be read ({shorten(words, 200)}); it does not hold what this model needs"
+            f"{path}: cannot be read ({shorten(message, 200)}); it does not hold what this model needs"
         ) from None
 
 
 def load(build: Build, path: Path) -> Progress:
-    """Puts a whole checkpoint into a build, in place, and returns where it stands.
+    """Loads a complete checkpoint into a build, in place, and returns its progress.
 
     Raises:
-        RunError: it does not hold what the build needs.
-        MemoryError: there is no memory to read it with.
+        RunError: tensors that the build needs are missing.
+        MemoryError: not enough memory to read it.
     """
     import torch.distributed.checkpoint as dcp
 
     state = read_progress(path)
-    # A process beyond those that the run had begins with the generators of the first.
+    # A rank beyond the world size of the saved run starts with the generators of rank 0.
     rank = build.mesh.rank if build.mesh.rank < state.world else 0
     tensors = _tensors(build, rank)
     with _reading(path):
         dcp.load(tensors, storage_reader=_reader(path), no_dist=build.mesh.world == 1)
     restore_torch_generators(tensors, rank)
     restore_host_generators(state.generators[rank])
-    for name, kept in state.build.items():
-        build.state.saved[name].load_state_dict(kept)
+    for name, saved in state.build.items():
+        build.state.saved[name].load_state_dict(saved)
     build.state.step = state.step
     return Progress(**{key: getattr(state, key) for key in Progress.__dataclass_fields__})
 
 
 def load_weights(build: Build, path: Path) -> None:
-    """Puts a checkpoint's parameters alone into a build, in place: for evaluation, generation and export.
+    """Loads only the parameters of a checkpoint into a build, in place: for evaluation, generation and export.
 
     Raises:
-        RunError: it does not hold them all.
+        RunError: parameters are missing.
     """
     import torch.distributed.checkpoint as dcp
 

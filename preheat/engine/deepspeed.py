@@ -1,8 +1,9 @@
-"""DeepSpeed as the engine of a build: ZeRO-1, 2 and 3 with its own forward, backward and step. `parallel.engine: deepspeed` chooses it.
+"""The DeepSpeed engine of a build: ZeRO-1, 2 and 3 with its own forward, backward and step.
 
-What: each device has its share of the rows; DeepSpeed shares out optimizer states (1), gradients too (2), weights too (3), and clips and updates.
-Gradients are those of the mean over the trained tokens of the whole global batch, as natively. The plan is that of the native
-techniques that share out the same: DeepSpeed cannot run on fake tensors.
+What: data parallelism by `parallel.engine: deepspeed`; DeepSpeed shards optimizer states (1), also gradients (2), also
+weights (3), and clips and updates. Gradients are those of the mean over the trained tokens of the global batch, as in
+the native engine. Plans are those of the native techniques that shard the same state, because DeepSpeed cannot run on
+fake tensors.
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054); deepspeed 0.19.
 """
 
@@ -25,7 +26,7 @@ __all__ = ["DeepSpeed"]
 
 
 class _Whole(nn.Module):
-    """A part as DeepSpeed wants it: a module whose forward is all that touches its weights."""
+    """Wraps a part as DeepSpeed needs it: a module whose forward is the only code that touches its weights."""
 
     def __init__(self, part: nn.Module, function: Any):
         super().__init__()
@@ -36,24 +37,24 @@ class _Whole(nn.Module):
 
 
 class _Optimizer:
-    """What the step and the checkpoint ask of an optimizer, by DeepSpeed's."""
+    """The optimizer interface that the step and the checkpoint use, backed by DeepSpeed's optimizer."""
 
     found_inf: Tensor | None = None
 
     def __init__(self, engine: Any):
         self.engine = engine
-        self.state: dict[Any, Any] = {}  # in DeepSpeed's own flat shares
+        self.state: dict[Any, Any] = {}  # empty: DeepSpeed keeps it in its own flat shards
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.engine.optimizer.param_groups  # type: ignore[no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: its step did."""
+        """Does nothing: DeepSpeed's step clears the gradients."""
 
 
 def _gathered(p: Tensor) -> Tensor:
-    """All of a parameter that ZeRO-3 has taken apart; every process must ask."""
+    """Gathers a parameter that ZeRO-3 has sharded; all ranks must call it."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([p]):
@@ -61,20 +62,21 @@ def _gathered(p: Tensor) -> Tensor:
 
 
 class _NotResumed:
-    """What a checkpoint of DeepSpeed's holds besides the weights: that the optimizer's state is not in it."""
+    """Records in a checkpoint that DeepSpeed's optimizer state is not part of it."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizer": "not saved"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise RunError(
-            "parallel.engine: deepspeed: its checkpoints hold the weights without the optimizer's state, so a run cannot go on from one; start another run from the weights, or use engine: native"
+            "parallel.engine: deepspeed: its checkpoints hold the weights without the optimizer's state, so a run "
+            "cannot go on from one; start another run from the weights, or use engine: native"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeed(Technique):
-    """Not a key of `techniques`: this module is read only where `parallel.engine` asks for it."""
+    """Not a key of `techniques`: `parallel.engine` selects it."""
 
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"
@@ -90,16 +92,20 @@ class DeepSpeed(Technique):
         return {Axis.REPLICATE: 0}
 
     def check(self, context: Context) -> list[str]:
-        found = []
+        problems = []
         if importlib.util.find_spec("deepspeed") is None:
-            found.append("is not installed: pip install 'preheat[deepspeed]', or use parallel.engine: native")
+            problems.append("is not installed: pip install 'preheat[deepspeed]', or use parallel.engine: native")
         if context.sizes[Axis.REPLICATE] < 2:
-            found.append("shares out rows among devices, and there is one; start several with --nproc")
+            problems.append("shares out rows among devices, and there is one; start several with --nproc")
         if context.recipe.checkpoint.every:
-            found.append("checkpoint.every: a run of DeepSpeed's cannot go on from a checkpoint of ours; set it to 0")
+            problems.append(
+                "checkpoint.every: a run of DeepSpeed's cannot go on from a checkpoint of ours; set it to 0"
+            )
         if self.zero == 3 and context.recipe.optimizer.lr == "auto":
-            found.append("optimizer.lr: auto counts the parameters, which parallel.zero: 3 takes apart; state a rate")
-        return found
+            problems.append(
+                "optimizer.lr: auto counts the parameters, which parallel.zero: 3 takes apart; state a rate"
+            )
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         plain, world = build.slot(Slot.FORWARD), build.mesh.size(Axis.REPLICATE)
@@ -121,9 +127,8 @@ class DeepSpeed(Technique):
                 engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
                 loss = forward(build, transform(build, batch))
                 add_up(metrics, loss.metrics)
-                engine.backward(
-                    loss.total * (world / global_weight), scale_wrt_gas=False
-                )  # it takes the mean over devices
+                # DeepSpeed averages gradients over the devices; times `world` makes it a sum.
+                engine.backward(loss.total * (world / global_weight), scale_wrt_gas=False)
                 total = total + loss.total.detach()
             return LossSum(total, global_weight, metrics)
 
@@ -132,7 +137,7 @@ class DeepSpeed(Technique):
             return torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32, device=build.torch_device)
 
         def update(build: Build, norm: Tensor) -> Tensor:
-            return torch.isfinite(norm).to(torch.float32)  # it is done, or was left out
+            return torch.isfinite(norm).to(torch.float32)  # engine.step in `clip` has updated, or skipped
 
         owned: dict[Slot, Callable[..., Any]] = {
             Slot.OPTIMIZER: make,
@@ -155,14 +160,14 @@ class DeepSpeed(Technique):
 
     def _engine(self, build: Build, module: nn.Module, optimizer: Any) -> Any:
         if build.torch_device.type == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported; else it looks for devices
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import; otherwise it searches for accelerators
         import deepspeed
 
         deepspeed.init_distributed(dist_init_required=False)
         rows = build.recipe.batch.size // build.mesh.size(Axis.REPLICATE)
         config = {
             "train_micro_batch_size_per_gpu": max(1, rows // build.state.accumulation),
-            "gradient_accumulation_steps": 1,  # the boundary is told with each micro-batch
+            "gradient_accumulation_steps": 1,  # forward_backward sets the boundary for each micro-batch itself
             "gradient_clipping": build.recipe.optimizer.clip,
             "zero_optimization": {"stage": self.zero, "stage3_param_persistence_threshold": 0},
             "zero_allow_untested_optimizer": True,

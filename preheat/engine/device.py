@@ -1,4 +1,4 @@
-"""The device of a recipe on this machine."""
+"""Resolves the device and CPU threads of a recipe on this machine."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from preheat.hardware.deterministic import be_deterministic
 
 __all__ = ["resolve_device"]
 
-_THREADS_A_CORE = 4
+_THREADS_A_CORE = 4  # oversubscription beyond this only slows training down
 
 
 def resolve_device(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
-    """The device and the number of CPU threads of a recipe; sets the threads, and whether kernels are deterministic.
+    """Returns the device and the number of CPU threads of a recipe; sets the threads and the determinism of kernels.
 
     Args:
-        on_host: processes that share this host: each has its share of the cores and, on CPUs, of the memory.
+        on_host: processes on this host: they share its cores and, on CPUs, its memory.
 
     Raises:
-        RecipeError: more threads than serve on so few cores; the environment keeps cuBLAS from being deterministic.
+        RecipeError: too many threads for the cores; the environment prevents cuBLAS from being deterministic.
     """
     cores, threads = os.cpu_count() or 1, recipe.hardware.threads or 1
-    if threads > _THREADS_A_CORE * cores:  # measuring the rates of thousands takes hours
+    if threads > _THREADS_A_CORE * cores:  # measuring the rates with thousands of threads takes hours
         raise RecipeError(f"hardware.threads: {threads:,} are too many for the {cores} cores here; use at most {cores}")
     be_deterministic(recipe.hardware.deterministic)
     import torch

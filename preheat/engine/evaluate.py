@@ -1,4 +1,4 @@
-"""The mean loss of a build on held-out rows, through the very slots that training uses; and scores of single tokens."""
+"""Evaluation: the mean loss on held-out rows through the slots that training uses, and scores of single tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from preheat.models import hf
 __all__ = ["Measured", "evaluate", "likeliest", "measure", "parts", "eval_mode", "summed", "token_scores"]
 
 LOGITS = 2**24
-"""Logits made at once where single tokens are scored (64 MiB in fp32): what a dry run saw of an evaluation is not exceeded."""
+"""Logits computed at once when single tokens are scored (64 MiB in fp32): keeps evaluations within planned memory."""
 
 
 @contextmanager
 def eval_mode(build: Build) -> Iterator[None]:
-    """The build's parts as they are when they only read: no dropout, no gradients."""
+    """Puts the build's parts into eval mode without gradients; restores their modes afterwards."""
     modes = [part.training for part in build.trained]
     for part in build.trained:
         part.eval()
@@ -36,23 +36,22 @@ def eval_mode(build: Build) -> Iterator[None]:
 
 
 def parts(build: Build, batches: Iterable[Batch]) -> Iterator[LossSum]:
-    """The loss of each batch by the build's own objective, on the CPU: what `evaluate` adds up.
+    """The loss of each batch by the build's own objective, on the CPU: the terms that `evaluate` sums.
 
-    Devices that share out rows take the batches in turns and tell each other: every process is given the losses of all.
+    Data-parallel ranks take the batches in turns and exchange the results: every rank yields the losses of all batches.
     """
     many, mine = build.mesh.size(*DATA), build.mesh.index(*DATA)
     for group in _groups(batches, many):
-        batch = group[
-            min(mine, len(group) - 1)
-        ]  # at the end some go over a batch again: all must take part in what is sent
+        # In the last group some ranks repeat a batch: all must take part in the collective.
+        batch = group[min(mine, len(group) - 1)]
         with eval_mode(build):
             loss = forward(build, transform(build, batch))
-        found = flattened(loss.total, loss.metrics)
+        results = flattened(loss.total, loss.metrics)
         if build.mesh.world > 1:
-            table = found.new_zeros(many, len(found))
-            table[mine] = found
-            found = build.mesh.add(table, *DATA, Axis.CONTEXT)
-        for batch, row in zip(group, found.view(many, -1).cpu(), strict=False):
+            table = results.new_zeros(many, len(results))
+            table[mine] = results
+            results = build.mesh.add(table, *DATA, Axis.CONTEXT)
+        for batch, row in zip(group, results.view(many, -1).cpu(), strict=False):
             total, metrics = unflattened(row, loss.metrics)
             yield LossSum(total, batch.weight, metrics)
 
@@ -64,12 +63,13 @@ def _groups(batches: Iterable[Batch], many: int) -> Iterator[list[Batch]]:
 
 
 class Measured(NamedTuple):
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
-        loss: the mean, in nats a trained token, or a pair, answer or document where the objective judges those; NaN over nothing.
-        weight: over how many.
-        scores: of the objective, by name: accuracy for one.
+        loss: the mean in nats per trained token, or per pair, answer or document if the objective scores those; NaN
+            over nothing.
+        weight: number of tokens (or pairs, answers, documents) in the mean.
+        scores: further metrics of the objective by name, such as accuracy.
     """
 
     loss: float
@@ -77,10 +77,10 @@ class Measured(NamedTuple):
     scores: dict[str, float]
 
 
-def summed(build: Build, found: Iterable[LossSum]) -> Measured:
-    """The parts of an evaluation together."""
+def summed(build: Build, losses: Iterable[LossSum]) -> Measured:
+    """Combines the partial sums of an evaluation."""
     total, weight, metrics = 0.0, 0, dict[str, Tensor]()
-    for part in found:
+    for part in losses:
         total += float(part.total)
         weight += int(part.weight)
         add_up(metrics, part.metrics)
@@ -97,19 +97,19 @@ def measure(build: Build, batches: Iterable[Batch]) -> Measured:
 
 
 def evaluate(build: Build, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Mean loss a trained token in nats, and the number of tokens it was taken over."""
+    """Mean loss per trained token in nats, and the number of tokens in the mean."""
     return measure(build, batches)[:2]
 
 
 def token_scores(build: Build, batch: Batch, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """How likely a token is to come after each of some places of a batch, whatever the build's objective.
+    """Log-likelihoods of given next tokens at given positions of a batch, whatever the build's objective.
 
     Args:
-        places: [n] int64, row * length + place, of the token that is read last; one may stand several times.
-        targets: [n] int64, the token that is to come.
+        places: [n] int64, row * length + position of the last token that is read; may repeat.
+        targets: [n] int64, the next token.
 
     Returns:
-        Log-likelihoods [n] in nats, float32, and whether the target is the likeliest token [n]; both on the CPU.
+        Log-likelihoods [n] in nats, float32, and whether the target is the argmax [n]; both on the CPU.
     """
 
     def judge(numbers: Tensor, logits: Tensor) -> Tensor:
@@ -122,26 +122,26 @@ def token_scores(build: Build, batch: Batch, places: Tensor, targets: Tensor) ->
 
 
 def likeliest(build: Build, batch: Batch, places: Tensor) -> Tensor:
-    """The row of the head (a token, or a class where the head is over classes) that scores highest after each place, [n] on the CPU."""
+    """The argmax of the head (a token, or a class for a classification head) at each position, [n] on the CPU."""
     return _of_logits(build, batch, places, lambda _, logits: logits.argmax(dim=1)[:, None], columns=1)[:, 0].long()
 
 
 def _of_logits(
     build: Build, batch: Batch, places: Tensor, judge: Callable[[Tensor, Tensor], Tensor], *, columns: int
 ) -> Tensor:
-    """What `judge` makes of the logits in fp32 after each place, [n, columns] in fp64 on the CPU; the same on every device.
+    """Applies `judge` to the fp32 logits at each position, [n, columns] in fp64 on the CPU; the same on every rank.
 
     Args:
-        judge: (numbers of some places [some], logits [some, rows of the head]) -> [some, columns].
+        judge: (indices of some positions [some], logits [some, rows of the head]) -> [some, columns].
     """
     part = build.trained[0]
     rows, length = batch.tokens.shape
-    # Labels stay beside their tokens wherever a row is cut: with places in their stead each device knows which it has.
+    # Context parallelism splits labels along with their tokens: positions in their place tell each rank which it has.
     with eval_mode(build):
         mine = transform(build, replace(batch, labels=torch.arange(rows * length).view(rows, length)))
-    held = mine.labels.flatten().cpu()
+    own = mine.labels.flatten().cpu()
     at = torch.full((rows * length,), -1)
-    at[held[held >= 0]] = torch.arange(len(held))[held >= 0]
+    at[own[own >= 0]] = torch.arange(len(own))[own >= 0]
     numbers = (at[places] >= 0).nonzero()[:, 0]
 
     def run() -> Tensor:

@@ -1,18 +1,20 @@
-"""The load-balancing loss of mixture-of-experts models, over the global batch: the same for any micro-batches and any number of devices.
+"""The load-balancing loss of mixture-of-experts models over the global batch, for any micro-batches and devices.
 
-What transformers adds to the loss of one forward pass (Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, equations 4 to 6, all layers together):
+transformers adds this term to the loss of one forward pass (Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961,
+equations 4 to 6, all layers together):
 
     coefficient * E * sum over experts e of f_e P_e
 
-with E experts, f_e the tokens that go to e, a token and layer (they sum to the experts that a token goes to), P_e the mean over tokens and layers of the
-router's probability of e. Here f and P are of the whole global batch: all micro-batches of all devices (Qiu et al. 2025, arXiv:2501.11873, find that experts
-specialise better so than where each micro-batch is balanced). f has no gradient, so with f known the loss is linear in the probabilities, and each
-micro-batch of each device adds its part. With one micro-batch f is summed over devices between the forward pass and the loss. With several a first pass
-without gradients and without the head counts: the price of exactness, about a third more of what the layers cost. `model.config: {router_aux_loss_coef: 0}`
-leaves the loss out, and the pass.
+with E experts, f_e the tokens routed to e, per token and layer (they sum to the experts per token), P_e the mean over
+tokens and layers of the router's probability of e. Here f and P are of the whole global batch: all micro-batches of all
+devices (Qiu et al. 2025, arXiv:2501.11873, find that experts specialise better than with a balance per micro-batch).
+f has no gradient, so with f known the loss is linear in the probabilities, and each micro-batch of each device adds its
+term. With one micro-batch, f is summed over devices between the forward pass and the loss. With several, a first pass
+without gradients and without the head counts the tokens: exactness costs about a third more compute in the layers.
+`model.config: {router_aux_loss_coef: 0}` turns off the loss and that pass.
 
-Every place that goes through a router counts alike, as in a forward pass of transformers that is given no attention mask: trained or not, each document
-of a packed row, the padding at a row's end. An evaluation leaves the term out: its loss is the language model's.
+Every position that goes through a router counts, as in transformers without an attention mask: trained or not, each
+document of a packed row, the padding at the end of a row. Evaluations omit the term.
 """
 
 from __future__ import annotations
@@ -38,24 +40,24 @@ TERM = "balance"
 
 
 def balance_part(counts: Tensor, sums: Tensor, chosen: int) -> Tensor:
-    """A part's share of E * sum of f_e P_e; shares of all parts add up to it.
+    """One part's term of E * sum of f_e P_e; the terms of all parts sum to it.
 
     Args:
-        counts: [experts], tokens that go to each expert, summed over the layers of the whole.
+        counts: [experts], tokens routed to each expert, summed over the layers of the global batch.
         sums: [experts], the router's probabilities summed over the layers and tokens of the part.
-        chosen: experts that a token goes to.
+        chosen: experts per token.
 
     Example:
         >>> even = torch.tensor([4.0, 4.0])  # 8 tokens, 1 expert each
         >>> float(balance_part(even, even, 1))
         1.0
     """
-    places = counts.sum() / chosen  # tokens times layers
-    return counts.numel() * (counts * sums).sum() / places.square()
+    routed = counts.sum() / chosen  # tokens times layers
+    return counts.numel() * (counts * sums).sum() / routed.square()
 
 
 class _Balance:
-    """Around the slots PART_FORWARD and FORWARD_BACKWARD of a build."""
+    """Wraps the slots PART_FORWARD and FORWARD_BACKWARD of a build."""
 
     def __init__(self, build: Build, config: Any):
         self.build = build
@@ -64,7 +66,7 @@ class _Balance:
         moe.compute_by(build.trained[0], functools.partial(compute_experts, stepped=build.device.kind == "cpu"))
         self.ledger = moe.record_routers(build.trained[0])
         self.weight: Any = None  # of the global batch; None between batches
-        self.counts: Tensor | None = None  # of the global batch, where there was a first pass
+        self.counts: Tensor | None = None  # of the global batch, if there was a first pass
 
     def forward_backward(
         self, plain: Callable[..., Any], build: Build, batches: Iterable[Batch], weight: Any
@@ -72,11 +74,11 @@ class _Balance:
         self.weight, self.counts = weight, None
         if self.coefficient:
             if not isinstance(batches, Sequence):
-                batches = list(batches)  # they come one by one (dynamic_batch), and are read twice
+                batches = list(batches)  # dynamic_batch yields them one by one, and they are read twice
             self.counts = self._look(batches) if len(batches) > 1 else None
-        found: LossSum = plain(build, batches, weight)
+        loss: LossSum = plain(build, batches, weight)
         self.weight = None
-        return found
+        return loss
 
     def forward(self, plain: Callable[..., Any], part: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         if not torch.is_grad_enabled():
@@ -99,7 +101,7 @@ class _Balance:
         return total, metrics
 
     def _layers(self, part: Any, batch: Batch) -> Tensor:
-        """A pass through the layers alone, for what the routers choose."""
+        """Runs the layers alone, to record the routers' choices."""
         with ExitStack() as stack:
             for context in self.build.hooks.around_forward:
                 stack.enter_context(context())
@@ -107,10 +109,10 @@ class _Balance:
         return batch.tokens.new_zeros((), dtype=torch.float32)
 
     def _look(self, batches: Sequence[Batch]) -> Tensor:
-        """Tokens of each expert in the global batch, all layers together: [experts]."""
+        """Tokens per expert in the global batch, summed over layers: [experts]."""
         part, total = self.build.trained[0], None
         devices = [self.build.torch_device] if self.build.torch_device.type == "cuda" else []
-        # The same draws again in the pass that counts (dropout in adapters), so that routers choose alike.
+        # Restores the generators, so that the training pass has the same dropout in adapters, and routers choose alike.
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             self.ledger.open = True
             try:
@@ -129,32 +131,36 @@ class _Balance:
 
 
 def balance(build: Build, config: Any) -> None:
-    """Adds the load-balancing loss to a build whose model has experts, and their load to its metrics, in place; other builds stay as they are."""
+    """Adds the load-balancing loss and the load metrics to a build whose model has experts, in place."""
     count, chosen, width = moe.sizes_of(config)
     if not count:
         return
-    found = _Balance(build, config)
+    balancer = _Balance(build, config)
     if build.mesh.size(*DATA, Axis.CONTEXT) > 1:
-        build.mesh.group(*DATA, Axis.CONTEXT)  # groups are formed at the build, by all together
-    for slot, around in ((Slot.PART_FORWARD, found.forward), (Slot.FORWARD_BACKWARD, found.forward_backward)):
+        build.mesh.group(*DATA, Axis.CONTEXT)  # creating a group is collective: all ranks do it now
+    for slot, around in ((Slot.PART_FORWARD, balancer.forward), (Slot.FORWARD_BACKWARD, balancer.forward_backward)):
         build.own(slot, _around(around, build.slot(slot)), "plain")
     layers = len(moe.routers(build.trained[0]))
     shared = moe.shared_width(config)
-    beside = f", beside one of width {shared} that all go to" if shared else ""
-    balancing = f"balance loss x {found.coefficient:g}" if found.coefficient else "no balance loss"
-    words = f"{count} experts of width {width} in {layers} layers as one grouped product, {chosen} for a token{beside}; none is dropped; router in fp32; {balancing}"
-    build.changes.setdefault("experts", []).append(Change(words, layers, "grouped_mm"))
+    shared_note = f", beside one of width {shared} that all go to" if shared else ""
+    balancing = f"balance loss x {balancer.coefficient:g}" if balancer.coefficient else "no balance loss"
+    message = (
+        f"{count} experts of width {width} in {layers} layers as one grouped product, {chosen} for a "
+        f"token{shared_note}; "
+        f"none is dropped; router in fp32; {balancing}"
+    )
+    build.changes.setdefault("experts", []).append(Change(message, layers, "grouped_mm"))
 
 
 def loads(tokens: Tensor) -> dict[str, Any]:
-    """How evenly experts are loaded.
+    """Load balance of the experts.
 
     Args:
-        tokens: [layers, experts], tokens that went to each.
+        tokens: [layers, experts], tokens routed to each expert.
 
     Returns:
-        expert_loads: of each layer the busiest expert's tokens over an expert's mean, 1 where all have as many; expert_load: of the worst layer;
-        experts_idle: experts, of all layers together, that no token went to.
+        expert_loads: for each layer, the tokens of the busiest expert over the mean, 1 if all are equal; expert_load:
+            of the worst layer; experts_idle: experts, over all layers, without a token.
 
     Example:
         >>> loads(torch.tensor([[2, 2], [4, 0]]))
@@ -176,15 +182,15 @@ def _around(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable
 def scores(
     inner: Callable[[Mapping[str, Tensor], float], dict[str, Any]],
 ) -> Callable[[Mapping[str, Tensor], float], dict[str, Any]]:
-    """What is written down of the metrics: the objective's own, the load of experts (see `loads`), and the balance loss."""
+    """Wraps the objective's metrics: adds the load of experts (see `loads`) and the balance loss."""
 
-    def found(metrics: Mapping[str, Tensor], weight: float) -> dict[str, Any]:
+    def with_load(metrics: Mapping[str, Tensor], weight: float) -> dict[str, Any]:
         rest = {name: value for name, value in metrics.items() if name not in (TOKENS, TERM)}
-        made = inner(rest, weight)
+        values = inner(rest, weight)
         if TOKENS in metrics:
-            made |= loads(metrics[TOKENS])
+            values |= loads(metrics[TOKENS])
         if TERM in metrics:
-            made["balance_loss"] = float(metrics[TERM]) / float(weight)
-        return made
+            values["balance_loss"] = float(metrics[TERM]) / float(weight)
+        return values
 
-    return found
+    return with_load

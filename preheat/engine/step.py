@@ -1,4 +1,4 @@
-"""One step of a build: gradients, then update. Nothing here reads a value back from the device; the loop does, between the two.
+"""One training step of a build: gradients, then update. It never synchronizes with the device; the loop does.
 
 loss = gradients(build, batches, lr) # LossSum: total and weight
 stats = update(build, lr)            # norm of the gradients, and whether all was finite
@@ -36,12 +36,12 @@ __all__ = [
 
 
 def transform(build: Build, batch: Batch) -> Batch:
-    """The batch as the model takes it: the build's transforms in their order."""
+    """Applies the build's transforms to a batch, in their order."""
     return build.transformed(batch)
 
 
 def forward(build: Build, batch: Batch) -> LossSum:
-    """The loss of one micro-batch, under the build's contexts (autocast for one)."""
+    """The loss of one micro-batch, under the build's contexts (such as autocast)."""
     return build.slot(Slot.WHOLE_FORWARD)(build, batch)
 
 
@@ -54,23 +54,21 @@ def _whole_forward(build: Build, batch: Batch) -> LossSum:
 
 
 def _forward(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of a micro-batch's losses, and its metrics: tensors in a tuple, which torch's sharding looks through."""
+    """The sum of a micro-batch's losses, and its metrics: tensors in a tuple, which FSDP's hooks traverse."""
     with ExitStack() as stack:
         for context in build.hooks.around_forward:
             stack.enter_context(context())
-        if hf.head(part) is None:  # a stage of a pipeline that is not the last
+        if hf.head(part) is None:  # a pipeline stage that is not the last
             hidden = build.slot(Slot.HIDDEN)(part, batch)
-            return (
-                hidden.clone() if hidden._is_view() else hidden,
-                {},
-            )  # torch's pipelines and sharding work on it in place
+            # torch's pipelines and FSDP modify it in place, which a view does not allow.
+            return (hidden.clone() if hidden._is_view() else hidden, {})
 
-        # An objective that takes several passes states the loss of each, and the model whose head it is over.
+        # An objective with several passes passes the row loss of each, and the model whose head it uses.
         def over_logits(hidden: Tensor, *aligned: Tensor, row_loss: RowLoss | None = None, of: Any = part) -> Tensor:
             if row_loss is None:
                 owned: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
                 row_loss = owned if part.training else owned.measured
-            if (cap := hf.softcap(of)) is not None:  # whatever the loss: the model goes on behind its head
+            if (cap := hf.softcap(of)) is not None:  # the model caps its logits, whatever the loss
                 row_loss = Softcapped(row_loss, cap)
             if build.loss.head_dtype is None:
                 return build.slot(Slot.OVER_LOGITS)(hidden, hf.head(of), row_loss, *aligned)
@@ -82,21 +80,21 @@ def _forward(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, T
 
 
 def add_up(sums: dict[str, Tensor], metrics: Mapping[str, Tensor]) -> None:
-    """Adds the metrics of a micro-batch to those before it, in place of `sums`."""
+    """Adds the metrics of a micro-batch to `sums`, in place."""
     for name, value in metrics.items():
         sums[name] = sums[name] + value if name in sums else value
 
 
 def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -> LossSum:
-    """Gradients of the mean loss a trained token (or example) of the whole global batch, into `.grad`.
+    """Accumulates into `.grad` the gradients of the mean loss per trained token (or example) of the global batch.
 
     Args:
-        lr: the rate of this step, for builds that update weights in the backward pass; the last step's when not given.
+        lr: the rate of this step, for builds that update weights in the backward pass; the previous step's by default.
     """
     if lr is not None:
         _set_rate(build, lr)
     weight: Any = sum(batch.weight for batch in batches)
-    if build.mesh.size(*DATA) > 1:  # of all devices that share out the rows; it stays on the device
+    if build.mesh.size(*DATA) > 1:  # summed over the data-parallel devices, without a synchronization
         weight = build.mesh.add(torch.full((), float(weight), device=build.torch_device), *DATA).clamp(min=1)
     loss: LossSum = build.slot(Slot.FORWARD_BACKWARD)(build, batches, weight)
     build.loss.metrics = loss.metrics
@@ -106,7 +104,7 @@ def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -
 
 
 def update(build: Build, lr: float) -> Tensor:
-    """Clips, updates the weights and clears the gradients. Where the norm is not finite, no weight changes.
+    """Clips, updates the weights and clears the gradients. If the norm is not finite, no weight changes.
 
     Returns:
         [norm of the gradients before clipping, 1 if it is finite], on the device.
@@ -122,7 +120,7 @@ def update(build: Build, lr: float) -> Tensor:
 
 
 class Numbers(NamedTuple):
-    """What the host is told of a step: sums over all devices, and flags that any of them raised."""
+    """A step's results on the host: sums over all devices, and flags that any of them raised."""
 
     total: float
     metrics: dict[str, Tensor]
@@ -132,18 +130,18 @@ class Numbers(NamedTuple):
 
 
 def read_step_stats(build: Build, loss: LossSum, more: Tensor, flags: Sequence[bool]) -> Numbers:
-    """Reads a step's numbers back from the device: the one read of a step, and over several devices the one collective for them.
+    """Reads a step's results back from the device: the only synchronization of a step, with one collective.
 
     Args:
-        loss: of `gradients`, this device's share.
+        loss: result of `gradients`, this device's part of it.
         more: numbers that are the same on all devices, [n].
-        flags: of this process; each is raised for all where one raises it.
+        flags: of this process; each is raised for all if one raises it.
     """
     flat, raised = flattened(loss.total, loss.metrics), tuple(flags)
     if build.mesh.world > 1:
         flat = build.mesh.add(torch.cat([flat, torch.tensor(flags, dtype=flat.dtype).to(flat.device)]))
         flat, ends = flat.split([len(flat) - len(flags), len(flags)])
-        flat = flat / build.mesh.size(Axis.TENSOR)  # the devices of this axis have the same rows, and the same losses
+        flat = flat / build.mesh.size(Axis.TENSOR)  # tensor-parallel devices have the same rows and losses
         more = torch.cat([more.double(), ends])
     weight = torch.as_tensor(loss.weight).to(flat).view(1)
     read = torch.cat([flat, weight, more.double()]).cpu()
@@ -155,12 +153,12 @@ def read_step_stats(build: Build, loss: LossSum, more: Tensor, flags: Sequence[b
 
 
 def flattened(total: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
-    """A loss and its metrics as one vector in fp64, to be sent or read at once."""
+    """Packs a loss and its metrics into one fp64 vector, to be sent or read at once."""
     return torch.cat([total.double().view(1), *(value.double().flatten() for value in metrics.values())])
 
 
 def unflattened(vector: Tensor, like: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and metrics of `flattened`, the metrics of names and shapes of `like`."""
+    """Unpacks a vector of `flattened`; names and shapes of the metrics are those of `like`."""
     total, *values = vector.split([1, *(value.numel() for value in like.values())])
     return total[0], {name: value.view(like[name].shape) for name, value in zip(like, values, strict=True)}
 
@@ -170,7 +168,7 @@ def _set_rate(build: Build, lr: float) -> None:
         group["lr"] = lr
 
 
-# --- the plain form of each slot ----------------------------------------------------------------------------------
+# --- the default of each slot -------------------------------------------------------------------------------------
 
 
 def _hidden(build: Build) -> Callable[[Any, Batch], Tensor]:
@@ -205,7 +203,7 @@ def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: flo
 
 
 def _transformed(build: Build, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Each micro-batch as the model takes it; the next is on its way to the device while one computes."""
+    """Transforms each micro-batch; the next one is copied to the device while the current one computes."""
     if build.hooks.transfer is None:
         yield from (transform(build, batch) for batch in batches)
         return
@@ -216,14 +214,14 @@ def _transformed(build: Build, batches: Iterable[Batch]) -> Iterator[Batch]:
         following = next(left, None)
         if following is not None:
             build.begin(following)
-        yield ready.pop()  # nothing of it is kept here while the one behind it computes
+        yield ready.pop()  # keep no reference, so that its memory is free while the next one computes
 
 
 def _clip(build: Build) -> Tensor:
-    """Norm over all gradients in fp32; gradients scaled down in place where it exceeds `optimizer.clip`."""
+    """The fp32 norm over all gradients; scales gradients down in place if it exceeds `optimizer.clip`."""
     named = [(name, p.grad) for name, p in build.parameters() if p.grad is not None]
     grads = [grad for _, grad in named]
-    together = build.device.kind == "cuda" and build.storage_device is None  # a CPU has nothing to launch
+    together = build.device.kind == "cuda" and build.storage_device is None  # a CPU has no launch overhead to save
     counted = (grad for name, grad in named if name not in build.parallel.duplicated_params)
     norm = total_norm(counted, together=together)
     if build.mesh.size(Axis.PIPELINE) > 1:  # each stage has parameters of its own
@@ -242,14 +240,14 @@ def _clip(build: Build) -> Tensor:
 
 def _update(build: Build, norm: Tensor) -> Tensor:
     finite = torch.isfinite(norm).to(torch.float32)
-    build.optimizer.found_inf = 1 - finite  # torch's fused optimizers leave the weights alone where this is 1
+    build.optimizer.found_inf = 1 - finite  # torch's fused optimizers skip the update if this is 1
     build.optimizer.step()
     return finite
 
 
 def _shape(build: Build) -> Callable[[float], Shape]:
     batch = build.recipe.batch
-    rows = -(-batch.size // build.mesh.size(*DATA))  # of each device that shares out the rows
+    rows = -(-batch.size // build.mesh.size(*DATA))  # per data-parallel device
     return lambda progress: Shape(batch.size, batch.length, -(-rows // build.state.accumulation))
 
 
@@ -263,7 +261,7 @@ def _optimizer(build: Build) -> Callable[..., Any]:
 
 
 def install_defaults(build: Build) -> None:
-    """Puts the plain form into every slot."""
+    """Installs the default of every slot."""
     plain: dict[Slot, Callable[..., Any]] = {
         Slot.FORWARD: lambda part, run: run(),
         Slot.PART_FORWARD: functools.partial(_forward, build),

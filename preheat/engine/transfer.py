@@ -1,4 +1,4 @@
-"""Micro-batches copied to the device ahead: one is on its way while the device computes with the one before it."""
+"""Prefetches micro-batches to the device: one is copied while the device computes with the previous one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Transfer"]
 
 @dataclass
 class _Begun:
-    """A micro-batch on its way: as it was read, as it will lie on the device, and the copies that must end first."""
+    """A prefetched micro-batch: the host batch, the device batch, and the copies that must finish first."""
 
     read: Batch
     moved: Batch
@@ -25,14 +25,14 @@ class _Begun:
 
 
 class Transfer:
-    """Moves micro-batches to a device. One at a time may be on its way ahead, beside the computation.
+    """Moves micro-batches to a device, and prefetches one at a time during the computation.
 
-    Its memory is taken in the order of the computing stream, and the copy waits for what was queued there before: so it must be
-    begun before the computation that it is to run beside.
+    Memory is allocated in the order of the compute stream, and the copy waits for the work queued there before it: so a
+    prefetch must begin before the computation that it overlaps.
 
     Args:
-        device: where to.
-        link: what copies.
+        device: the target device.
+        link: performs the copies.
     """
 
     def __init__(self, device: torch.device, link: HostCopy | None = None):
@@ -43,7 +43,7 @@ class Transfer:
         """Begins to copy a micro-batch.
 
         Args:
-            read: by which it is known; host: what is copied.
+            read: identifies the micro-batch; host: the batch to copy.
         """
         self._drop()
         copies: list[Copy] = []
@@ -56,17 +56,17 @@ class Transfer:
         self._begun = _Begun(read, _each(host, send), copies)
 
     def begun(self, read: Batch) -> Batch | None:
-        """The micro-batch on the device, if this is the one that was begun; the computing stream waits for its copies."""
-        found = self._begun
+        """The micro-batch on the device if it is the prefetched one; the compute stream waits for its copies."""
+        prefetched = self._begun
         self._drop()
-        return found.moved if found is not None and found.read is read else None
+        return prefetched.moved if prefetched is not None and prefetched.read is read else None
 
     def __call__(self, host: Batch) -> Batch:
-        """A micro-batch copied in the order of the computing stream."""
+        """Copies a micro-batch in the order of the compute stream."""
         return _each(host, lambda t: to_device(t, self.device))
 
     def _drop(self) -> None:
-        # Also of what nobody wants any more: its memory is given back to the computing stream.
+        # Also if the prefetched batch is not wanted any more: its memory returns to the compute stream.
         if self._begun is not None:
             for copy in self._begun.copies:
                 copy.for_device()
@@ -74,8 +74,8 @@ class Transfer:
 
 
 def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    tokens, labels, positions, *beside = (
+    tokens, labels, positions, *extras = (
         change(t) for t in (batch.tokens, batch.labels, batch.positions, *batch.beside)
     )
     images = batch.images.each(change) if batch.images is not None else None
-    return replace(batch, tokens=tokens, labels=labels, positions=positions, beside=tuple(beside), images=images)
+    return replace(batch, tokens=tokens, labels=labels, positions=positions, beside=tuple(extras), images=images)

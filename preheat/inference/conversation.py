@@ -1,4 +1,4 @@
-"""A conversation with a model: turns kept, the KV cache with them, and the oldest dropped where the model's positions end."""
+"""A chat of several turns: keeps the turns and their KV cache, and drops the oldest when the context window is full."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Answer", "Conversation"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the assistant said to one message.
+    """The assistant's reply to one message.
 
     Attributes:
         written: its text and tokens.
-        dropped: how many of the oldest messages were dropped to make room for it.
-        prompt: tokens that stood before it.
-        read: how many of these the cache did not hold yet.
+        dropped: number of old messages dropped to make room for it.
+        prompt: tokens of the prompt.
+        read: prompt tokens that were not in the cache yet.
     """
 
     written: Written
@@ -39,11 +39,11 @@ class Conversation:
     """A chat of several turns.
 
     Args:
-        opened: the model (`open_model`).
-        template: lays out the messages.
-        settings: how many tokens an answer may have, and how they are drawn.
-        system: the system message.
-        seed: with the number of the turn decides the draws.
+            opened: the model (`load_model`).
+            template: formats the messages.
+            settings: the length of a reply and how tokens are sampled.
+            system: the system message.
+            seed: seeds the sampling, together with the turn number.
 
     Example:
         >>> talk = Conversation(open_model("runs/mine"), template)                                 # doctest: +SKIP
@@ -66,7 +66,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The whole conversation as the model will see it."""
+        """The conversation as the model will read it."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def reset(self) -> None:
@@ -76,23 +76,24 @@ class Conversation:
         self._kept.clear()
 
     def say(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
-        """Says something and gets the answer, which joins the conversation.
+        """Sends a message and returns the reply, which joins the conversation.
 
         Args:
-            on_text: told the answer piece by piece. Where it raises KeyboardInterrupt, the turn ends with what was told until then.
+            on_text: called with each part of the reply. If it raises KeyboardInterrupt, the turn ends with the text so
+                far.
 
         Raises:
-            RecipeError: the message alone leaves no room for an answer. The conversation is then as it was before.
+            RecipeError: the message alone leaves no room for a reply. The conversation is then unchanged.
             DataError: the template does not render the conversation.
         """
         before = list(self.turns)
         self._asked += 1
         self.turns.append({"role": "user", "content": text})
-        said: list[str] = []
+        parts: list[str] = []
 
         def tell(_: int, part: str | None) -> None:
             if part is not None:
-                said.append(part)
+                parts.append(part)
                 if on_text is not None:
                     on_text(part)
 
@@ -107,7 +108,7 @@ class Conversation:
                 kept=self._kept,
             )
         except KeyboardInterrupt:
-            self._answered("".join(said))
+            self._answered("".join(parts))
             raise
         except BaseException:
             self.turns = before
@@ -119,7 +120,7 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": text})
 
     def _fit(self) -> tuple[int, int]:
-        """Drops the oldest turns until there is room for an answer. Returns the prompt's tokens and how many messages went."""
+        """Drops the oldest turns until a reply fits. Returns the prompt's tokens and the number of messages dropped."""
         positions = self.opened.build.model.positions
         room = min(self.settings.tokens, max(1, positions // 4))
         dropped = 0
@@ -131,7 +132,8 @@ class Conversation:
             if later is None:
                 if count >= positions:
                     raise RecipeError(
-                        f"the message has {count:,} tokens as the template lays it out, the model only {positions:,} positions; say it in fewer words"
+                        f"the message has {count:,} tokens as the template lays it out, the model only {positions:,} "
+                        "positions; say it in fewer words"
                     )
                 return count, dropped
             del self.turns[:later]

@@ -1,4 +1,4 @@
-"""A trained model to read from: a run's newest whole checkpoint, a Hugging Face folder, or an adapter's folder with its base."""
+"""Loads a trained model from a run's newest complete checkpoint, a Hugging Face folder, or an adapter's folder."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class LoadedModel:
     step: int | None
     """Of the checkpoint; None for a model's or an adapter's folder."""
     tokenizer_folder: str
-    """Where the tokenizer was read from."""
+    """The folder that the tokenizer was read from."""
     adapter: Any = None
-    """ops.adapters.peft_io.AdapterFolder, where that is what was opened."""
+    """ops.adapters.peft_io.AdapterFolder, if an adapter was loaded."""
     template: str | None = None
-    """Name of the chat template that a run was trained with, which its tokenizer has; None: it was trained on texts."""
+    """Name of the chat template that the run was trained with (its tokenizer has it); None for plain text."""
     classes: tuple[str, ...] = ()
-    """Names of the classes that a run was trained on, in the order of its head's rows."""
+    """Class names of the run's data, in the order of the head's rows."""
     _drafts: dict[str, Any] = field(default_factory=dict)
-    """Models that proposed tokens so far, by the path that names them."""
+    """Draft models loaded so far, by path."""
 
-    def write(self, prompts: Sequence[Prompt], settings: Sample | None = None, **how: Any) -> list[Written]:
-        """Continues texts, and answers chats: `write_texts` with this model; `how` is its template, seed, batch, on_text, kept and timed.
+    def write(self, prompts: Sequence[Prompt], settings: Sample | None = None, **kwargs: Any) -> list[Written]:
+        """Continues texts and answers chats with `write_texts`; `kwargs`: template, seed, batch, on_text, kept, timed.
 
         Example:
             >>> open_model("runs/demo").write(["import os\\n"])[0].text                                 # doctest: +SKIP
@@ -51,7 +51,7 @@ class LoadedModel:
         path = settings.draft if settings is not None else None
         if path is not None and path not in self._drafts:
             self._drafts[path] = load_draft_model(path, self.tokenizer)
-        return write_texts(self.build, self.tokenizer, prompts, settings, draft=self._drafts.get(path or ""), **how)
+        return write_texts(self.build, self.tokenizer, prompts, settings, draft=self._drafts.get(path or ""), **kwargs)
 
 
 def load_model(
@@ -62,18 +62,19 @@ def load_model(
     at_start: bool = False,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Builds a run's model with a whole checkpoint, the model of a Hugging Face folder (compressed ones too), or an adapter of peft's on its base.
+    """Loads a run's checkpoint, a Hugging Face folder (also a compressed one), or a PEFT adapter on its base.
 
     Args:
         path: a run, one of its checkpoints (`runs/x/checkpoints/step-N`), a model's folder or an adapter's.
-        step: of a run's checkpoint; the newest whole one when not given.
-        base: the model under an adapter or a run, where it no longer stands at the path that these name.
-        at_start: of a run, the model that it began from: its base with its techniques, before the first step.
-        trust_remote_code: run Python code that comes with the model's folder; whoever wrote that can then do what you can.
+        step: of a run's checkpoint; the newest complete one by default.
+        base: the base model of an adapter or a run, if it is no longer at the path that these name.
+        at_start: of a run, the initial model: its base with its techniques, before the first step.
+        trust_remote_code: run Python code from the model's folder; its author can then do anything that you can.
 
     Raises:
-        RunError: none of these, no whole checkpoint (of that step), or a base that changed since the run was trained.
-        RecipeError: the base cannot be had, or is another one than the adapter's or the run's.
+        RunError: none of these, no complete checkpoint (of that step), or a base that changed since the run was
+            trained.
+        RecipeError: the base is not available, or is not the one of the adapter or run.
     """
     with remote_code.trusting(trust_remote_code):
         return _open(Path(path), base, step, at_start)
@@ -100,42 +101,45 @@ def _open(path: Path, base: str | None, step: int | None, at_start: bool) -> Loa
 
 
 def load_draft_model(path: str, tokenizer: Any) -> Any:
-    """The model that proposes tokens for another one, whose tokenizer is given.
+    """Loads the draft model of another model, whose tokenizer is given.
 
     Raises:
-        RecipeError: it has another tokenizer, or reads whole texts only.
-        RunError: there is no model.
+        RecipeError: it has another tokenizer, or no KV cache.
+        RunError: there is no model at the path.
     """
     from preheat.models.generation.generate import patterned
 
     try:
-        found = load_model(path)
+        draft = load_model(path)
     except RunError as error:
         raise RunError(f"sample.draft: {error}") from None
-    ours, theirs = tokenizer.get_vocab(), found.tokenizer.get_vocab()
+    ours, theirs = tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     if ours != theirs:
         odd = next((piece for piece in ours if theirs.get(piece) != ours[piece]), None)
         odd = odd if odd is not None else next(piece for piece in theirs if piece not in ours)
-        told = [str(vocabulary.get(odd, "no piece")) for vocabulary in (ours, theirs)]
+        token_ids = [str(vocabulary.get(odd, "no piece")) for vocabulary in (ours, theirs)]
         raise RecipeError(
-            f"sample.draft: {path}: has another tokenizer ({len(theirs):,} pieces, the model {len(ours):,}; {odd!r} is {told[1]} there and {told[0]} here), and a "
-            "draft proposes tokens: use a smaller model of the same family, or sample.lookup, which needs none"
+            f"sample.draft: {path}: has another tokenizer ({len(theirs):,} pieces, the model {len(ours):,}; "
+            f"{odd!r} is {token_ids[1]} there and {token_ids[0]} here), and a draft proposes tokens: "
+            "use a smaller model of the same family, or sample.lookup, which needs none"
         )
-    model: Any = found.build.trained[0]
+    model: Any = draft.build.trained[0]
     if patterned(model):
         raise RecipeError(
-            f"sample.draft: {path}: its layers have attention patterns, so it reads everything again for each token; use a draft without"
+            f"sample.draft: {path}: its layers have attention patterns, so it reads everything again for each token; "
+            "use a draft without"
         )
     return model
 
 
 def require_model(path: str | Path) -> None:
-    """Raises RunError where there is nothing that `load_model` opens."""
+    """Raises RunError if `path` has nothing that `load_model` can load."""
     place = Path(path)
     run = place.parent.parent if checkpoint.step_of(place.name) is not None else place
     if not any(file.is_file() for file in (run / "recipe.yaml", place / "config.json", place / "adapter_config.json")):
         raise RunError(
-            f"{path}: is neither a run (no recipe.yaml), nor a Hugging Face model folder (no config.json), nor an adapter (no adapter_config.json)"
+            f"{path}: is neither a run (no recipe.yaml), nor a Hugging Face model folder (no config.json), nor an "
+            "adapter (no adapter_config.json)"
         )
 
 
@@ -143,21 +147,21 @@ def _at_start(path: Path, base: str | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
 
     run = Reader(path)
-    found, _ = checkpoint.find(path / "checkpoints", run=run.id)
-    recipe = _on_base(run, base, checkpoint.read_progress(found) if found else None)
+    newest, _ = checkpoint.find(path / "checkpoints", run=run.id)
+    recipe = _on_base(run, base, checkpoint.read_progress(newest) if newest else None)
     classes = tuple(run.data.get("classes") or ())
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve_device(recipe)
     recipe = replace(recipe, techniques={name: t.read_on(device) for name, t in recipe.techniques.items()})
-    made = build(recipe, vocabulary=len(tokenizer), device=device)
-    return LoadedModel(recipe, made, tokenizer, 0, str(path / "tokenizer"), classes=classes)
+    model_build = build(recipe, vocabulary=len(tokenizer), device=device)
+    return LoadedModel(recipe, model_build, tokenizer, 0, str(path / "tokenizer"), classes=classes)
 
 
 def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None) -> Recipe:
-    """A run's recipe for one device, with its base's folder where that is now.
+    """A run's recipe for a single device, with the current folder of its base.
 
-    A folder that moved is looked for beside the run and in the working folder, by the last parts of its path; its weights must be those
-    that the run was trained on.
+    A folder that moved is searched for next to the run and in the working directory, by the last parts of its path; its
+    weights must be those that the run was trained on.
     """
     path = run.path
     recipe = alone(recipes.parse(run.recipe_text, where=str(path / "recipe.yaml")))
@@ -194,9 +198,9 @@ def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
 
     run = Reader(path)
-    told = run.data
-    found, damaged = checkpoint.find(path / "checkpoints", step, run=run.id)
-    if found is None:
+    data = run.data
+    newest, damaged = checkpoint.find(path / "checkpoints", step, run=run.id)
+    if newest is None:
         raise RunError(
             f"{path}: "
             + (
@@ -206,25 +210,31 @@ def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
             )
         )
     tokenizer = load_tokenizer(str(path / "tokenizer"))
-    progress = checkpoint.read_progress(found)
+    progress = checkpoint.read_progress(newest)
     recipe = _on_base(run, base, progress)
     device, _ = resolve_device(recipe)
-    # What an adapter began from is in the checkpoint by now, and its folder may be gone. A curriculum's start is another thing.
+    # The checkpoint includes an adapter's start, whose folder may be gone. A curriculum's `start` is something else.
     techniques = {
-        name: replace(t, start=None) if ("start", None) in {(f.name, f.default) for f in dataclasses.fields(t)} else t  # type: ignore[call-arg]
+        name: replace(t, start=None)  # type: ignore[call-arg]
+        if ("start", None) in {(f.name, f.default) for f in dataclasses.fields(t)}
+        else t
         for name, t in ((name, t.read_on(device)) for name, t in recipe.techniques.items())
         if not t.training_only
     }
-    made = build(replace(recipe, techniques=techniques), vocabulary=len(tokenizer), device=device)
-    if made.weights.folder is not None and progress.fingerprints.get("weights") != made.weights.fingerprint():
+    model_build = build(replace(recipe, techniques=techniques), vocabulary=len(tokenizer), device=device)
+    if (
+        model_build.weights.folder is not None
+        and progress.fingerprints.get("weights") != model_build.weights.fingerprint()
+    ):
         raise RunError(
-            f"{path}: the weights in {recipe.model.path} changed since the run was trained on them; put back those that were there"
+            f"{path}: the weights in {recipe.model.path} changed since the run was trained on them; put back those "
+            "that were there"
         )
-    checkpoint.load_weights(made, found)
-    template = told.get("template") if told.get("chat") else None
-    classes = tuple(told.get("classes") or ())
+    checkpoint.load_weights(model_build, newest)
+    template = data.get("template") if data.get("chat") else None
+    classes = tuple(data.get("classes") or ())
     return LoadedModel(
-        recipe, made, tokenizer, progress.step, str(path / "tokenizer"), template=template, classes=classes
+        recipe, model_build, tokenizer, progress.step, str(path / "tokenizer"), template=template, classes=classes
     )
 
 
@@ -237,8 +247,8 @@ def _folder(model: str, tokenizer_folder: str) -> LoadedModel:
     tokenizer = load_tokenizer(tokenizer_folder)
     recipe = replace(recipe, batch=replace(recipe.batch, size=8, length=min(512, positions or 512)))
     device, _ = resolve_device(recipe)
-    made = build(recipe, vocabulary=len(tokenizer), device=device, reading=True)
-    return LoadedModel(recipe, made, tokenizer, None, tokenizer_folder)
+    model_build = build(recipe, vocabulary=len(tokenizer), device=device, reading=True)
+    return LoadedModel(recipe, model_build, tokenizer, None, tokenizer_folder)
 
 
 def _adapter(path: Path, base: str | None) -> LoadedModel:

@@ -1,4 +1,4 @@
-"""Text from a build: texts continued and chats answered, their beginnings as the model saw them when it was trained."""
+"""Generates text with a build: continues texts and answers chats, with prompts tokenized as in training."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["Prompt", "chat_template", "find_template", "Tokens", "prompt_tokens"
 
 @dataclass(frozen=True)
 class Tokens:
-    """The beginning of a row, as the tokens that the model reads in training.
+    """The beginning of a training row, as the tokens that the model reads.
 
     Attributes:
-        ids: one or more.
-        text: the same, to be shown.
+        ids: at least one.
+        text: the decoded tokens, for display.
     """
 
     ids: tuple[int, ...]
@@ -43,23 +43,24 @@ def find_template(setting: str | None, tokenizer: Any, *, model: str) -> Templat
     """The chat template of that name or file, or the tokenizer's own.
 
     Raises:
-        RecipeError: there is none; the message has the fix.
+        RecipeError: there is none; the message says how to name one.
     """
     from preheat.data.chat.template import load_template
 
     if setting is None and not tokenizer.chat_template:
         raise RecipeError(
-            f"{model}: its tokenizer has no chat template; name the one that it was trained with, e.g. --template chatml "
+            f"{model}: its tokenizer has no chat template; name the one that it was trained with, e.g. --template "
+            "chatml "
             f"(known: {SUGGESTIONS}), or a .jinja file"
         )
     try:
         return load_template(setting, tokenizer, knob="--template")
-    except DataError as error:  # there is no data here: the command is wrong
+    except DataError as error:  # not an error of data here: the command line is wrong
         raise RecipeError(str(error)) from None
 
 
 def chat_template(layout: Layout) -> Template | None:
-    """The template that the rows of a layout are laid out by; None: they are texts, whatever the tokenizer has."""
+    """The chat template that formats the rows of a layout; None for plain text, whatever template the tokenizer has."""
     return layout.chat_template
 
 
@@ -77,16 +78,17 @@ def write_texts(
     draft: PreTrainedModel | None = None,
     timed: Timed | None = None,
 ) -> list[Written]:
-    """Continues texts, and answers chats.
+    """Continues texts and answers chats.
 
     Args:
-        settings: how many tokens, and how they are drawn; the likeliest, at most 64, when not given.
-        template: lays out chats; a text is then the user's message of one.
+        settings: number of tokens and how they are sampled; greedy, at most 64, by default.
+        template: formats chats; a plain text is then the user's message.
         draft: the model that `settings.draft` names (`load.load_draft_model`).
         seed, batch, on_text, kept, timed: see `preheat.models.generation.generate.generate`.
 
     Raises:
-        RecipeError, DataError: a prompt that cannot be written after; see `prompt_tokens`. Settings that this model cannot be written with.
+        RecipeError, DataError: a prompt that cannot be continued (see `prompt_tokens`), or settings that this model
+        does not support.
     """
     settings, positions = settings or Sample(), build.model.positions
     names = ["--prompt"] if len(prompts) == 1 else [f"prompt {n}" for n in range(1, len(prompts) + 1)]
@@ -119,16 +121,16 @@ def write_texts(
 def prompt_tokens(
     tokenizer: Any, prompt: Prompt, template: Template | None = None, *, positions: int = 0, where: str = "--prompt"
 ) -> list[int]:
-    """A prompt as tokens, at least one.
+    """Tokenizes a prompt; returns at least one token.
 
     Args:
         prompt: a text to continue, or a chat to answer.
-        template: lays out a chat; with it, a text is the user's first message.
-        positions: tokens that the model can read; 0: not stated.
-        where: what errors call the prompt.
+        template: formats a chat; with it, a plain text is the user's first message.
+        positions: the model's context length; 0: unknown.
+        where: the name of the prompt in error messages.
 
     Raises:
-        RecipeError: a chat without a template, nothing to begin with, or no room for an answer.
+        RecipeError: a chat without a template, an empty prompt, or no room for an answer.
         DataError: the template does not render the chat.
     """
     if isinstance(prompt, Tokens):
@@ -153,14 +155,14 @@ def prompt_tokens(
 
 
 def turn_ends(template: Template, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
-    """What ends an assistant's turn: a token, or a string where the template's mark is none of the tokenizer's special tokens."""
+    """The end of an assistant's turn: a token, or a string if the template's mark is not a special token."""
     if template.end_of_turn is not None:
         return frozenset({tokenizer.convert_tokens_to_ids(template.end_of_turn)}), ()
     answer = "zq"
     try:
         spoken = template.pieces([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
-    except DataError:  # a template that wants more than a question and an answer ends turns as the tokenizer ends texts
+    except DataError:  # a template that needs more than a question and an answer: assume that turns end as texts do
         return frozenset(), ()
-    said = "".join(piece.text for piece in spoken if piece.trained)
-    mark = said[said.rfind(answer) + len(answer) :].strip()
+    reply = "".join(piece.text for piece in spoken if piece.trained)
+    mark = reply[reply.rfind(answer) + len(answer) :].strip()
     return frozenset(), (mark,) if mark else ()

@@ -1,1 +1,1 @@
-"""The one adapter to Hugging Face models: the only place that knows a model's insides."""
+"""The adapter to Hugging Face models: the only package that depends on their internals."""

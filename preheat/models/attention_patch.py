@@ -1,4 +1,4 @@
-"""Attention of transformers models: patterns on single layers, and a switch of any model's attention to a function of ours."""
+"""Attention of transformers models: patterns on single layers, and a switch of a model's attention to our function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["is_transformers_model", "limit_layers", "switch_attention"]
 
-_REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")  # what other models hand to their attention
+_REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")  # arguments of other models that our kernels ignore
 
 
 def is_transformers_model(model: Any) -> bool:
@@ -27,15 +27,15 @@ def is_transformers_model(model: Any) -> bool:
 def limit_layers(
     model: PreTrainedModel, pattern: Callable[..., Any], *, attend: Callable[..., Tensor], every: int | None = None
 ) -> int:
-    """Lays a pattern (kernel -> kernel) around the attention of each layer, but of every `every`-th; in place.
+    """Wraps the attention of each layer, except every `every`-th, in a pattern (kernel -> kernel), in place.
 
-    It travels with the layer: whatever kernel the model attends by, and computed twice or not, the pattern stands around it.
+    The pattern belongs to the layer: it wraps whatever kernel the model uses, also when the layer is recomputed.
 
     Args:
-        attend: what a model attends by that is not on preheat's attention yet (see `switch_attention`).
+        attend: the attention function for a model that does not use preheat's yet (see `switch_attention`).
 
     Returns:
-        How many layers are limited.
+        The number of limited layers.
 
     Raises:
         ValueError: the layers have a pattern already.
@@ -43,7 +43,7 @@ def limit_layers(
     chosen = [m for index, m in enumerate(anatomy(model).attentions) if every is None or (index + 1) % every]
     if any(hasattr(m, PATTERN) for m in chosen):
         raise ValueError("the layers have an attention pattern already; one pattern a layer")
-    _register(attend)  # generation needs it, also where training goes through the build's slots
+    _register(attend)  # generation needs it, even if training uses the build's slots
     if model.config._attn_implementation not in (ATTENTION, STANDALONE):
         switch_attention(model, attend)
     for module in chosen:
@@ -52,13 +52,14 @@ def limit_layers(
 
 
 def switch_attention(model: PreTrainedModel, attend: Callable[..., Tensor]) -> None:
-    """Switches a transformers model to attend by `attend`, in place. Its forward, with padding masks and caches, stays as it is.
+    """Switches a transformers model to the attention function `attend`, in place; its forward does not change.
 
     Args:
-        attend: (q, k, v, mask, scale, *, dropout, bias) -> out, the bias bool or float, broadcast to [rows, heads, queries, keys].
+        attend: (q, k, v, mask, scale, *, dropout, bias) -> out, the bias bool or float, broadcast to [rows, heads,
+            queries, keys].
 
     Raises:
-        ValueError: the model does not let its attention be chosen, or has two kinds of it (encoder and decoder).
+        ValueError: the model's attention cannot be chosen, or it has two kinds (encoder and decoder).
     """
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -101,9 +102,9 @@ def _attention(
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     bias = attention_mask
-    if bias is not None and bias.ndim == 2:  # padding: true where a key counts
+    if bias is not None and bias.ndim == 2:  # padding mask: true for visible keys
         bias = bias[:, None, None, :]
-    elif bias is not None:  # everything is said by the mask
+    elif bias is not None:  # a full mask already includes causality and window
         causal, sliding_window = False, None
     pattern = getattr(module, PATTERN, None)
     kernel = functools.partial(attend, dropout=dropout, bias=bias)
@@ -123,7 +124,7 @@ def _mask(
     allow_is_bidirectional_skip: bool = False,
     **more: Any,
 ) -> Tensor | None:
-    """transformers' mask interface: None, [rows, keys] where only padding is hidden, else the whole mask (caches, packed rows)."""
+    """transformers' mask interface: None, [rows, keys] if only padding is masked, else a full mask."""
     from transformers.masking_utils import sdpa_mask
 
     chunk = getattr(more.get("config"), "attention_chunk_size", None)

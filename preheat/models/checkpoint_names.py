@@ -1,8 +1,8 @@
-"""What a checkpoint's files call a model's parameters: by transformers' own conversion of names and values.
+"""Maps the parameters of a model to the tensors of a checkpoint, by transformers' own conversion of names and values.
 
-Architectures were renamed over the years (GPT-NeoX's head is `embed_out` in the files), and experts stand one by one in the files and
-together in the model. transformers knows all that (`get_model_conversion_mapping`), and its rules are applied here, one parameter at a
-time and only when it is read, so that no second copy of the model is ever in memory.
+Architectures were renamed over the years (GPT-NeoX's head is `embed_out` in the files), and experts are separate in the
+files and stacked in the model. transformers' rules for this (`get_model_conversion_mapping`) are applied here to one
+parameter at a time, when it is read, so that no second copy of the model is ever in memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["Names", "Stored"]
 
 @dataclass
 class Stored:
-    """How the files hold a parameter, or several that are cut from the same tensors.
+    """The tensors of the files that make up one parameter, or several parameters split from the same tensors.
 
     Attributes:
         first: the name of the parameter, the first of several.
-        converter: transformers' WeightConverter that puts it together; None: one tensor, as it is.
-        parts: keys in the files, by the converter's pattern that each matched.
+        converter: transformers' WeightConverter that assembles it; None: a single tensor, unchanged.
+        parts: keys in the files, by the converter's pattern that matched each.
     """
 
     first: str
@@ -42,9 +42,9 @@ class Names:
     """The parameters that a model can read from files, by name.
 
     Args:
-        model: with its submodules on any device; only its classes, configuration and names are looked at.
+        model: on any device; only its classes, configuration and names are used.
         keys: of the files' tensors.
-        places: names of the model's parameters, without what adapters put around them.
+        places: names of the model's parameters, without the wrappers of adapters.
     """
 
     def __init__(self, model: Any, keys: Iterable[str], places: set[str]):
@@ -63,7 +63,7 @@ class Names:
         self._keys = sorted(keys, key=dot_natural_key)
         for key in self._keys:
             name, pattern = rename_source_key(key, renamings, converters, self._prefix, known)
-            if name not in known and key in known:  # as transformers: a rule that should not have fired
+            if name not in known and key in known:  # as in transformers: a rule that should not have applied
                 name, pattern = rename_source_key(key, [], [], self._prefix, known)
             if pattern is None:
                 self._stored[name] = Stored(name, None, {"": [key]})
@@ -77,7 +77,7 @@ class Names:
             stored.parts.setdefault(pattern, []).append(key)
 
     def find(self, name: str) -> Stored | None:
-        """How the files hold a parameter, under any of the names that it shares; a technique may ask for one that the model lacks."""
+        """The tensors of a parameter, under any name that it shares; None if the files do not have it."""
         prefix = f"{self._prefix}."
         for known in (name, *self._shared(name)):
             for variant in (known, known.removeprefix(prefix), prefix + known):
@@ -87,12 +87,12 @@ class Names:
         return None
 
     def need(self, name: str) -> Stored:
-        found = self.find(name)
-        assert found is not None
-        return found
+        stored = self.find(name)
+        assert stored is not None
+        return stored
 
     def value(self, name: str, stored: Stored, tensor: Callable[[str], Tensor]) -> Tensor:
-        """The parameter's value; `tensor(key)` reads from the files."""
+        """Assembles the parameter's value; `tensor(key)` reads from the files."""
         if stored.converter is None:
             (key,) = stored.keys
             return tensor(key)
@@ -100,10 +100,16 @@ class Names:
         for pattern, keys in stored.parts.items():
             for key in keys:
                 rule.add_tensor(stored.first, key, pattern, lambda key=key: tensor(key))
-        found = rule.convert(stored.first, model=self._model, config=self._model.config)
-        value = found[name] if name in found else found[next(iter(found))] if len(found) == 1 else found[name]
-        made: Tensor = value[0] if isinstance(value, list) else value
-        return made
+        converted = rule.convert(stored.first, model=self._model, config=self._model.config)
+        value = (
+            converted[name]
+            if name in converted
+            else converted[next(iter(converted))]
+            if len(converted) == 1
+            else converted[name]
+        )
+        assembled: Tensor = value[0] if isinstance(value, list) else value
+        return assembled
 
     def _shared(self, name: str) -> list[str]:
         """Other names of the same parameter, by the model's tied weights."""
@@ -112,7 +118,7 @@ class Names:
         return [other for other in (source, *(target for target, of in tied.items() if of == source)) if other != name]
 
     def tied(self) -> Iterator[tuple[str, str]]:
-        """Pairs of names of one parameter that the files hold both, and of which one was not read."""
+        """Pairs of tied names that the files both have, and of which one was not read."""
         tied: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
         for target, source in tied.items():
             pair = [self._stored.get(name) for name in (target, source)]
@@ -120,7 +126,7 @@ class Names:
                 yield target, source
 
     def unread(self, model: Any) -> dict[str, str]:
-        """Keys of the files that nothing read, each with its name in the model, but for those that transformers leaves out without a word."""
+        """Unread keys of the files, with their names in the model, except those that transformers ignores."""
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         buffers = [name for name, _ in model.named_buffers()]
         if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
@@ -133,6 +139,6 @@ class Names:
             key: names[key]
             for key in self._keys
             if key not in self._read
-            and names[key] not in self._places  # those of a pipeline's other stages are read there
+            and names[key] not in self._places  # parameters of other pipeline stages are read there
             and not (pattern and pattern.search(names[key]))
         }

@@ -1,4 +1,4 @@
-"""The transformers configuration that a recipe's model begins from: a preset's, a folder's or the hub's, or a new one."""
+"""The transformers configuration that a recipe starts from: of a preset, a folder, the hub, or a new model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def tokenizer_folder(recipe: Recipe) -> str | None:
-    """The model's own tokenizer, when its folder carries one.
+    """The model's own tokenizer, if its folder has one.
 
     Raises:
         RecipeError: the model was trained with one, and neither its folder nor the recipe names it.
@@ -52,8 +52,9 @@ def tokenizer_folder(recipe: Recipe) -> str | None:
     if folder.is_dir() and not any((folder / name).exists() for name in known):
         if recipe.data.tokenizer is None and recipe.model.weights == "pretrained" and any(folder.glob("*.safetensors")):
             raise RecipeError(
-                f"model.path {path}: has weights and no tokenizer, and a new one would give them tokens that they never saw; "
-                "copy the model's tokenizer.json there, or set data.tokenizer to the folder that has it"
+                f"model.path {path}: has weights and no tokenizer, and a new one would give them tokens that they "
+                "never "
+                "saw; copy the model's tokenizer.json there, or set data.tokenizer to the folder that has it"
             )
         return None
     return path
@@ -86,7 +87,7 @@ _HIGHEST = {
     "qk_nope_head_dim": 2**16,
     "v_head_dim": 2**16,
 }
-"""As a recipe's own bounds (`recipe.parts.Model`), by transformers' names."""
+"""Upper bounds by transformers' names, the same as a recipe's own (`recipe.parts.Model`)."""
 _MAYBE_NONE = (
     "num_key_value_heads",
     "num_experts",
@@ -95,7 +96,7 @@ _MAYBE_NONE = (
     "num_experts_per_tok",
     "first_k_dense_replace",
 )
-"""Zero says of some families that there are none."""
+"""Settings that are 0 in some families to say that there are none."""
 _OF_EXPERTS = ("num_experts_per_tok", "decoder_sparse_step", "first_k_dense_replace", "n_group", "topk_group")
 _NOT_BELOW_ZERO = (
     "initializer_range",
@@ -121,20 +122,21 @@ _OF_ROPE = (
 
 
 def require_in_reach(config: PretrainedConfig) -> None:
-    """Raises for sizes that no machine holds or that are no sizes, before anything is built: a folder's configuration may say anything.
+    """Rejects sizes that are too large or not sizes, before anything is built: a folder may contain anything.
 
     Raises:
-        RecipeError: the first of them.
+        RecipeError: names the first such size.
     """
     text = config.get_text_config()
     sizes_found = {key: getattr(text, key, None) for key in _HIGHEST}
     for key, value in sizes_found.items():
         if value is None or isinstance(value, list | tuple | dict):
-            continue  # one a layer, of some families
+            continue  # a value per layer, in some families
         least = 0 if key in _MAYBE_NONE else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _HIGHEST[key]:
             raise RecipeError(
-                f"model: {config.model_type} has {key} {quoted(value)}; it must be a whole number from {least} to {_HIGHEST[key]}"
+                f"model: {config.model_type} has {key} {quoted(value)}; it must be a whole number from {least} to "
+                f"{_HIGHEST[key]}"
             )
     count = {key: value if isinstance(value, int) and value else 1 for key, value in sizes_found.items()}
     many = max(count["num_experts"], count["num_local_experts"], count["n_routed_experts"])
@@ -149,7 +151,7 @@ def require_in_reach(config: PretrainedConfig) -> None:
 
 
 def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_there: int) -> None:
-    """Raises for numbers with which a model fails in its first pass, or computes NaN without a word."""
+    """Rejects numbers with which a model fails in its first pass, or silently computes NaN."""
 
     def refuse(key: str, value: Any, rule: str) -> NoReturn:
         raise RecipeError(
@@ -173,7 +175,7 @@ def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_t
 
 
 def _wrong_number(values: Mapping[str, Any]) -> tuple[str, Any, str] | None:
-    """The first key whose value can be right in no model, with what it must be; None: there is none."""
+    """The first key whose value is invalid in any model, its value, and the rule it breaks; None if there is none."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -187,7 +189,7 @@ def _wrong_number(values: Mapping[str, Any]) -> tuple[str, Any, str] | None:
     for name in ("rope_parameters", "rope_scaling"):
         rope = values.get(name)
         rope = rope if isinstance(rope, dict) else {}
-        # One for all layers, or one a kind of them.
+        # One dictionary for all layers, or one per layer type.
         for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
             for key in _OF_ROPE:
                 value = part.get(key)
@@ -207,7 +209,7 @@ def _wrong_number(values: Mapping[str, Any]) -> tuple[str, Any, str] | None:
 
 
 def _not_a_number(values: Any, name: str = "") -> str | None:
-    """The key of the first NaN within; None: there is none."""
+    """The key of the first NaN in nested values; None if there is none."""
     inner = (
         values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list | tuple) else ()
     )
@@ -215,25 +217,25 @@ def _not_a_number(values: Any, name: str = "") -> str | None:
         here = f"{name}.{key}" if name else str(key)
         if isinstance(value, float) and math.isnan(value):
             return here
-        if (found := _not_a_number(value, here)) is not None:
-            return found
+        if (nan_key := _not_a_number(value, here)) is not None:
+            return nan_key
     return None
 
 
 def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
-    """The configuration before `model.config` and techniques change it; arguments and errors as of `hf.configure`."""
-    found = _of(recipe, vocabulary)
-    require_in_reach(found)
+    """The configuration before `model.config` and techniques change it; arguments and errors as in `hf.configure`."""
+    config = _of(recipe, vocabulary)
+    require_in_reach(config)
     if recipe.model.path is not None and recipe.model.weights == "pretrained":
-        untie(found, Path(recipe.model.path))
-    return found
+        untie(config, Path(recipe.model.path))
+    return config
 
 
 def change(config: PretrainedConfig, settings: Mapping[str, Any]) -> None:
-    """Sets `model.config` in a configuration, in place.
+    """Applies `model.config` to a configuration, in place.
 
     Raises:
-        RecipeError: it has no such key, or no such value of it.
+        RecipeError: an unknown key, or an invalid value.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -252,7 +254,7 @@ def change(config: PretrainedConfig, settings: Mapping[str, Any]) -> None:
         except StrictDataclassError as error:
             raise RecipeError(f"model.config.{key}: {str(error.__cause__ or error).splitlines()[0]}") from None
     require_in_reach(config)
-    kinds = getattr(text, "layer_types", None)  # a list with an entry a layer, which fewer layers leave too long
+    kinds = getattr(text, "layer_types", None)  # an entry per layer: too long if the number of layers was lowered
     if "layer_types" not in settings and kinds and len(kinds) > text.num_hidden_layers:
         text.layer_types = kinds[: text.num_hidden_layers]
 
@@ -261,29 +263,31 @@ def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     model = recipe.model
     if model.preset is None:
         return read(model.path, model.trust_remote_code) if model.path else new(recipe, vocabulary)
-    stated = preset_config(model.preset)
+    preset = preset_config(model.preset)
     if model.path is None:
-        return stated
-    found = read(model.path, model.trust_remote_code)
-    if found.model_type != stated.model_type:
+        return preset
+    config = read(model.path, model.trust_remote_code)
+    if config.model_type != preset.model_type:
         raise RecipeError(
-            f"model.preset: {model.preset} is a {stated.model_type}, but {model.path} holds a {found.model_type}; remove one of the two"
+            f"model.preset: {model.preset} is a {preset.model_type}, but {model.path} holds a {config.model_type}; "
+            "remove one of the two"
         )
-    there = found.to_dict()
-    for key, value in stated.to_dict().items():
-        other = there.get(key, getattr(found, key, None))
+    there = config.to_dict()
+    for key, value in preset.to_dict().items():
+        other = there.get(key, getattr(config, key, None))
         if key not in presets.FREE and not _same(value, other):
             raise RecipeError(
-                f"model.preset: {model.preset} has {key} {value}, but {model.path} has {other}; remove the preset, or name a folder of that model"
+                f"model.preset: {model.preset} has {key} {value}, but {model.path} has {other}; remove the preset, "
+                "or name a folder of that model"
             )
-    return found
+    return config
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal up to rounding: some checkpoints state decimals as fp32 made them."""
+    """Equality up to rounding: some checkpoints store decimals rounded to fp32."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        kept = (a.keys() | b.keys()) - presets.FREE
-        return all(_same(a.get(key), b.get(key)) for key in kept)
+        keys = (a.keys() | b.keys()) - presets.FREE
+        return all(_same(a.get(key), b.get(key)) for key in keys)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, float | int) and isinstance(b, float | int):
@@ -300,13 +304,14 @@ def preset_config(name: str) -> PretrainedConfig:
 
 
 def read(path: str, asks: bool = False) -> PretrainedConfig:
-    """The configuration of a folder, or of a name on the hub (its cache alone where HF_HUB_OFFLINE says so).
+    """The configuration of a folder, or of a name on the hub (only from its cache if HF_HUB_OFFLINE is set).
 
     Args:
-        asks: the recipe wants the folder's own code run (`model.trust_remote_code`), even if transformers has a class for the model.
+        asks: the recipe asks for the folder's own code (`model.trust_remote_code`), even if transformers has a class
+            for it.
 
     Raises:
-        RecipeError: there is none, it contradicts itself, or it needs code of its own that nobody allowed to run.
+        RecipeError: there is none, it contradicts itself, or it needs code of its own that was not allowed to run.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
@@ -316,15 +321,15 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
         raise RecipeError(f"model.path: {path} has no config.json; name a Hugging Face model folder")
     local = folder.exists() or _offline() or not hub_reachable()
     try:
-        stated = (
+        values = (
             read_object(file, "model.path")
             if folder.exists()
             else PretrainedConfig.get_config_dict(path, local_files_only=local)[0]
         )
         if folder.exists():
-            _require_sound(stated, file)
-        code = remote_code.names_of_code(stated) if asks or stated.get("model_type") not in CONFIG_MAPPING else []
-        found = AutoConfig.from_pretrained(
+            _require_sound(values, file)
+        code = remote_code.names_of_code(values) if asks or values.get("model_type") not in CONFIG_MAPPING else []
+        config = AutoConfig.from_pretrained(
             path, trust_remote_code=remote_code.may_run("model.path", path, code), local_files_only=local
         )
     except RecipeError:
@@ -335,49 +340,56 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise RecipeError(f"model.path: {path}: no such folder; {_models_near(folder)}") from None
         raise RecipeError(
-            f"model.path: {path}: no such folder, and not to be had from the Hugging Face hub ({fault(error, 160)}); download it where there is a network and name the folder"
+            f"model.path: {path}: no such folder, and not to be had from the Hugging Face hub ({fault(error, 160)}); "
+            "download it where there is a network and name the folder"
         ) from None
-    if getattr(found, "qk_rope_head_dim", None) and getattr(found, "head_dim", 0) is None:
-        found.head_dim = found.qk_rope_head_dim  # transformers derives it, and lets a null of the file overwrite it
+    if getattr(config, "qk_rope_head_dim", None) and getattr(config, "head_dim", 0) is None:
+        config.head_dim = config.qk_rope_head_dim  # transformers derives it, but a null in the file overwrites it
     if folder.exists():
-        _require_sizes(found, file, stated)
-    return found
+        _require_sizes(config, file, values)
+    return config
 
 
 def runs_code(config: PretrainedConfig, asks: bool) -> bool:
-    """Whether a model of this configuration, which was read, is to be made by the code of its folder."""
+    """True if a model of this configuration, already read, is to be built by the code in its folder."""
     if not getattr(config, "auto_map", None):
         return False
     return remote_code.allowed() and (asks or type(config).__module__.startswith("transformers_modules"))
 
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_NAMED = {"hidden_size": ("n_embd", "d_model", "dim"), "num_hidden_layers": ("n_layer", "num_layers", "n_layers"), "num_attention_heads": ("n_head", "num_heads", "n_heads")}  # fmt: skip
+_NAMED = {
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "num_heads", "n_heads"),
+}
+"""Other names of the sizes in some families."""
 
 
 def _highest(key: str) -> int:
-    """The bound of a size by any of its names."""
+    """The upper bound of a size, by any of its names."""
     return _HIGHEST[next((size for size, names in _NAMED.items() if key in names), key)]
 
 
-def _require_sound(stated: Mapping[str, Any], file: Path) -> None:
-    """Raises for a config.json with values that transformers would end in a traceback for, or take for something else."""
-    if not isinstance(stated.get("model_type"), str):
-        said = (
+def _require_sound(values: Mapping[str, Any], file: Path) -> None:
+    """Rejects values in a config.json for which transformers fails with a traceback, or which it misreads."""
+    if not isinstance(values.get("model_type"), str):
+        problem = (
             "does not say its model_type"
-            if "model_type" not in stated
-            else f"has model_type {quoted(stated['model_type'])}"
+            if "model_type" not in values
+            else f"has model_type {quoted(values['model_type'])}"
         )
         raise RecipeError(
-            f"model.path: {file} {said}, so transformers has no class for it; write the architecture's name there, e.g. llama"
+            f"model.path: {file} {problem}, so transformers has no class for it; write the architecture's name "
+            "there, e.g. llama"
         )
-    text = stated.get("text_config")
+    text = values.get("text_config")
     if text is not None and not isinstance(text, dict):
         raise RecipeError(f"model.path: {file}: text_config: must be an object, got {quoted(text)}")
-    if wrong := _wrong_number(stated) or _wrong_number(text or {}):
+    if wrong := _wrong_number(values) or _wrong_number(text or {}):
         key, value, rule = wrong
         raise RecipeError(f"model.path: {file}: {key}: must be {rule}, got {quoted(value)}; put back the model's own")
-    for part in (stated, text or {}):
+    for part in (values, text or {}):
         counts = {key: part[key] for size in _SIZES for key in (size, *_NAMED.get(size, ())) if key in part}
         for key, value in (counts | {"num_key_value_heads": part.get("num_key_value_heads") or 1}).items():
             if type(value) is not int or value < 1:
@@ -388,28 +400,30 @@ def _require_sound(stated: Mapping[str, Any], file: Path) -> None:
                 )
 
 
-def _require_sizes(found: PretrainedConfig, file: Path, stated: Mapping[str, Any]) -> None:
-    """Raises for a configuration that leaves a size out: transformers would take that of some model of the family without a word."""
-    if (text := found.get_text_config()) is not found:
-        if found.model_type not in vision.FAMILIES:
-            return  # several models in one: refused elsewhere
-        found, stated = text, stated.get("text_config") or {}
-    names = getattr(found, "attribute_map", {})
+def _require_sizes(config: PretrainedConfig, file: Path, values: Mapping[str, Any]) -> None:
+    """Rejects a configuration without a size: transformers would silently use that of some model of the family."""
+    if (text := config.get_text_config()) is not config:
+        if config.model_type not in vision.FAMILIES:
+            return  # composite models are rejected elsewhere
+        config, values = text, values.get("text_config") or {}
+    names = getattr(config, "attribute_map", {})
     for key in _SIZES:
-        if not {key, names.get(key, key)} & stated.keys():
+        if not {key, names.get(key, key)} & values.keys():
             raise RecipeError(
-                f"model.path: {file} does not say {names.get(key, key)}, and there is no telling what it should be; add it"
+                f"model.path: {file} does not say {names.get(key, key)}, and there is no telling what it should be; "
+                "add it"
             )
-    heads, width = found.num_attention_heads, found.hidden_size
-    groups = getattr(found, "num_key_value_heads", None) or heads
+    heads, width = config.num_attention_heads, config.hidden_size
+    groups = getattr(config, "num_key_value_heads", None) or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise RecipeError(
-            f"model.path: {file}: num_key_value_heads: {groups} does not divide num_attention_heads {heads}; put back the model's own"
+            f"model.path: {file}: num_key_value_heads: {groups} does not divide num_attention_heads {heads}; put "
+            "back the model's own"
         )
     if (
         isinstance(heads, int)
         and width % heads
-        and not any(stated.get(key) for key in ("head_dim", "d_kv", "kv_channels", "qk_nope_head_dim", "v_head_dim"))
+        and not any(values.get(key) for key in ("head_dim", "d_kv", "kv_channels", "qk_nope_head_dim", "v_head_dim"))
     ):
         raise RecipeError(
             f"model.path: {file}: {names.get('num_attention_heads', 'num_attention_heads')}: {heads} does not divide "
@@ -418,7 +432,7 @@ def _require_sizes(found: PretrainedConfig, file: Path, stated: Mapping[str, Any
 
 
 def _models_near(folder: Path) -> str:
-    """The nearest name of a model's folder that stands where one was looked for."""
+    """Suggests the closest name of a model folder in the parent directory."""
     parent = folder.expanduser().parent
     names = sorted(file.parent.name for file in parent.glob("*/config.json")) if parent.is_dir() else []
     return (
@@ -431,7 +445,7 @@ def _offline() -> bool:
 
 
 def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
-    """The configuration of a new model, by family and sizes or by the dial."""
+    """The configuration of a new model, by family and sizes, or by the size dial."""
     from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig, T5Config
 
     model = recipe.model
@@ -454,7 +468,8 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     )
     if model.vocabulary is None and vocabulary is None:
         raise RecipeError("model.vocabulary: is needed where no tokenizer decides it")
-    rows = model.vocabulary or -(-vocabulary // 64) * 64  # type: ignore[operator]  # a multiple of 64 keeps the head's products fast
+    # A multiple of 64 keeps the head's matmuls fast.
+    rows = model.vocabulary or -(-vocabulary // 64) * 64  # type: ignore[operator]
     common: dict[str, Any] = {
         "hidden_size": width,
         "num_hidden_layers": layers,
@@ -474,7 +489,7 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
             )
         # Dropout 0: pretraining sees each token about once (GPT-2's 0.1 is for many epochs).
         return GPT2Config(**common, n_inner=feed_forward, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
-    if model.family == "t5":  # 1.1: gated, the head apart unless the recipe ties it
+    if model.family == "t5":  # version 1.1: gated, with an untied head unless the recipe ties it
         if model.kv_heads not in (None, heads):
             raise RecipeError(
                 f"model.kv_heads: {model.kv_heads}: t5 has no grouped queries; remove it or use family: llama"
@@ -490,50 +505,50 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     }
     if model.family in moe.FAMILIES:
         chosen = model.experts_per_token or 2
-        if not model.feed_forward:  # so that a token uses as many parameters as without experts
+        if not model.feed_forward:  # so that a token uses as many parameters as in the dense model
             common["intermediate_size"] = round(feed_forward / chosen / 64) * 64 or 64
         common |= {"num_experts": model.experts or 8, "num_experts_per_tok": chosen}
         if model.family == "mixtral":
             return MixtralConfig(**common)
-        # Chosen experts' weights sum to 1, as in the published Qwen3 models and in Mixtral.
+        # Weights of the chosen experts sum to 1, as in the published Qwen3 models and in Mixtral.
         return Qwen3MoeConfig(**common, moe_intermediate_size=common["intermediate_size"], norm_topk_prob=True)
     return LlamaConfig(**common) if model.family == "llama" else Qwen3Config(**common)
 
 
 def without_dropout(config: PretrainedConfig) -> dict[str, float]:
-    """Sets every dropout of a configuration to 0, in place. Returns those that were not, by key.
+    """Sets every dropout of a configuration to 0, in place. Returns the values that were not 0, by key.
 
-    Published configurations have that of their pretraining (GPT-2's and T5's are 0.1). Fine-tuning is done without today, most kernels have
-    none, and recomputed layers would need the same draws; `model.config` can switch on again what is outside attention.
+    Published configurations keep their pretraining's (0.1 for GPT-2 and T5). Fine-tuning does without today, most
+    kernels have no dropout, and recomputed layers would need the same draws; `model.config` can enable dropout outside
+    of attention.
     """
-    found = {}
+    nonzero = {}
     parts = {
         id(part): part for part in (config, config.get_text_config(), getattr(config, "vision_config", None)) if part
     }
     for part in parts.values():
         for key, value in vars(part).items():
             if _DROPOUT.search(key) and isinstance(value, float | int) and not isinstance(value, bool) and value > 0:
-                found[key] = float(value)
-        for key in found:
+                nonzero[key] = float(value)
+        for key in nonzero:
             if hasattr(part, key):
                 setattr(part, key, 0.0)
-    return found
+    return nonzero
 
 
 _DROPOUT = re.compile(r"(drop|dropout|pdrop|layerdrop|drop_path)(_rate|_prob)?$")
 
 
 def refuse_unknown_rotary(config: PretrainedConfig) -> None:
-    """Raises RecipeError for rotary positions of a kind that transformers does not compute."""
+    """Raises RecipeError for a rope_type that transformers does not implement."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    for part in (
-        rope,
-        *(part for part in rope.values() if isinstance(part, dict)),
-    ):  # one for all layers, or one a kind of them
+    # One dictionary for all layers, or one per layer type.
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         kind = part.get("rope_type", "default")
         if kind not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
             raise RecipeError(
-                f"model.config.rope_parameters: {config.model_type} knows no rope_type {quoted(kind)}; {nearest(str(kind), known)}"
+                f"model.config.rope_parameters: {config.model_type} knows no rope_type {quoted(kind)}; "
+                f"{nearest(str(kind), known)}"
             )

@@ -1,8 +1,9 @@
-"""Encoder-decoder models of transformers (the T5 family): an encoder reads a prompt, a decoder writes the answer.
+"""Encoder-decoder models of transformers (the T5 family): the encoder reads the prompt, the decoder the answer.
 
-A row of data is what it is for any model: prompts with their answers behind them, labels on the answers. Of each document the encoder reads what
-stands before the first trained token; the decoder starts at that border and writes on. What it gives is put back where the labels stand in the row, so
-that losses, objectives and data know nothing of all this. Rows stay packed: positions in T5 are distances, and no token sees another document.
+Rows of data are the same as for any model: prompts followed by answers, labels on the answers. The encoder reads each
+document up to its first trained token; the decoder starts there. Its outputs are scattered back to the positions of the
+labels in the row, so that losses, objectives and data need no special case. Rows stay packed: T5's positions are
+distances, and no token attends to another document.
 """
 
 from __future__ import annotations
@@ -33,19 +34,21 @@ __all__ = [
 
 FAMILIES = ("t5", "mt5")
 """T5, T5 1.1, Flan-T5 and mT5: learnt biases for distances, shared by the layers of a stack."""
-_STEP = 64  # lengths are rounded up to it: libraries keep kernels, and heaps pieces, for each shape that they meet
-NAME = "preheat-encoder-decoder"  # of our attention function in transformers' registry
+_STEP = 64  # lengths are rounded up to it, because libraries cache kernels, and heaps fragment, per shape
+NAME = "preheat-encoder-decoder"  # our attention function in transformers' registry
 
 
 def refuse(config: PretrainedConfig) -> None:
-    """Raises RecipeError for an encoder-decoder of which preheat would compute something else than transformers does."""
+    """Raises RecipeError for an encoder-decoder that preheat would compute differently from transformers."""
     if config.model_type not in FAMILIES:
         raise RecipeError(
-            f"model: {config.model_type} is an encoder-decoder, and of these preheat trains {' and '.join(FAMILIES)}; use one of them"
+            f"model: {config.model_type} is an encoder-decoder, and of these preheat trains "
+            f"{' and '.join(FAMILIES)}; use one of them"
         )
     if config.dropout_rate:
         raise RecipeError(
-            f"model: {config.model_type} has a dropout_rate of {config.dropout_rate}, in its attention too; set model.config.dropout_rate: 0"
+            f"model: {config.model_type} has a dropout_rate of {config.dropout_rate}, in its attention too; set "
+            "model.config.dropout_rate: 0"
         )
 
 
@@ -54,16 +57,17 @@ def stacks(model: Any) -> tuple[nn.Module, nn.Module]:
     return model.get_encoder(), model.get_decoder()
 
 
-# --- what is read and what is written ------------------------------------------------------------------------------
+# --- what the encoder and the decoder read -------------------------------------------------------------------------
 
 
 def divided(batch: Batch) -> Batch:
-    """The batch with `mask.read`: of each document the encoder reads what stands before its first trained token. On the host.
+    """Sets `mask.read`: the encoder reads each document up to its first trained token. On the host.
 
-    A document in which nothing is trained (padding, for one) is neither read nor written; of one that is trained all through one token is read.
+    Documents without trained tokens (such as padding) are read by neither; of one that is trained throughout one token
+    is read.
 
     Raises:
-        DataError: all documents are such: text to continue, and no prompts with answers.
+        DataError: all documents are trained throughout: plain text instead of prompts with answers.
     """
     if batch.mask.read is not None:
         return batch
@@ -71,24 +75,25 @@ def divided(batch: Batch) -> Batch:
     documents = batch.mask.documents or ((length,),) * len(batch.tokens)
     read, most = [], 0
     for row, labels in zip(documents, batch.labels.tolist(), strict=True):
-        begin, found = 0, []
+        begin, prompts = 0, []
         for size in row:
             first = next((n for n in range(size) if labels[begin + n] != -100), size - 1)
-            found.append(first + 1)
+            prompts.append(first + 1)
             most = max(most, first)
             begin += size
-        read.append(tuple(found))
+        read.append(tuple(prompts))
     if not most and batch.weight:
         where = f"rows {', '.join(map(str, batch.rows[:3]))}" if batch.rows else "rows"
         raise DataError(
-            f"{where}: all documents are trained from their first token on, so an encoder has nothing to read of them; name data of prompts and answers "
+            f"{where}: all documents are trained from their first token on, so an encoder has nothing to read of them; "
+            "name data of prompts and answers "
             "(data.layout: prompt_completion, alpaca, messages), and leave data.train_on: all out"
         )
     return replace(batch, mask=replace(batch.mask, documents=documents, read=tuple(read)))
 
 
 def divided_evenly(batch: Batch) -> Batch:
-    """The batch as a plan takes it, which has no data: of each document one half is read, and the other written."""
+    """Sets `mask.read` for planning, which has no data: half of each document is read by the encoder."""
     rows, length = batch.tokens.shape
     documents = batch.mask.documents or ((length,),) * rows
     read = tuple(tuple(-(-size // 2) for size in row) for row in documents)
@@ -96,12 +101,12 @@ def divided_evenly(batch: Batch) -> Batch:
 
 
 class _Places(NamedTuple):
-    """Which places of a row the encoder reads and the decoder writes, packed to the left; [rows, n] each.
+    """Positions of a row that the encoder and the decoder read, packed to the left; [rows, n] each.
 
     Attributes:
-        source, target: places in the row; where there is none, 0 for the source and the row's length for the target.
-        begins: 1 where the decoder begins a document, whose first input is the start token.
-        source_of, target_of: number of the document; where there is none -1 and -2, which nobody sees.
+        source, target: positions in the row; padding is 0 for the source and the row's length for the target.
+        begins: 1 at the first decoder position of a document, whose input is the start token.
+        source_of, target_of: index of the document; padding is -1 and -2, which no token attends to.
         sources, targets: lengths of the documents of each row.
     """
 
@@ -114,17 +119,17 @@ class _Places(NamedTuple):
     targets: tuple[tuple[int, ...], ...]
 
 
-@functools.lru_cache(maxsize=64)  # the layers of two stacks, and a second pass through them, ask for the same
+@functools.lru_cache(maxsize=64)  # all layers of both stacks, and a recomputation, use the same
 def _places(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ...], ...]) -> _Places:
     import numpy
 
-    spans = []  # of each row: (begin, read, whole) of the documents that are written
+    spans = []  # per row: (begin, tokens of the encoder, size) of the documents that the decoder reads
     for row, parts in zip(documents, read, strict=True):
         ends = numpy.cumsum(row).tolist()
         spans.append(
             [(end - size, part, size) for end, size, part in zip(ends, row, parts, strict=True) if part < size]
         )
-    if not any(spans):  # padding alone: something runs all the same, since every device must take part
+    if not any(spans):  # only padding: run something, since collectives need every rank
         spans[0] = [(0, 1, documents[0][0])]
 
     length = max(map(sum, documents))
@@ -159,7 +164,7 @@ def _places(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ...],
 
 @dataclass(frozen=True)
 class _Masks:
-    """Who sees whom: in the encoder, in the decoder, and [rows, 1, written, read] from the one into the other, bool, for all layers."""
+    """Masks for all layers: of the encoder, of the decoder, and bool [rows, 1, target, source] for cross-attention."""
 
     encoder: MaskSpec
     decoder: MaskSpec
@@ -167,50 +172,52 @@ class _Masks:
 
 
 def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec, attention: Callable[..., Tensor]) -> Tensor:
-    """What the decoder gives, [rows, length, width], at the places of the row whose labels it is to say; zeros elsewhere.
+    """The decoder's hidden states, [rows, length, width], at the positions whose labels it predicts; else zeros.
 
     Args:
         tokens: [rows, length].
         mask: with `documents` and `read`.
-        attention: (q, k, v, mask, scale, *, bias) -> out, the bias bool or float, as of `preheat.ops.attention.multihead.attention_in_chunks`.
+        attention: (q, k, v, mask, scale, *, bias) -> out, the bias bool or float, as in
+            `preheat.ops.attention.multihead.attention_in_chunks`.
     """
     from preheat.hardware.transfers import to_device
 
     assert mask.documents is not None
     assert mask.read is not None
     encoder, decoder = stacks(model)
-    places = _places(mask.documents, mask.read)
-    source, target, begins, source_of, target_of = (to_device(t, tokens.device) for t in places[:5])
+    indices = _places(mask.documents, mask.read)
+    source, target, begins, source_of, target_of = (to_device(t, tokens.device) for t in indices[:5])
     masks = _Masks(
-        MaskSpec(causal=False, documents=places.sources),
-        MaskSpec(documents=places.targets),
+        MaskSpec(causal=False, documents=indices.sources),
+        MaskSpec(documents=indices.targets),
         target_of[:, None, :, None] == source_of[:, None, None, :],
     )
     given: dict[str, Any] = {"preheat_masks": masks, "preheat_attention": attention}
-    seen = encoder(input_ids=tokens.gather(1, source), **given).last_hidden_state
+    encoded = encoder(input_ids=tokens.gather(1, source), **given).last_hidden_state
     before = tokens.gather(1, target.clamp(max=tokens.shape[1] - 1)).masked_fill(begins > 0, start_token(model.config))
-    hidden = decoder(input_ids=before, encoder_hidden_states=seen, use_cache=False, **given).last_hidden_state
-    if model.config.model_type == "t5" and model.config.scale_decoder_outputs:  # mT5 neither has the setting nor scales
+    hidden = decoder(input_ids=before, encoder_hidden_states=encoded, use_cache=False, **given).last_hidden_state
+    if model.config.model_type == "t5" and model.config.scale_decoder_outputs:  # mT5 does not scale
         hidden = hidden * model.config.d_model**-0.5
     rows, length, width = *tokens.shape, hidden.shape[-1]
-    into = hidden.new_zeros(rows, length + 1, width)  # the last place takes what is written nowhere
+    into = hidden.new_zeros(rows, length + 1, width)  # the extra position receives the padding
     return into.scatter(1, target[..., None].expand(-1, -1, width), hidden)[:, :length]
 
 
 def start_token(config: Any) -> int:
-    """What the decoder reads before it has written anything."""
-    found = getattr(config, "decoder_start_token_id", None)
-    found = config.pad_token_id if found is None else found
-    if found is None:
+    """The decoder's first input."""
+    token = getattr(config, "decoder_start_token_id", None)
+    token = config.pad_token_id if token is None else token
+    if token is None:
         raise RecipeError(
-            f"model: {config.model_type} names neither a decoder_start_token_id nor a pad_token_id; set model.config.pad_token_id"
+            f"model: {config.model_type} names neither a decoder_start_token_id nor a pad_token_id; set "
+            "model.config.pad_token_id"
         )
-    return int(found)
+    return int(token)
 
 
 @functools.cache
 def register() -> str:
-    """Puts our attention for these models into transformers' registry under its own name, which is returned."""
+    """Registers our attention for these models in transformers' registry; returns its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -232,7 +239,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface, as T5 calls it."""
     assert attention_mask is None, f"{type(module).__name__} made a mask of its own"
-    if module.is_decoder and not module.is_causal:  # from the decoder into the encoder, where distances mean nothing
+    if module.is_decoder and not module.is_causal:  # cross-attention, which has no distance bias
         mask, bias = MaskSpec(causal=False), preheat_masks.across
     else:
         mask, bias = preheat_masks.decoder if module.is_decoder else preheat_masks.encoder, position_bias

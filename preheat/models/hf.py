@@ -1,4 +1,4 @@
-"""Hugging Face decoder-only models, some of which read images too: configure, build on meta, and find layers, head, norms, attention."""
+"""Hugging Face decoder-only models, some with vision: configures them, builds them on meta, and finds their parts."""
 
 from __future__ import annotations
 
@@ -56,19 +56,20 @@ __all__ = [
     "whole",
 ]
 
-ATTENTION = "preheat"  # the name under which our attention function stands in transformers' own registry
-STANDALONE = "preheat-standalone"  # and that of models/attention_patch.py, for models called by their own forward
-PATTERN = "preheat_pattern"  # attribute of a layer's attention: kernel -> kernel that sees less (models/attention_patch.py sets it)
+ATTENTION = "preheat"  # our attention function in transformers' registry
+STANDALONE = "preheat-standalone"  # that of models/attention_patch.py, for models called by their own forward
+PATTERN = "preheat_pattern"  # attribute of a layer's attention, set by models/attention_patch.py: wraps the kernel
 
 
 def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig:
     """The transformers configuration of the recipe's model.
 
     Args:
-        vocabulary: pieces of the tokenizer. A new model without `model.vocabulary` gets as many rows (rounded up to 64).
+        vocabulary: size of the tokenizer's vocabulary. A new model without `model.vocabulary` gets as many rows
+            (rounded up to 64).
 
-    Raises:
-        RecipeError: no such model; a key that its configuration does not know; a tokenizer larger than the embedding;
+        Raises:
+        RecipeError: no such model; a key that its configuration does not have; a tokenizer larger than the embedding;
             sequences longer than the model's positions.
     """
     model = recipe.model
@@ -82,9 +83,9 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         except ValueError as error:
             raise TechniqueError([Problem(t.name(), ProblemCode.BUILD, str(error))]) from None
     configs.refuse_unknown_rotary(config)
-    text = config.get_text_config()  # a technique may have made it another family's
+    text = config.get_text_config()  # a technique may have changed the family
     if model.add_tokens and vocabulary is not None:
-        text.vocab_size = max(text.vocab_size, vocabulary)  # some models have rows to spare
+        text.vocab_size = max(text.vocab_size, vocabulary)  # some models have spare rows
     rows = text.vocab_size
     if vocabulary is not None and vocabulary > rows:
         raise RecipeError(
@@ -103,20 +104,21 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
     positions = _positions(text)
     if positions and recipe.batch.length > positions:
         raise RecipeError(
-            f"batch.length: {recipe.batch.length} is longer than the model's {positions} positions; set batch.length: {positions} or less"
+            f"batch.length: {recipe.batch.length} is longer than the model's {positions} positions; set "
+            f"batch.length: {positions} or less"
         )
     return config
 
 
 def _positions(text: Any) -> int:
-    """Positions that a model reaches; 0: not stated. Dynamic rotary scaling goes `factor` times beyond what transformers states."""
+    """Context length of a model; 0: unknown. Dynamic rotary scaling extends transformers' value by `factor`."""
     positions = getattr(text, "max_position_embeddings", None) or 0
     rope = getattr(text, "rope_parameters", None) or {}
     return int(positions * rope["factor"]) if rope.get("rope_type") == "dynamic" else positions
 
 
 def facts(config: PretrainedConfig) -> ModelFacts:
-    """What a technique's `check` may know of the model."""
+    """The facts about a model that a technique's `check` may use."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     count, chosen, width = moe.sizes_of(text)
@@ -145,8 +147,8 @@ def facts(config: PretrainedConfig) -> ModelFacts:
 
 @functools.cache
 def _register_attention() -> None:
-    """Puts our attention function under its own name into transformers' registry; nothing of theirs is replaced."""
-    # The first import of transformers' models: it imports torchao where that is installed, which logs warnings that nobody can act on.
+    """Registers our attention function under its own name in transformers; nothing of theirs is replaced."""
+    # The first import of transformers' models imports torchao if installed, which logs warnings that users cannot fix.
     noisy = {logging.getLogger(name): logging.getLogger(name).level for name in ("torchao", "torch.utils._pytree")}
     for logger in noisy:
         logger.setLevel(logging.ERROR)
@@ -186,24 +188,21 @@ def _attention(
         raise RecipeError(f"model: {name} of transformers makes a mask of its own, so it {_NO_PLACE}")
     if s_aux is not None:
         raise RecipeError(f"model: {name} has attention sinks, which preheat's kernels do not do yet")
-    if softcap is not None:  # bound here, so that a pattern around the kernel need not know
+    if softcap is not None:  # bound here, so that a pattern around the kernel need not handle it
         preheat_attention = functools.partial(preheat_attention, softcap=softcap)
     if dropout:
         raise RecipeError(f"model: {name} has attention dropout {dropout}; set it to 0 under model.config")
     mask = preheat_mask
-    if (
-        sliding_window is not None
-    ):  # kernels see whether it is narrower than the row, of which a device may have a part here
+    if sliding_window is not None:  # kernels compare it with the full row, which context parallelism splits
         mask = replace(mask, window=min(sliding_window, mask.window or sliding_window))
     if (pattern := getattr(module, PATTERN, None)) is not None:
         preheat_attention = pattern(preheat_attention)
     width = value.shape[-1]
-    if (
-        lacks := query.shape[-1] - width
-    ):  # latent attention's values are narrower than its keys, which kernels know not of
+    if lacks := query.shape[-1] - width:
+        # MLA values have a smaller head dim than keys; our kernels assume equal dims.
         value = torch.nn.functional.pad(value, (0, lacks))
     out = preheat_attention(query, key, value, mask, scaling if scaling is not None else query.shape[-1] ** -0.5)
-    # As transformers' own functions: some layers take a view of it, and the others would copy it themselves.
+    # Contiguous, as transformers' own functions return it: some layers take a view of it.
     return out[..., :width].transpose(1, 2).contiguous(), None
 
 
@@ -211,38 +210,43 @@ _NO_PLACE = "cannot be trained or evaluated here; preheat plan --inference plans
 
 
 def _require_places(kind: Any, family: str) -> None:
-    """Raises for a class whose layers attend by functions of their own: documents in one row would see each other."""
+    """Raises for a class whose layers have a fixed attention function: packed documents would attend to each other."""
     if not kind._can_set_attn_implementation():
         raise RecipeError(
-            f"model: {family}: {kind.__name__} of transformers attends inside its own layers, which preheat's kernels cannot replace, so it {_NO_PLACE}"
+            f"model: {family}: {kind.__name__} of transformers attends inside its own layers, which preheat's "
+            f"kernels cannot replace, so it {_NO_PLACE}"
         )
 
 
-_UNSUPPORTED = {  # configuration keys that change logits, loss or masks beyond what preheat computes, with their neutral values
+# Configuration keys that change the computation in ways that preheat does not implement, with their neutral values.
+_UNSUPPORTED = {
     "logit_scale": (None, 1.0),
     "logits_scaling": (None, 1.0),
-    "router_aux_loss_coef": (None, 0.0),  # but for the families of models/moe.py
+    "router_aux_loss_coef": (None, 0.0),  # except for the families of models/moe.py
     "router_jitter_noise": (None, 0.0),
     "use_bidirectional_attention": (None, False),
 }
 
 
-REFUSED = {  # families whose weights and caches can be planned, and no more
+REFUSED = {  # families that can only be planned for inference
     "bloom": "adds positions to attention's scores (ALiBi), which preheat's kernels do not do",
     "deepseek_v2": "has a router and rotary positions of its own, which preheat does not do",
 }
 
 
 def _refuse(config: PretrainedConfig) -> None:
-    """Raises for a model of which preheat would compute something else than transformers does."""
+    """Raises for a model that preheat would compute differently from transformers."""
     text = config.get_text_config()
     if text.model_type in REFUSED:
         raise RecipeError(
-            f"model: {text.model_type} {REFUSED[text.model_type]}, so it cannot be trained here; preheat plan --inference plans to serve it"
+            f"model: {text.model_type} {REFUSED[text.model_type]}, so it cannot be trained here; preheat plan "
+            "--inference plans to serve it"
         )
     if text is not config and config.model_type not in vision.FAMILIES:
         raise RecipeError(
-            f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat trains text models and {' and '.join(vision.FAMILIES)}; name a "
+            f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat "
+            "trains "
+            f"text models and {' and '.join(vision.FAMILIES)}; name a "
             "text-only checkpoint of the family, or save the text part as a folder of its own"
         )
     if config.is_encoder_decoder:
@@ -255,19 +259,19 @@ def _refuse(config: PretrainedConfig) -> None:
 
 
 def auto_class(config: PretrainedConfig) -> str:
-    """The name of transformers' class that makes such a model, with its output head, and opens its folders."""
+    """The name of transformers' class that builds such a model with its output head, and loads its folders."""
     if config.is_encoder_decoder:
         return "AutoModelForSeq2SeqLM"
     return "AutoModelForImageTextToText" if config.model_type in vision.FAMILIES else "AutoModelForCausalLM"
 
 
 def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: bool = False) -> PreTrainedModel:
-    """The model with its parameters on the meta device: no memory, no values. Its attention goes through preheat's slots.
+    """Builds the model on the meta device, without memory or values. Its attention goes through preheat's slots.
 
     Args:
-        trust: the recipe asks for the code of the model's folder; only whoever started this can allow it (`preheat.remote_code`).
-        as_stored: parameters have the dtype that the configuration names; fp32 otherwise, whatever it names: what is trained in less says so
-            in its recipe.
+        trust: the recipe asks for the code of the model's folder; only the user can allow it (`preheat.remote_code`).
+        as_stored: parameters get the dtype that the configuration names; otherwise fp32, because training in a lower
+            precision is a setting of the recipe.
 
     Raises:
         RecipeError: preheat cannot train this kind of model; the message says why.
@@ -300,8 +304,8 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     own_rotary(model)
     vision.own_deepstack(model)
     if (cap := facts(config).logit_softcap) is not None:
-        setattr(head(model), SOFTCAP, cap)  # on the head: another one put in its place (over classes) has none
-    anatomy(model)  # says plainly when something cannot be found
+        setattr(head(model), SOFTCAP, cap)  # on the head: a classification head in its place has none
+        anatomy(model)  # raises a clear error if a part cannot be found
     return model.train()
 
 
@@ -314,19 +318,19 @@ def hidden_states(
     hidden: Tensor | None = None,
     images: Images | None = None,
 ) -> Tensor:
-    """Last hidden states [rows, length, width], the attention done by `attention(q, k, v, mask, scale)`.
+    """Last hidden states [rows, length, width], with `attention(q, k, v, mask, scale)` as the kernel.
 
     Args:
-        positions: [rows, length]; [rows, length, 3] where rows hold images.
-        hidden: of the stage of a pipeline before this one, in place of the tokens' embeddings.
-        images: that stand in the rows.
+        positions: [rows, length]; [rows, length, 3] for rows with images.
+        hidden: hidden states of the previous pipeline stage, in place of the tokens' embeddings.
+        images: the images of the rows.
     """
     if model.config.is_encoder_decoder:
         return encoder_decoder.hidden_states(model, tokens, mask, attention)
     if positions.ndim == 3:
         positions = positions.permute(2, 0, 1)
     elif mask.documents is None or all(len(row) == 1 for row in mask.documents):
-        positions = positions[:1]  # every row counts alike: the rotary tables are made and read once, not once a row
+        positions = positions[:1]  # the same in every row: compute the rotary tables once
     if images is not None:
         hidden, more = vision.embedded(model, tokens, images, attention)
         run = model.base_model.language_model

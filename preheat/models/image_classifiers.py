@@ -1,8 +1,9 @@
-"""Image classifiers of transformers (MobileNetV2, EfficientNet, MobileViT): opened from a folder, and made narrower.
+"""Image classifiers of transformers (MobileNetV2, EfficientNet, MobileViT): loads them from a folder, and narrows them.
 
-What is narrowed are the channels inside the inverted residual blocks (Sandler et al. 2018, MobileNetV2, arXiv:1801.04381): a 1x1 convolution
-makes them, a depthwise one and norms look at each by itself, and another 1x1 convolution reads them. How many there are is the
-configuration's expansion ratio, so the narrower model is an ordinary one of its family.
+Narrowing prunes channels inside of the inverted residual blocks (Sandler et al. 2018, MobileNetV2, arXiv:1801.04381): a
+1x1 convolution creates them, a depthwise convolution and norms process each by itself, and another 1x1 convolution
+reads them. The configuration's expansion ratio sets their number, so the narrower model is an ordinary one of its
+family.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ __all__ = [
 class _Family:
     """Attributes:
     block: class of its inverted residual blocks.
-    reader: in such a block, the convolution that reads the inner channels.
-    ratio: key of the configuration: inner channels for each that goes in.
+    reader: the convolution of such a block that reads the inner channels.
+    ratio: key of the configuration: inner channels per input channel.
     """
 
     block: str
@@ -55,7 +56,7 @@ _FAMILIES = {
 
 
 def is_classifier(folder: Path) -> bool:
-    """Whether this is the folder of an image classifier of transformers."""
+    """True if this is the folder of an image classifier of transformers."""
     file = folder / "config.json"
     if not file.is_file():
         return False
@@ -67,10 +68,10 @@ def is_classifier(folder: Path) -> bool:
 
 
 def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
-    """The model of a folder in fp32 on the CPU, set to evaluation.
+    """Loads the model of a folder in fp32 on the CPU, in eval mode.
 
     Raises:
-        RecipeError: it is none, or its weights cannot be read; the words begin with `knob`.
+        RecipeError: not a classifier, or its weights cannot be read; the message begins with `knob`.
     """
     import torch
     from huggingface_hub.errors import StrictDataclassError
@@ -78,7 +79,8 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
 
     if not is_classifier(folder):
         raise RecipeError(
-            f"{knob}: {folder} is no folder of an image classifier: its config.json names no class …ForImageClassification; "
+            f"{knob}: {folder} is no folder of an image classifier: its config.json names no class "
+            "…ForImageClassification; "
             "save one there with transformers' save_pretrained"
         )
     settings = read_object(folder / "config.json", knob)
@@ -86,7 +88,7 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
     files = weight_files(folder, knob, stated=settings.get("transformers_weights"))
     runs = remote_code.may_run(knob, str(folder), code)
     try:
-        with quiet():  # its report is a table; what it says is in the error or the warning
+        with quiet():  # transformers prints a table; its content is in our errors and warnings
             model, report = AutoModelForImageClassification.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=runs,
                 output_loading_info=True, ignore_mismatched_sizes=True,
@@ -94,14 +96,15 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
     except (*FAULTS, StrictDataclassError) as error:
         raise RecipeError(f"{knob}: {folder} cannot be opened: {fault(error, 200)}") from None
     if shapes := sorted(report["mismatched_keys"]):
-        name, stored, made = shapes[0]
+        name, stored, built = shapes[0]
         raise RecipeError(
-            f"{knob}: {folder}: {name} is {tuple(stored)} in the file but {tuple(made)} by config.json; the folder's files do not belong together"
+            f"{knob}: {folder}: {name} is {tuple(stored)} in the file but {tuple(built)} by config.json; the "
+            "folder's files do not belong together"
         )
     if missing := sorted(report["missing_keys"]):
         raise RecipeError(f"{knob}: {folder} lacks {listed(missing)} ({len(missing):,} of the model's parameters)")
     places = _places(files.files, knob)
-    rest = files.files[0] if len(files.files) == 1 else folder  # of a tensor that transformers renames as it reads
+    rest = files.files[0] if len(files.files) == 1 else folder  # for tensors that transformers renames
     for name, value in model.state_dict().items():
         finite(value, name, places.get(name, rest), knob)
     left = sorted(report["unexpected_keys"])
@@ -110,14 +113,14 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
         if left
         else []
     )
-    for words in (*files.notes, *notes):
-        logging.getLogger("preheat.weights").warning("%s: %s", knob, words)
+    for message in (*files.notes, *notes):
+        logging.getLogger("preheat.weights").warning("%s: %s", knob, message)
     opened: PreTrainedModel = model.eval()
     return opened
 
 
 def _places(files: Sequence[Path], knob: str) -> dict[str, Path]:
-    """The file that each tensor is read from: of several the last."""
+    """The file of each tensor; the last one if several have it."""
     places: dict[str, Path] = {}
     for file in files:
         with open_tensors(file, knob) as opened:
@@ -126,16 +129,17 @@ def _places(files: Sequence[Path], knob: str) -> dict[str, Path]:
 
 
 def open_processor(folder: Path, *, knob: str = "MODEL") -> Any:
-    """What makes pixel values of images for the model of a folder, by Pillow.
+    """Loads the image processor of a model's folder, which uses Pillow.
 
     Raises:
-        RecipeError: the folder says nothing of it.
+        RecipeError: the folder has none.
     """
     from transformers import AutoImageProcessor
 
     if not (folder / "preprocessor_config.json").is_file():
         raise RecipeError(
-            f"{knob}: {folder} has no preprocessor_config.json, so nobody knows how its images are scaled; save the model's image processor there, too"
+            f"{knob}: {folder} has no preprocessor_config.json, so nobody knows how its images are scaled; save the "
+            "model's image processor there, too"
         )
     try:
         return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
@@ -145,8 +149,8 @@ def open_processor(folder: Path, *, knob: str = "MODEL") -> Any:
 
 def scores(model: Any, pixels: Tensor) -> Tensor:
     """Scores [n, classes] of images [n, channels, height, width], differentiable."""
-    found: Tensor = model(pixel_values=pixels).logits
-    return found
+    logits: Tensor = model(pixel_values=pixels).logits
+    return logits
 
 
 def matrix(convolution: Any) -> Tensor:
@@ -156,7 +160,7 @@ def matrix(convolution: Any) -> Tensor:
 
 
 def narrow_config(config: PretrainedConfig, channels: float) -> tuple[Any, str]:
-    """The configuration with the expansion ratio that is nearest to a share of what it was, and the change in words.
+    """The configuration with an expansion ratio closest to a share of the old one, and a description of the change.
 
     Raises:
         RecipeError: another family; the share changes nothing.
@@ -164,23 +168,24 @@ def narrow_config(config: PretrainedConfig, channels: float) -> tuple[Any, str]:
     family = _FAMILIES.get(config.model_type)
     if family is None:
         raise RecipeError(
-            f"width: knows the blocks of {', '.join(_FAMILIES)}, and this model is a {config.model_type}; leave the step out"
+            f"width: knows the blocks of {', '.join(_FAMILIES)}, and this model is a {config.model_type}; leave the "
+            "step out"
         )
-    made: Any = copy.deepcopy(config)
+    narrowed: Any = copy.deepcopy(config)
     now = getattr(config, family.ratio)
     if isinstance(now, int | float):
         then: Any = float(now * channels)
-    else:  # whole numbers by stage; 1 would leave the block without the convolution that expands
+    else:  # integers per stage; 1 would remove the expanding convolution of the block
         now = list(now)
         then = [r if r == 1 else max(2, round(r * channels)) for r in now]
     if now == then:
         raise RecipeError(f"width: channels: {channels:g} leaves {family.ratio} at {now}; ask for a smaller share")
-    setattr(made, family.ratio, then)
-    return made, f"{family.ratio} {now} -> {then}"
+    setattr(narrowed, family.ratio, then)
+    return narrowed, f"{family.ratio} {now} -> {then}"
 
 
 def readers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """By the block's name, the 1x1 convolution that reads its inner channels."""
+    """The 1x1 convolution that reads the inner channels of each block, by the block's name."""
     family = _FAMILIES[model.config.model_type]
     return {
         name: block.get_submodule(family.reader)
@@ -189,21 +194,23 @@ def readers(model: PreTrainedModel) -> dict[str, nn.Module]:
     }
 
 
-def smaller(model: PreTrainedModel, made: PreTrainedModel, kept: Mapping[str, Tensor]) -> None:
-    """Gives `made`, a narrower model of the family, the values of `model`, in place.
+def smaller(model: PreTrainedModel, pruned: PreTrainedModel, keep: Mapping[str, Tensor]) -> None:
+    """Copies the kept values of `model` into `pruned`, a narrower model of the family, in place.
 
     Args:
-        kept: by the block's name, numbers of the inner channels that stay.
+        keep: block name -> indices of the inner channels to keep.
     """
     before = model.state_dict()
-    made.load_state_dict({name: _sliced(name, before[name], like, kept) for name, like in made.state_dict().items()})
+    pruned.load_state_dict(
+        {name: _sliced(name, before[name], like, keep) for name, like in pruned.state_dict().items()}
+    )
 
 
-def _sliced(name: str, value: Tensor, like: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-    """A tensor of the model with the channels that stay, of the shape of `like`."""
+def _sliced(name: str, value: Tensor, like: Tensor, keep: Mapping[str, Tensor]) -> Tensor:
+    """The kept channels of a tensor, with the shape of `like`."""
     axes = [n for n, (now, then) in enumerate(zip(value.shape, like.shape, strict=True)) if now != then]
     if not axes:
         return value
     (axis,) = axes
-    (block,) = (block for block in kept if name.startswith(f"{block}."))
-    return value.index_select(axis, kept[block])
+    (block,) = (block for block in keep if name.startswith(f"{block}."))
+    return value.index_select(axis, keep[block])

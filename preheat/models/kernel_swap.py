@@ -1,4 +1,4 @@
-"""Other kernels for the small operators of one model: norms, rotary embedding, gated activation. Other models of its class keep theirs."""
+"""Replaces the kernels of one model's small operators: norms, rotary embedding, gated activation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["KERNEL_FAMILIES", "computed_by", "forwards", "gates", "use_kernels"]
 
 Forwards = list[tuple["nn.Module", Callable[..., Any]]]
 
-# Their RMSNorm, rotary embedding (halves rotated) and gated SiLU are the same functions, read in transformers' sources.
+# Their RMSNorm, rotary embedding (rotated halves) and gated SiLU are identical in transformers' sources.
 KERNEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
@@ -29,24 +29,24 @@ def use_kernels(
     rotary: Callable[..., Any] | None = None,
     gate: Callable[..., Any] | None = None,
 ) -> dict[str, int]:
-    """Has a model compute its small operators by other functions. In place, for this model only.
+    """Replaces the functions of a model's small operators, in place, for this model only.
 
     Args:
         norm: (x [..., width], weight [width], eps) -> RMSNorm of x.
-        rotary: (q, k [rows, heads, length, head_dim], cos, sin [rows or 1, length, head_dim]) -> q and k, rotated.
+        rotary: (q, k [rows, heads, length, head_dim], cos, sin [rows or 1, length, head_dim]) -> rotated q and k.
         gate: (a, b [..., feed_forward]) -> silu(a) * b.
 
     Returns:
-        How many modules now use each.
+        The number of modules that use each.
 
     Raises:
-        RecipeError: a family whose operators are not known to be these.
+        RecipeError: a family whose operators may differ.
     """
-    found = forwards(model, norm=norm, rotary=rotary, gate=gate)
-    for modules in found.values():
+    modules_by_kind = forwards(model, norm=norm, rotary=rotary, gate=gate)
+    for modules in modules_by_kind.values():
         for module, forward in modules:
             module.forward = forward  # type: ignore[method-assign, assignment]
-    return {name: len(modules) for name, modules in found.items()}
+    return {name: len(modules) for name, modules in modules_by_kind.items()}
 
 
 def forwards(
@@ -56,26 +56,26 @@ def forwards(
     rotary: Callable[..., Any] | None = None,
     gate: Callable[..., Any] | None = None,
 ) -> dict[str, Forwards]:
-    """The modules that would compute by other functions, each with its `forward`; arguments and errors as of `use_kernels`."""
+    """The modules that would be changed, each with its new `forward`; arguments and errors as of `use_kernels`."""
     family = model.config.model_type
     if family not in KERNEL_FAMILIES:
         raise RecipeError(f"model: the kernels are for {', '.join(KERNEL_FAMILIES)}, not {family}")
     if gate is not None and not gates(model):
         raise RecipeError(f"model: its activation is {model.config.hidden_act}, the kernel's a gated silu")
     parts = anatomy(model)
-    found: dict[str, Forwards] = {}
+    modules_by_kind: dict[str, Forwards] = {}
     if norm is not None:
-        found["norms"] = [(module, types.MethodType(_norm(norm), module)) for module in parts.norms.values()]
+        modules_by_kind["norms"] = [(module, types.MethodType(_norm(norm), module)) for module in parts.norms.values()]
     if rotary is not None:
-        found["rotary embeddings"] = [(module, _rotating_by(module, rotary)) for module in parts.attentions]
+        modules_by_kind["rotary embeddings"] = [(module, _rotating_by(module, rotary)) for module in parts.attentions]
     if gate is not None:
         blocks: list[Any] = [layer.mlp for layer in parts.layers]
-        found["gated activations"] = [(block, types.MethodType(_gated(gate), block)) for block in blocks]
-    return found
+        modules_by_kind["gated activations"] = [(block, types.MethodType(_gated(gate), block)) for block in blocks]
+    return modules_by_kind
 
 
 def gates(model: PreTrainedModel) -> bool:
-    """Whether its feed-forward blocks are down(silu(gate(x)) * up(x))."""
+    """True if its feed-forward blocks are down(silu(gate(x)) * up(x))."""
     return model.config.hidden_act in ("silu", "swish") and all(
         hasattr(layer.mlp, "gate_proj") for layer in anatomy(model).layers
     )
@@ -83,7 +83,7 @@ def gates(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def computed_by(modules: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Within, these modules run by the functions of `forwards`."""
+    """Context manager in which these modules run the given `forward` functions."""
     before = []
     for module, forward in modules:
         before.append((module, vars(module).get("forward")))
@@ -107,7 +107,7 @@ def _gated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rotating_by(attention: nn.Module, rotary: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers calls its rotary function by a global name; here a copy of `forward` is bound in which it means another."""
+    """Rebinds the rotary function, which transformers calls by a global name, in a copy of this module's `forward`."""
     plain: Any = type(attention).forward
     name = "apply_rotary_pos_emb"
     if name not in plain.__code__.co_names:

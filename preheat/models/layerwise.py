@@ -1,4 +1,4 @@
-"""A model over calibration rows, by transformers' own forward: its loss, its layers one after another, without one of them."""
+"""Runs a model over calibration rows with transformers' own forward: completely, by layer, or skipping layers."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ __all__ = ["hooked", "layer_by_layer", "linear_maps", "loss", "matrix", "plainly
 
 
 _AT_ONCE = 8
-"""Rows that pass through a model together."""
+"""Rows per forward pass."""
 
 
 def require_rows(rows: Sequence[Tensor], who: str) -> None:
-    """Raises RecipeError where there is nothing to calibrate on."""
+    """Raises RecipeError if there is nothing to calibrate on."""
     if not any(row.shape[-1] > 1 for row in rows):
         raise RecipeError(
-            f"{who}: looks at what passes through the model and was given no rows of two tokens or more; name data to read rows from"
+            f"{who}: looks at what passes through the model and was given no rows of two tokens or more; name data "
+            "to read rows from"
         )
 
 
 @contextmanager
 def plainly(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the model is read only, and attends by transformers' own function, so that its plain forward can be called.
+    """Context manager for the model's plain forward: eval mode, no gradients, transformers' own attention function.
 
-    Layers with a pattern of preheat's attend by preheat's function; capped scores by the plain one, since the fast one leaves caps out.
+    Layers with one of preheat's patterns use preheat's function; capped scores the eager one, since sdpa ignores the
+    cap.
     """
     training, attention, cached = model.training, model.config._attn_implementation, model.config.use_cache
     model.eval()
@@ -56,15 +58,14 @@ def plainly(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def hooked(hooks: Sequence[tuple[nn.Module, Callable[[Any, Any], object]]]) -> Iterator[None]:
-    """Within, each module tells its first input and its output: `tell(before, after)`."""
+    """Context manager that calls `tell(input, output)` with the hidden states of each module."""
 
     def hook(tell: Callable[[Any, Any], object]) -> Callable[..., None]:
-        def told(
-            module: nn.Module, args: Any, kwargs: Any, out: Any
-        ) -> None:  # returns nothing: what it returned would replace the output
+        def report(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            # Returns nothing: torch would replace the output by a returned value.
             tell(*_through(args, kwargs, out))
 
-        return told
+        return report
 
     handles = [module.register_forward_hook(hook(tell), with_kwargs=True) for module, tell in hooks]
     try:
@@ -75,18 +76,18 @@ def hooked(hooks: Sequence[tuple[nn.Module, Callable[[Any, Any], object]]]) -> I
 
 
 def _through(args: Any, kwargs: Any, out: Any) -> tuple[Any, Any]:
-    """The hidden states that go into a module and come out of it."""
+    """The hidden states that enter and leave a module."""
     return (args[0] if args else kwargs["hidden_states"]), (out[0] if isinstance(out, tuple) else out)
 
 
 def run(model: PreTrainedModel, rows: Sequence[Tensor]) -> None:
-    """Passes the rows through the layers, for hooks to see; no logits are made. To be called within `plainly`."""
+    """Passes the rows through the layers, for hooks to observe, without logits. Call within `plainly`."""
     for row in rows:
         model.base_model(input_ids=row.to(model.device))
 
 
 def loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
-    """Mean cross entropy of the rows' next tokens, in nats. To be called within `plainly`."""
+    """Mean cross entropy of the rows' next tokens, in nats. Call within `plainly`."""
     total, tokens = 0.0, 0
     for _, alike in itertools.groupby(rows, key=lambda row: row.shape[-1]):
         for some in torch.cat(list(alike)).split(_AT_ONCE):
@@ -99,7 +100,7 @@ def loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
 
 @contextmanager
 def skipping(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Within, these layers pass on what they are given."""
+    """Context manager that bypasses the given layers."""
 
     def passed_on(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         before, _ = _through(args, kwargs, out)
@@ -116,10 +117,10 @@ def skipping(layers: Sequence[nn.Module]) -> Iterator[None]:
 def layer_by_layer(
     model: PreTrainedModel, rows: Sequence[Tensor]
 ) -> Iterator[tuple[str, nn.Module, Callable[[], list[Tensor]]]]:
-    """Goes through the layers in order: (name, layer, run), where `run()` passes the rows through this one layer.
+    """Iterates over the layers in order: (name, layer, run); `run()` passes the rows through this layer alone.
 
-    What the layer is when the next is asked for is what the next one's rows come from: a layer that was changed meanwhile passes on what
-    it now computes. To be called within `plainly`.
+    The next layer's inputs are computed by the layer as it is when the iteration continues, including changes made to
+    it. Call within `plainly`.
 
     Example:
         >>> with plainly(model):                                                                   # doctest: +SKIP
@@ -128,11 +129,10 @@ def layer_by_layer(
         ...             run()
         ...         change(layer)
     """
-    found = anatomy(model)
+    parts = anatomy(model)
     names = {id(m): name for name, m in model.named_modules()}
-    calls: list[list[tuple[Any, Any]]] = [
-        [] for _ in found.layers
-    ]  # what each layer is given beside hidden states, by row
+    # Per layer and row, the arguments other than hidden states.
+    calls: list[list[tuple[Any, Any]]] = [[] for _ in parts.layers]
     states: list[Any] = []
 
     def note(number: int) -> Callable[..., None]:
@@ -144,14 +144,14 @@ def layer_by_layer(
 
         return hook
 
-    handles = [layer.register_forward_pre_hook(note(n), with_kwargs=True) for n, layer in enumerate(found.layers)]
+    handles = [layer.register_forward_pre_hook(note(n), with_kwargs=True) for n, layer in enumerate(parts.layers)]
     try:
         run(model, rows)
     finally:
         for handle in handles:
             handle.remove()
 
-    for number, layer in enumerate(found.layers):
+    for number, layer in enumerate(parts.layers):
 
         def through(number: int = number, layer: nn.Module = layer) -> list[Tensor]:
             outs = [
@@ -164,10 +164,10 @@ def layer_by_layer(
 
 
 def linear_maps(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The linear maps of the layers, by name; neither embedding nor head.
+    """The linear maps of the layers, by name, without embedding and head.
 
     Raises:
-        RecipeError: a layer holds experts, all in one parameter.
+        RecipeError: a layer has its experts in one parameter.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -175,13 +175,14 @@ def linear_maps(model: PreTrainedModel) -> dict[str, nn.Module]:
     for name, p in model.named_parameters():
         if p.ndim > 2:
             raise RecipeError(
-                f"model: {name} holds all experts of a layer in one parameter, which single weights are not pruned of; take out whole layers by the method depth"
+                f"model: {name} holds all experts of a layer in one parameter, which single weights are not pruned "
+                "of; take out whole layers by the method depth"
             )
     return {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not last}
 
 
 def matrix(module: nn.Module) -> Tensor:
-    """The weight of a linear map as [out, in]: its own memory, also where it is stored the other way round (GPT-2)."""
+    """The weight of a linear map as [out, in], sharing its memory, also for GPT-2's transposed Conv1D."""
     from transformers.pytorch_utils import Conv1D
 
     weight: Tensor = module.weight.detach()  # type: ignore[union-attr,operator,assignment]

@@ -1,4 +1,4 @@
-"""Where things are in a Hugging Face model: layers, head and what caps its logits, norms, attention. `models.hf` gives all of it."""
+"""Finds the parts of a Hugging Face model: layers, head, logit cap, norms, attention. `models.hf` re-exports it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ __all__ = [
     "whole",
 ]
 
-SOFTCAP = "preheat_softcap"  # attribute of a head whose logits are capped
-WHOLE = "preheat_whole"  # attribute of a pipeline's stage: the model that it was cut from, in a tuple (models/pipeline_split.py sets it)
+SOFTCAP = "preheat_softcap"  # attribute of a head with capped logits
+WHOLE = "preheat_whole"  # attribute of a pipeline stage, set by models/pipeline_split.py: the full model, in a tuple
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Where things are in a model.
+    """The parts of a model.
 
     Attributes:
-        base: the module that gives hidden states.
+        base: the module that computes hidden states.
         embedding: token embedding.
-        layers: the transformer layers, in order; of a pipeline's stage its own; of an encoder-decoder the encoder's, then the decoder's.
+        layers: the transformer layers, in order; a pipeline stage has its own, an encoder-decoder the encoder's, then
+            the decoder's.
         head: the output projection, [width -> vocabulary].
-        norms: every normalisation, by name.
-        attentions: one per layer (self-attention, where a decoder's layer attends to an encoder too).
-        tower: the blocks of the vision tower of a model that reads images, in order; else none.
+        norms: all normalization modules, by name.
+        attentions: one per layer (the self-attention of decoder layers with cross-attention).
+        tower: the blocks of a vision tower, in order; empty without one.
     """
 
     base: nn.Module
@@ -56,15 +57,15 @@ class Anatomy:
 
     @property
     def blocks(self) -> tuple[nn.Module, ...]:
-        """All that repeats, in the order in which it runs: the tower's blocks and the layers."""
+        """All repeated blocks in execution order: the tower's blocks and the layers."""
         return (*self.tower, *self.layers)
 
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
-    """Finds layers, head, norms and attention in any decoder-only transformers model, or in the text part of one that reads images.
+    """Finds the parts of any decoder-only transformers model, or of the text part of a vision model.
 
     Raises:
-        RecipeError: something cannot be found; the message names it.
+        RecipeError: a part cannot be found; the message names it.
     """
     from torch import nn
 
@@ -92,10 +93,10 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         raise RecipeError(f"model: the head of {kind} has a bias, which preheat's losses do not handle yet")
     attentions = []
     for layer in layers:
-        found = [m for m in layer.children() if type(m).__name__.lower().endswith("attention")]
-        if len(found) != 1:
-            raise RecipeError(f"model: found {len(found)} attention modules in a layer of {kind}, expected one")
-        attentions.append(found[0])
+        matches = [m for m in layer.children() if type(m).__name__.lower().endswith("attention")]
+        if len(matches) != 1:
+            raise RecipeError(f"model: found {len(matches)} attention modules in a layer of {kind}, expected one")
+        attentions.append(matches[0])
     return Anatomy(base, embedding, layers, head, _norms(model), tuple(attentions), tuple(vision.tower_blocks(model)))
 
 
@@ -108,7 +109,7 @@ def _both_stacks(model: Any) -> Anatomy:
 
 
 def _norms(model: Any) -> dict[str, nn.Module]:
-    """All but those of a vision tower."""
+    """All norms except those of a vision tower."""
     of_tower = {id(m) for block in (vision.tower(model),) if block is not None for m in block.modules()}
     return {
         name: m
@@ -118,58 +119,61 @@ def _norms(model: Any) -> dict[str, nn.Module]:
 
 
 def head(model: PreTrainedModel) -> nn.Module:
-    """The output projection, [width -> vocabulary]; None in a stage of a pipeline that is not the last."""
+    """The output projection, [width -> vocabulary]; None in a pipeline stage that is not the last."""
     return model.get_output_embeddings()
 
 
 def embedding(model: PreTrainedModel) -> nn.Module:
-    """The token embedding; None in a stage of a pipeline that has none."""
+    """The token embedding; None in a pipeline stage without one."""
     return model.get_input_embeddings()
 
 
 def whole(model: PreTrainedModel) -> PreTrainedModel:
-    """The model that a stage of a pipeline was cut from, of which other stages' modules stay on meta; any other model itself."""
+    """The full model of a pipeline stage, with other stages' modules on meta; any other model itself."""
     return getattr(model, WHOLE, (model,))[0]
 
 
 def softcap(model: PreTrainedModel) -> float | None:
-    """The cap on the logits that the head gives, which are then cap * tanh(logits / cap) (Gemma 2); None: they are as they are."""
-    found: Any = head(model)
-    base = found.get_base_layer() if hasattr(found, "get_base_layer") else found  # under an adapter
+    """The cap on the head's logits, which become cap * tanh(logits / cap) (Gemma 2); None: they are not capped."""
+    output: Any = head(model)
+    base = output.get_base_layer() if hasattr(output, "get_base_layer") else output  # under an adapter
     return getattr(base, SOFTCAP, None)
 
 
 def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """What the model says of hidden states [..., width]: fp32 [..., vocabulary], all of them in memory at once."""
-    made, cap = head(model)(hidden).float(), softcap(model)
-    return made if cap is None else (made / cap).tanh() * cap
+    """The logits of hidden states [..., width]: fp32 [..., vocabulary], all in memory at once."""
+    uncapped, cap = head(model)(hidden).float(), softcap(model)
+    return uncapped if cap is None else (uncapped / cap).tanh() * cap
 
 
 def require_plain_head(model: PreTrainedModel, who: str, *, tied: bool = False) -> None:
-    """Raises RecipeError where the head carries an adapter, which what reads its weight alone would leave out without a word.
+    """Raises RecipeError if the head has an adapter, which code that uses only the head's weight would silently ignore.
 
     Args:
-        tied: `who` knows the adapter of an embedding that the head is tied to (`ops.adapters.tied_head`).
+        tied: `who` handles the adapter of a tied embedding (`ops.adapters.tied_head`).
     """
     if hasattr(head(model), "pair") and not tied:
         raise RecipeError(
-            f"techniques.{who}: makes logits from the head's weight alone, and lora's embedding_rank adds to it; set embedding_rank: 0, or leave {who} out"
+            f"techniques.{who}: makes logits from the head's weight alone, and lora's embedding_rank adds to it; set "
+            f"embedding_rank: 0, or leave {who} out"
         )
     if hasattr(head(model), "get_base_layer"):
         raise RecipeError(
-            f"techniques.{who}: makes logits from the head's weight alone, and an adapter stands on it; take the head out of the adapter's targets, or leave {who} out"
+            f"techniques.{who}: makes logits from the head's weight alone, and an adapter stands on it; take the "
+            f"head out of the adapter's targets, or leave {who} out"
         )
 
 
 def require_decoder_only(model: PreTrainedModel, who: str) -> None:
-    """Raises RecipeError for an encoder-decoder, which `who` (a command, as it is typed) does not serve."""
+    """Raises RecipeError for an encoder-decoder, which `who` (a command as the user types it) does not support."""
     if model.config.is_encoder_decoder:
         raise RecipeError(
-            f"{who}: {model.config.model_type} is an encoder-decoder, which can be trained, evaluated and written with, and exported by --to hf alone"
+            f"{who}: {model.config.model_type} is an encoder-decoder, which can be trained, evaluated and written "
+            "with, and exported by --to hf alone"
         )
 
 
 def ends(model: PreTrainedModel) -> tuple[Tensor, ...]:
-    """The weights of embedding and head, which optimizers made for matrices leave to AdamW; of a pipeline's stage what it has of them."""
-    held: list[Any] = [module for module in (embedding(model), head(model)) if module is not None]
-    return tuple(module.weight for module in held)
+    """The weights of embedding and head that the model or pipeline stage has; matrix optimizers leave them to AdamW."""
+    modules: list[Any] = [module for module in (embedding(model), head(model)) if module is not None]
+    return tuple(module.weight for module in modules)

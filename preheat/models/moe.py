@@ -1,10 +1,11 @@
-"""Mixture-of-experts models of transformers: where the experts are, how their rows are computed, what their routers chose.
+"""Mixture-of-experts models of transformers: computes their experts, and records their routers' choices.
 
-The router works in fp32, whatever the rest does: which experts a token goes to hangs on differences that bf16 does not have. Its scores are a softmax over
-all experts (Mixtral, Qwen) or a sigmoid of each by itself (GLM-4.5, after DeepSeek-V3: groups of experts are chosen first, and what is chosen by is the
-score and a bias that is part of the model). No token is dropped: each goes to all of its experts, however many tokens these have. The experts of a layer
-are computed by the function that is hung onto them (`ops/grouped_mm.py` has one: a grouped product for all), by the name `preheat` in transformers' own
-registry; transformers' eager loop gives the same.
+Routers compute in fp32 whatever the rest does, because the choice of experts depends on differences that bf16 cannot
+represent. Scores are a softmax over all experts (Mixtral, Qwen) or a sigmoid of each (GLM-4.5, after DeepSeek-V3:
+groups of experts are chosen first, by the score plus a bias that is part of the model). No token is dropped: each goes
+to all of its experts, however many tokens these have. The experts of a layer are computed by a function attached to
+them (`ops/grouped_mm.py`: one grouped matmul for all), under the name `preheat` in transformers' registry;
+transformers' eager loop gives the same result.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ __all__ = [
 _BY_SOFTMAX = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text")
 _BY_SIGMOID = ("deepseek_v3", "glm4_moe")
 FAMILIES = (*_BY_SOFTMAX, *_BY_SIGMOID)
-"""What is known to be a router by softmax or sigmoid and top-k over gated experts, with or without an expert that all tokens go to."""
-NAME = "preheat"  # of our function in transformers' registry of experts
+"""Families with a softmax or sigmoid top-k router over gated experts, with or without a shared expert."""
+NAME = "preheat"  # our function in transformers' registry of experts
 COMPUTE = "preheat_compute"  # attribute of a layer's experts: the function that computes them
-ROUTED = "preheat_routed"  # attribute of a router: what it chose since it was last asked
+ROUTED = "preheat_routed"  # attribute of a router: its choices since the last call of `routed`
 BIAS = "e_score_correction_bias"
-"""Buffer of a router, [experts] fp32: what is added to its scores where experts are chosen, and not where they are weighed. transformers' name."""
+"""transformers' name of a router's buffer, [experts] fp32: added to scores to choose experts, not to weigh them."""
 TOKENS = "expert_tokens"
-"""Metric of a step: tokens of each expert, [layers, experts]."""
+"""Metric of a step: tokens per expert, [layers, experts]."""
 
 
 def sizes_of(config: Any) -> tuple[int, int, int]:
-    """Experts of a layer, experts that a token goes to, inner width of one; (0, 0, 0) where the model has none."""
+    """Experts per layer, experts per token, inner width of an expert; (0, 0, 0) if the model has none."""
     if config.model_type not in FAMILIES:
         return 0, 0, 0
     width = config.intermediate_size if config.model_type == "mixtral" else config.moe_intermediate_size
@@ -60,7 +61,7 @@ def sizes_of(config: Any) -> tuple[int, int, int]:
 
 
 def expert_layers(config: Any) -> int:
-    """Layers that have experts; the others have one feed-forward block for all tokens."""
+    """Number of layers with experts; the others have one feed-forward block for all tokens."""
     layers: int = config.num_hidden_layers
     if config.model_type not in FAMILIES or config.model_type == "mixtral":
         return layers if config.model_type in FAMILIES else 0
@@ -71,44 +72,44 @@ def expert_layers(config: Any) -> int:
 
 
 def shared_width(config: Any) -> int:
-    """Inner width of what all tokens go to beside the experts of a layer; 0 where there is nothing."""
+    """Inner width of the shared expert of a layer; 0 without one."""
     if config.model_type == "qwen2_moe":
         return int(config.shared_expert_intermediate_size)
     return int(config.n_shared_experts * config.moe_intermediate_size) if config.model_type in _BY_SIGMOID else 0
 
 
 def has_bias(config: Any) -> bool:
-    """Whether the model itself has a bias on the choice of experts, which its folder holds and transformers routes by."""
+    """True if the model itself has a bias on the choice of experts, saved in its folder and used by transformers."""
     return config.model_type in _BY_SIGMOID
 
 
 def adapted(model: nn.Module, targets: Any) -> Any:
-    """What adapters go onto: `all-linear` of a model with experts is attention's maps, by name; anything else stays as it is.
+    """The target modules of adapters: `all-linear` of a model with experts means attention's linear maps, by name.
 
-    peft takes the names of the maps of a feed-forward block for those of the experts, which are no maps here.
+    peft would look for the linear maps of feed-forward blocks in the experts, which have stacked parameters instead.
     """
     if targets != "all-linear" or not routers(model):
         return targets
     from torch import nn
 
-    found = {
+    leaves = {
         leaf
         for module in model.modules()
         if type(module).__name__.lower().endswith("attention")
         for leaf, child in module.named_children()
-        if isinstance(child, nn.Linear) or hasattr(child, "base_layer")  # under an adapter already
+        if isinstance(child, nn.Linear) or hasattr(child, "base_layer")  # has an adapter already
     }
-    return tuple(sorted(found))
+    return tuple(sorted(leaves))
 
 
 def coefficient(config: Any) -> float:
-    """How much the load-balancing loss counts; 0 where there is none."""
+    """Coefficient of the load-balancing loss; 0 without one."""
     return float(config.router_aux_loss_coef or 0.0) if config.model_type in _BY_SOFTMAX else 0.0
 
 
 @functools.cache
 def register() -> str:
-    """Puts our function into transformers' registry of experts, under its own name, which is returned; nothing of theirs is replaced."""
+    """Registers our function under its own name in transformers' registry of experts; returns the name."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
@@ -116,7 +117,7 @@ def register() -> str:
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The experts of each layer that has some: a module with gate_up_proj [experts, 2 inner, width] and down_proj [experts, width, inner]."""
+    """Each layer's experts: modules with gate_up_proj [experts, 2 inner, width], down_proj [experts, width, inner]."""
     return [m for m in model.modules() if type(m).__name__.endswith("Experts") and "gate_up_proj" in m._parameters]
 
 
@@ -126,19 +127,19 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 
 def biases(model: nn.Module) -> dict[str, Tensor]:
-    """The biases on the choice of experts that a model has, by name."""
+    """A model's biases on the choice of experts, by name."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(f".{BIAS}")}
 
 
 class RouterRecorder:
-    """Whether routers write down what they choose: not while a layer is computed again in the backward pass."""
+    """A switch for recording routers' choices: off while a layer is recomputed in the backward pass."""
 
     def __init__(self) -> None:
         self.open = False
 
 
 def record_routers(model: nn.Module) -> RouterRecorder:
-    """Has the routers of a model compute in fp32 and write down what they chose while the ledger is open, in place."""
+    """Makes the routers of a model compute in fp32 and record their choices while the recorder is open, in place."""
     ledger = RouterRecorder()
     for router in routers(model):
         router.forward = types.MethodType(functools.partial(_route, ledger), router)  # type: ignore[method-assign]
@@ -147,7 +148,7 @@ def record_routers(model: nn.Module) -> RouterRecorder:
 
 
 def _route(ledger: RouterRecorder, router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of all experts [tokens, experts], and weights and numbers of those that each token goes to [tokens, chosen]."""
+    """Scores of all experts [tokens, experts], and weights and indices of each token's experts [tokens, chosen]."""
     import torch
 
     hidden = hidden.reshape(-1, router.hidden_dim)
@@ -159,28 +160,28 @@ def _route(ledger: RouterRecorder, router: Any, hidden: Tensor) -> tuple[Tensor,
     flat = chosen.flatten()
     counts = shares.new_zeros(router.num_experts).scatter_add_(0, flat, torch.ones_like(flat, dtype=shares.dtype))
     sums = shares.sum(dim=0)
-    if ledger.open and router.training:  # not what a reference model, which is this one without its adapters, looks at
-        held = getattr(router, ROUTED)
-        setattr(router, ROUTED, (counts, sums) if held is None else (held[0] + counts, held[1] + sums))
+    if ledger.open and router.training:  # not in a reference model, which is this one without its adapters
+        record = getattr(router, ROUTED)
+        setattr(router, ROUTED, (counts, sums) if record is None else (record[0] + counts, record[1] + sums))
     return scores, weights, chosen
 
 
 def _by_softmax(router: Any, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities of all experts, and weights and numbers of the chosen."""
+    """Probabilities of all experts, and weights and indices of the chosen ones."""
     shares = scores.softmax(dim=-1)
-    bias = router._buffers.get(BIAS) if router.training else None  # these families' folders have no place for it
+    bias = router._buffers.get(BIAS) if router.training else None  # these families do not save it in their folders
     if bias is None:
         weights, chosen = shares.topk(router.top_k, dim=-1)
     else:
         chosen = (shares.detach() + bias).topk(router.top_k, dim=-1).indices
         weights = shares.gather(1, chosen)
-    if getattr(router, "norm_topk_prob", True):  # Mixtral's always are
+    if getattr(router, "norm_topk_prob", True):  # Mixtral always normalizes
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return shares, weights, chosen
 
 
 def _by_sigmoid(router: Any, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_by_softmax`; a group of experts is as good as its two best (DeepSeek-V3, arXiv:2412.19437)."""
+    """As `_by_softmax`; a group of experts is scored by its two best (DeepSeek-V3, arXiv:2412.19437)."""
     import torch
 
     shares = scores.sigmoid()
@@ -199,29 +200,28 @@ def _by_sigmoid(router: Any, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def routed(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """What the routers wrote down since they were last asked: tokens of each expert, and its summed probability, [layers, experts] each."""
+    """The routers' records since the last call: tokens per expert, and summed probabilities, [layers, experts] each."""
     import torch
 
-    found = []
+    records = []
     for router in routers(model):
-        held = getattr(router, ROUTED)
-        assert held is not None, "a router did not write down what it chose"
+        record = getattr(router, ROUTED)
+        assert record is not None, "a router did not write down what it chose"
         setattr(router, ROUTED, None)
-        found.append(held)
-    return torch.stack([counts for counts, _ in found]), torch.stack([sums for _, sums in found])
+        records.append(record)
+    return torch.stack([counts for counts, _ in records]), torch.stack([sums for _, sums in records])
 
 
 def _experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """transformers' interface of experts: hidden [tokens, width], chosen and weights [tokens, k] in, [tokens, width] out."""
+    """transformers' interface of experts: hidden [tokens, width], chosen and weights [tokens, k] -> [tokens, width]."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    compute = getattr(
-        experts, COMPUTE, grouped_mm_experts_forward
-    )  # transformers' own in a model that was not built to be trained
+    # transformers' own function for a model that was not built for training.
+    compute = getattr(experts, COMPUTE, grouped_mm_experts_forward)
     return compute(experts, hidden, chosen, weights)  # type: ignore[no-any-return]
 
 
 def compute_by(model: nn.Module, function: Callable[..., Tensor]) -> None:
-    """Has the experts of a model computed by `function(experts, hidden, chosen, weights)`, in place."""
+    """Makes `function(experts, hidden, chosen, weights)` compute the experts of a model, in place."""
     for experts in experts_of(model):
         setattr(experts, COMPUTE, function)

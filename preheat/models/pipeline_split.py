@@ -1,6 +1,7 @@
-"""A transformers model cut into the stages of a pipeline. A stage is the model itself without the layers (and ends) that other stages have.
+"""Splits a transformers model into pipeline stages. A stage is the model without the layers (and ends) of other stages.
 
-Names stay those of the whole model, layer numbers too, so that a stage reads, draws and saves what the whole model would.
+Parameter names, including layer numbers, are those of the full model, so that a stage reads, initializes and saves what
+the full model would.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["ModelProfile", "balance", "cut", "observe"]
 
 
 class _ZeroModule(nn.Module):
-    """Stands where the first stage looks something up that it adds to the embeddings, as GPT-2 its positions."""
+    """Replaces a lookup of the first stage that is added to the embeddings, such as GPT-2's positions."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return torch.zeros(())
@@ -33,13 +34,14 @@ class _ZeroModule(nn.Module):
 
 @dataclass
 class ModelProfile:
-    """How a model runs, as a dry run saw it.
+    """Execution profile of a model from a dry run.
 
     Attributes:
         layers: name of the list of layers.
-        entry: names of the modules that make and change hidden states before the layers.
-        exit: and after them, the head included.
-        before: FLOPs of a row's forward pass before the layers, `each` of each layer, `after` them, the head included.
+        entry: names of the modules that create and change hidden states before the layers.
+        exit: names of the modules after the layers, including the head.
+        before: FLOPs of a row's forward pass before the layers; `each`: of each layer; `after`: after them, including
+            the head.
     """
 
     layers: str = ""
@@ -51,12 +53,12 @@ class ModelProfile:
 
 
 def _meta_attention(query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, scale: float, **_: Any) -> Tensor:
-    """Attention over as many keys as a kernel that leaves out what is masked reads for each token, in the mean."""
+    """Attention over the mean number of keys per token that a kernel with block skipping reads."""
     length = key.shape[2]
     window = min(mask.window or length, length)
-    seen = max(1, round(window - window * (window - 1) / (2 * length)))
+    reach = max(1, round(window - window * (window - 1) / (2 * length)))
     repeat = query.shape[1] // key.shape[1]
-    key, value = (t[:, :, :seen].repeat_interleave(repeat, dim=1) for t in (key, value))
+    key, value = (t[:, :, :reach].repeat_interleave(repeat, dim=1) for t in (key, value))
     return (query @ key.transpose(-1, -2)).softmax(dim=-1) @ value
 
 
@@ -66,22 +68,23 @@ def _list_of_layers(model: Any) -> str:
 
 
 def _above(name: str) -> list[str]:
-    """The modules that hold a module: '' and 'model' of 'model.layers'."""
+    """Names of a module's ancestors: '' and 'model' for 'model.layers'."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts))]
 
 
 def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
-    """Sees in a dry run on meta (no memory, no arithmetic) what a model calls before, between and after its layers, and its FLOPs.
+    """Profiles a model in a dry run on meta: modules before, in and after its layers, and their FLOPs.
 
-    FLOPs, not seconds: they are the same on every device, which must all cut at the same places, and known before anything is allocated.
+    FLOPs rather than seconds: all devices must split at the same layers, and FLOPs are the same everywhere and known
+    before anything is allocated.
 
     Args:
-        config: transformers' configuration; the plain model of it is run, whatever techniques change in how it is computed.
-        length: tokens of a row.
+        config: transformers' configuration; the plain model is run, whatever techniques change in its computation.
+        length: tokens per row.
 
     Raises:
-        ValueError: the model cannot be cut between layers; the words say why.
+        ValueError: the model cannot be split between layers; the message says why.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -89,7 +92,8 @@ def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
         getattr(config.get_text_config(), key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")
     ):
         raise ValueError(
-            f"{config.model_type} has experts, whose cost a dry run cannot see and whose balancing loss stages do not hand on"
+            f"{config.model_type} has experts, whose cost a dry run cannot see and whose balancing loss stages do "
+            "not hand on"
         )
     model = hf.build_on_meta(copy.deepcopy(config), trust=trust)
     course = ModelProfile(_list_of_layers(model))
@@ -99,13 +103,14 @@ def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
     where, started = "entry", 0
 
     def watch(name: str, module: nn.Module) -> None:
-        def done(_: Any, __: Any, made: Any) -> None:
-            acts = torch.is_tensor(made) and tuple(made.shape) == stream
+        def done(_: Any, __: Any, out: Any) -> None:
+            acts = torch.is_tensor(out) and tuple(out.shape) == stream
             if acts or module is hf.head(model):
                 (course.entry if where == "entry" else course.exit).append(name)
             elif any(True for _ in module.parameters()):
                 raise ValueError(
-                    f"{type(model).__name__}: {name} gives something else than hidden states, which its stages would all need"
+                    f"{type(model).__name__}: {name} gives something else than hidden states, which its stages would "
+                    "all need"
                 )
 
         module.register_forward_hook(done)
@@ -125,10 +130,11 @@ def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
             course.before = counter.get_total_flops()
         where, started = "exit", counter.get_total_flops()
 
-    def leave(layer: Any, _: Any, made: Any) -> None:
-        if not (torch.is_tensor(made) and tuple(made.shape) == stream):
+    def leave(layer: Any, _: Any, out: Any) -> None:
+        if not (torch.is_tensor(out) and tuple(out.shape) == stream):
             raise ValueError(
-                f"{type(layer).__name__} gives more than hidden states to the next layer, which may stand on another device"
+                f"{type(layer).__name__} gives more than hidden states to the next layer, which may stand on another "
+                "device"
             )
         course.each.append(counter.get_total_flops() - started)
 
@@ -147,7 +153,7 @@ def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
 
 
 def _require_nothing_between(model: Any, course: ModelProfile, stream: tuple[int, ...]) -> None:
-    """A model without its modules must give hidden states on as they are: what it does beside them would be done in each stage."""
+    """Checks that a model without its modules returns its input: other operations would be repeated in each stage."""
     bare = _without(model, course, range(0), first=False, last=False)
     for holder in _above(course.layers):
         parent = bare.get_submodule(holder)
@@ -168,12 +174,12 @@ def _require_nothing_between(model: Any, course: ModelProfile, stream: tuple[int
 
 
 def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: float = 0) -> list[range]:
-    """Cuts layers into stages so that the dearest stage costs as little as it can; among such cuts the most even one.
+    """Splits layers into stages with the lowest maximum cost; of these splits returns the most even one.
 
     Args:
         costs: of each layer, in any unit.
-        before: what the first stage computes besides its layers (the embedding).
-        after: and the last (norm, head and loss).
+        before: cost of the first stage in addition to its layers (the embedding).
+        after: cost of the last stage in addition (norm, head and loss).
 
     Returns:
         The layers of each stage, at least one.
@@ -195,78 +201,80 @@ def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: fl
     def cost_of(first: int, end: int) -> float:
         return sums[end] - sums[first] + (before if first == 0 else 0) + (after if end == count else 0)
 
-    # best[end]: (dearest stage, sum of squares, where the stages before begin) with the first `end` layers in as many stages as were seen
+    # best[end]: (highest cost of a stage, sum of squares, first layer of each stage) for the first `end` layers
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
-        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        extended: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for end in range(stage + 1, count - (stages - stage - 1) + 1):
-            found[end] = min(
+            extended[end] = min(
                 (max(dearest, cost), squares + cost * cost, (*starts, first))
                 for first, (dearest, squares, starts) in best.items()
                 if first < end
                 for cost in [cost_of(first, end)]
             )
-        best = found
+        best = extended
     starts = (*best[count][2], count)
     return [range(first, end) for first, end in itertools.pairwise(starts)]
 
 
 def _shell(module: Any) -> Any:
-    """Another module with the same children, parameters and hooks, which can be exchanged without the first."""
-    made = copy.copy(module)
-    made.__dict__ = {
+    """A shallow copy of a module whose children, parameters and hooks can be replaced without changing the original."""
+    clone = copy.copy(module)
+    clone.__dict__ = {
         key: copy.copy(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()
     }
-    return made
+    return clone
 
 
 def _without(model: Any, course: ModelProfile, layers: range, *, first: bool, last: bool) -> Any:
-    """The model with some of its layers and ends; everything that both have is the same module."""
-    made = _shell(model)
+    """The model with some of its layers and ends; modules that both have are shared."""
+    bare = _shell(model)
     for name in _above(course.layers)[1:]:
         holder, _, key = name.rpartition(".")
-        setattr(made.get_submodule(holder), key, _shell(model.get_submodule(name)))
+        setattr(bare.get_submodule(holder), key, _shell(model.get_submodule(name)))
     stack: Any = model.get_submodule(course.layers)
     holder, _, key = course.layers.rpartition(".")
     chosen = nn.ModuleList(layer if number in layers else Passthrough() for number, layer in enumerate(stack))
-    setattr(made.get_submodule(holder), key, chosen)
+    setattr(bare.get_submodule(holder), key, chosen)
     ends = {"embedding": hf.embedding(model), "head": hf.head(model)}
     tied = ends["embedding"].weight is ends["head"].weight
     for name in (*(() if first else course.entry), *(() if last else course.exit)):
         holder, _, key = name.rpartition(".")
         there: Any = model.get_submodule(name)
         if there is ends["embedding"] and tied and last:
-            continue  # not called, but what the head is tied to: under one name in all stages and files
+            continue  # not called here, but its weight is the head's, under one name in all stages and files
         stand_in = (
             None if there in ends.values() else _ZeroModule() if isinstance(there, nn.Embedding) else Passthrough()
         )
-        setattr(made.get_submodule(holder), key, stand_in)
-    return made
+        setattr(bare.get_submodule(holder), key, stand_in)
+    return bare
 
 
 def cut(model: PreTrainedModel, course: ModelProfile, stages: Sequence[range], number: int) -> PreTrainedModel:
-    """One stage of a model: an ordinary transformers model that lacks what the other stages have. The model itself stays as it is.
+    """Builds one stage: an ordinary transformers model without the other stages' modules, which it does not change.
 
-    Hidden states come in as `Batch.hidden`, but for the first stage; those that are not the last give theirs.
+    All stages but the first take hidden states from `Batch.hidden`; all but the last return theirs.
 
     Args:
         course: of the model, by `observe`.
         stages: the layers of each, by `balance`.
-        number: which stage.
+        number: index of the stage.
 
     Example:
         >>> from transformers import LlamaConfig
-        >>> config = LlamaConfig(num_hidden_layers=3, hidden_size=32, num_attention_heads=4, intermediate_size=48, vocab_size=64)
+        >>> sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
+        >>> config = LlamaConfig(num_hidden_layers=3, **sizes)
         >>> model, course = hf.build_on_meta(config), observe(config, 16)
         >>> last = cut(model, course, balance(course.each, 2, after=course.after), 1)
-        >>> sorted({name.rpartition(".layers.")[2].split(".")[0] for name, _ in last.named_parameters() if ".layers." in name})
+        >>> names = [name for name, _ in last.named_parameters() if ".layers." in name]
+        >>> sorted({name.rpartition(".layers.")[2].split(".")[0] for name in names})
         ['2']
     """
     first, last = number == 0, number == len(stages) - 1
-    made = _without(model, course, stages[number], first=first, last=last)
-    whole: Any = model
-    if hf.embedding(model).weight is hf.head(model).weight:  # a tied head has nothing of its own to be drawn
-        whole = _shell(model)
-        whole.set_output_embeddings(None)
-    setattr(made, hf.WHOLE, (whole,))  # in a tuple: not a child, whose parameters this stage would have
-    return made
+    part = _without(model, course, stages[number], first=first, last=last)
+    full: Any = model
+    if hf.embedding(model).weight is hf.head(model).weight:  # a tied head has no weight to initialize
+        full = _shell(model)
+        full.set_output_embeddings(None)
+    setattr(part, hf.WHOLE, (full,))  # in a tuple: as a child, its parameters would count as this stage's
+    return part

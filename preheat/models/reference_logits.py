@@ -1,4 +1,4 @@
-"""A model's logits as transformers itself gives them."""
+"""Reference logits of a model, by transformers' own eager attention."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["plain_logits"]
 
 
 def plain_logits(model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Logits [rows, length, vocabulary] by transformers' own eager attention, whatever the model is set to; in fp32, or its fp64.
+    """Logits [rows, length, vocabulary] by transformers' eager attention, whatever the model is set to; fp32 or fp64.
 
-    An encoder-decoder reads the tokens, and writes them.
+    An encoder-decoder gets the tokens for its encoder and its decoder.
 
     Args:
-        seen: what else goes into its forward: images.
+        seen: further arguments of its forward, such as images.
     """
     import torch
 
@@ -34,7 +34,7 @@ def plain_logits(model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tens
     model.eval()
     model.set_attn_implementation("eager")
     grouped = experts_of(model) and model.config.get_text_config()._experts_implementation == "grouped_mm"
-    if grouped:  # transformers' own, which torch has not in fp64
+    if grouped:  # torch has no grouped_mm in fp64
         model.set_experts_implementation("eager")
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The places of a model that lose most when they are rounded: embedding, head, first and last layer, by the names of their modules."""
+"""The modules of a model that lose most when quantized: embedding, head, first and last layer, by name."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ def layer_names(model: PreTrainedModel) -> list[str]:
 
 
 def roles(model: PreTrainedModel) -> dict[str, list[str]]:
-    """What `embedding`, `head`, `first` and `last` (layer) stand for: names of modules, those inside the layers included.
+    """Module names of the roles `embedding`, `head`, `first` and `last` (layer), including modules inside the layers.
 
-    `auto` are all of these, without the layers where there are two or fewer: nothing would lie between.
+    `auto` is all of these, without the layers if there are two or fewer: no layer would be left.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 16}
+        >>> config = LlamaConfig(num_hidden_layers=2, **sizes)
         >>> roles(LlamaForCausalLM(config))["head"]
         ['lm_head']
     """
     parts, layers = anatomy(model), layer_names(model)
     everything = list(model.named_modules())
-    found = {
+    by_role = {
         "embedding": [name for name, m in everything if m is parts.embedding],
         "head": [name for name, m in everything if m is parts.head],
         "first": [name for name, _ in everything if name.startswith(f"{layers[0]}.")],
         "last": [name for name, _ in everything if name.startswith(f"{layers[-1]}.")],
     }
-    kept = found if len(layers) > 2 else ("embedding", "head")
-    return found | {"auto": [name for role in kept for name in found[role]]}
+    chosen = by_role if len(layers) > 2 else ("embedding", "head")
+    return by_role | {"auto": [name for role in chosen for name in by_role[role]]}

@@ -1,12 +1,13 @@
-"""One dial for a new model: `size: 15M` gives depth, width, heads, feed-forward width and learning rate. No torch.
+"""Sizes of a new model from one setting: `size: 15M` gives depth, width, heads, feed-forward width and learning rate.
 
-The size N counts parameters outside embedding and head, as in Kaplan et al. 2020 (arXiv:2001.08361), where loss follows
-N and hardly depends on shape for aspect ratios width / depth from about 20 to 200. We take 64 (the ratio that nanochat
-trains with), heads of 64 (128 from width 2,048 on), and choose the feed-forward width so that N is met within a few per cent.
-`shape: deep` takes 20, the deep end of that range: below a billion parameters deep and thin models score better at the same size
-(MobileLLM, Liu et al. 2024, arXiv:2402.14905: 30 layers of width 576 at 125M, ratio 19) and have smaller embeddings, but a step
-takes longer, since its layers wait for each other.
-The learning rate is Kaplan et al.'s fit (their equation D.1): 0.003239 - 0.0001395 ln N.
+The size N counts parameters outside of embedding and head, as in Kaplan et al. 2020 (arXiv:2001.08361), where loss
+follows N and hardly depends on shape for aspect ratios width / depth from about 20 to 200. We take 64 (the ratio that
+nanochat trains with), heads of 64 (128 from 400M parameters on), and choose the feed-forward width so that N is met
+within a few per cent. `shape: deep` takes 20, the deep end of that range: below a billion parameters deep and thin
+models score better at the same size (MobileLLM, Liu et al. 2024, arXiv:2402.14905: 30 layers of width 576 at 125M,
+ratio 19) and have smaller embeddings, but a step takes longer, since layers run one after another.
+The learning rate is Kaplan et al.'s fit (their equation D.1): 0.003239 - 0.0001395 ln N. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def parse_size(size: str) -> int:
     >>> parse_size("1.5K")
     1500
     """
-    if words := size_problem(size):
-        raise RecipeError(f"model.size: {words}")
+    if problem := size_problem(size):
+        raise RecipeError(f"model.size: {problem}")
     return round(float(size[:-1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[size[-1]])
 
 
@@ -63,7 +64,7 @@ def dial(size: str, *, gated: bool = True, shape: str = "balanced") -> Dimension
     width = max(head, round(math.sqrt(wanted / (12 * layers)) / head) * head)
     matrices = 3 if gated else 2
     feed_forward = (wanted / layers - 4 * width**2) / (matrices * width)
-    feed_forward = min(max(feed_forward, 1.5 * width), 6 * width)  # a sound block even where the width was rounded far
+    feed_forward = min(max(feed_forward, 1.5 * width), 6 * width)  # a usual ratio even if rounding moved the width far
     return Dimensions(layers, width, width // head, max(64, round(feed_forward / 64) * 64))
 
 

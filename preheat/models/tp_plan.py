@@ -1,4 +1,4 @@
-"""Which of a model's modules are shared out among devices along the tensor axis, and how: transformers' own plan of each family, made whole."""
+"""The tensor-parallel style of each module of a model: transformers' own plan of the family, completed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["plan_of", "problems", "shares"]
 
 
-_STYLES = {  # of transformers' plans
+_STYLES = {  # by transformers' names
     "colwise": Share.COLUMNS,
     "colwise_gather_output": Share.COLUMNS_GATHERED,
     "rowwise": Share.ROWS,
@@ -24,7 +24,7 @@ _STYLES = {  # of transformers' plans
 }
 
 
-# The small matrices of LoRA, a map into the rank and one out of it, by what is done with the map that they add to.
+# LoRA's two small matrices, into the rank and out of it, by the style of the linear map that they adapt.
 _LORA = {
     Share.COLUMNS: (Share.WHOLE, Share.COLUMNS),
     Share.COLUMNS_GATHERED: (Share.WHOLE, Share.COLUMNS_GATHERED),
@@ -34,7 +34,7 @@ _LORA = {
 
 
 def plan_of(family: str) -> Mapping[str, str]:
-    """transformers' plan for the layers of a family: pattern of module names, `layers.*.mlp.up_proj` -> style. Empty: it has none."""
+    """transformers' plan for the layers of a family: module names (`layers.*.mlp.up_proj`) -> style, or {}."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     plan = CONFIG_MAPPING[family].base_model_tp_plan if family in CONFIG_MAPPING else None
@@ -42,7 +42,7 @@ def plan_of(family: str) -> Mapping[str, str]:
 
 
 def problems(family: str, *, heads: int, kv_heads: int, degree: int) -> list[str]:
-    """Why the layers of a family cannot be shared out among `degree` devices, in words that begin with the knob."""
+    """Why the layers of a family cannot be sharded across `degree` devices; messages begin with the knob."""
     plan = plan_of(family)
     if not plan:
         return [f"degree: transformers has no tensor parallel plan for {family}; use fsdp, or a llama or qwen3"]
@@ -52,7 +52,7 @@ def problems(family: str, *, heads: int, kv_heads: int, degree: int) -> list[str
             f"degree: the plan of {family} shares out experts ({', '.join(strange)}), which is not done here; use fsdp"
         ]
     if not any(style == "colwise" for name, style in plan.items() if "attn" in name or "attention" in name):
-        return []  # attention stands whole on each device
+        return []  # attention is replicated
     return [
         f"degree: {count} {what} do not divide among {degree} devices; use a degree that divides {count}"
         for what, count in (("heads", heads), ("key-value heads", kv_heads))
@@ -61,20 +61,22 @@ def problems(family: str, *, heads: int, kv_heads: int, degree: int) -> list[str
 
 
 def shares(model: Any) -> dict[str, Share]:
-    """What is done with each module that has weights, and with each block, by name.
+    """The style of each module with weights, and of each block, by name.
 
     Raises:
-        ValueError: the plan says nothing of a module in a place where that matters; the words name it.
+        ValueError: the plan omits a module that needs a style; the message names it.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = dict(hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=16, num_hidden_layers=1)
-        >>> {name: str(how) for name, how in shares(LlamaForCausalLM(LlamaConfig(**sizes))).items() if "mlp" in name}
-        {'model.layers.0.mlp': 'block', 'model.layers.0.mlp.gate_proj': 'columns', 'model.layers.0.mlp.up_proj': 'columns', 'model.layers.0.mlp.down_proj': 'rows'}
+        >>> names = ("", ".gate_proj", ".up_proj", ".down_proj")
+        >>> styles = shares(LlamaForCausalLM(LlamaConfig(**sizes)))
+        >>> [str(styles[f"model.layers.0.mlp{name}"]) for name in names]
+        ['block', 'columns', 'columns', 'rows']
     """
     parts, plan = anatomy(model), plan_of(model.config.model_type)
     names = {id(module): name for name, module in model.named_modules()}
-    start, found = names[id(parts.layers[0])].rpartition(".")[0] + ".", dict[str, Share]()
+    start, styles = names[id(parts.layers[0])].rpartition(".")[0] + ".", dict[str, Share]()
 
     def planned(name: str) -> Share | None:
         style = plan.get("layers." + re.sub(r"^\d+\.", "*.", name.removeprefix(start)))
@@ -86,42 +88,42 @@ def shares(model: Any) -> dict[str, Share]:
             for module in [m for m in child.modules() if hasattr(m, "get_base_layer")]:
                 inside |= _adapted(names[id(module)], module, inside[names[id(module)]])
             if not any(inside.values()):
-                found |= {names[id(m)]: Share.BETWEEN for m in _weighted(child)}
+                styles |= {names[id(m)]: Share.BETWEEN for m in _weighted(child)}
                 continue
-            found[names[id(child)]] = Share.BLOCK
-            split = any(how is Share.COLUMNS for how in inside.values())
+            styles[names[id(child)]] = Share.BLOCK
+            split = any(style is Share.COLUMNS for style in inside.values())
             for module in _weighted(child):
                 name = names[id(module)]
-                how = inside[name]
-                if how is None and split:
+                style = inside[name]
+                if style is None and split:
                     raise ValueError(f"transformers' plan of {model.config.model_type} says nothing of {name}")
-                found[name] = how or Share.WHOLE
-    ends = ((parts.embedding, Share.EMBEDDING), (parts.head, Share.HEAD))  # of which a pipeline's stage may have none
-    found |= {names[id(module)]: how for module, how in ends if module is not None}
+                styles[name] = style or Share.WHOLE
+    ends = ((parts.embedding, Share.EMBEDDING), (parts.head, Share.HEAD))  # a pipeline stage may have none
+    styles |= {names[id(module)]: style for module, style in ends if module is not None}
     last = [name for name in parts.norms if not name.startswith(start)]
-    strange = [names[id(m)] for m in _weighted(model) if names[id(m)] not in found and names[id(m)] not in last]
+    strange = [names[id(m)] for m in _weighted(model) if names[id(m)] not in styles and names[id(m)] not in last]
     if strange or len(last) != (parts.head is not None):
-        beside = ", ".join([*last, *strange]) or "no norm"
+        extra = ", ".join([*last, *strange]) or "no norm"
         raise ValueError(
-            f"{model.config.model_type} has {beside} beside its layers, where one norm alone behind them is known"
+            f"{model.config.model_type} has {extra} beside its layers, where one norm alone behind them is known"
         )
-    return found | dict.fromkeys(last, Share.LAST)
+    return styles | dict.fromkeys(last, Share.LAST)
 
 
-def _adapted(name: str, module: Any, how: Share | None) -> dict[str, Share | None]:
-    """What is done with the maps that an adapter puts in the place of one."""
+def _adapted(name: str, module: Any, style: Share | None) -> dict[str, Share | None]:
+    """The styles of the linear maps that an adapter puts in place of one."""
     small = {f"{name}.{key}": m for key, m in module.named_modules() if m in _weighted(module) and key != "base_layer"}
-    if how is None:
+    if style is None:
         raise ValueError(f"{name} has an adapter, and transformers' plan says nothing of the map below it")
     if any(not re.search(r"\.lora_[AB]\.\w+$", key) for key in small):
         raise ValueError(
             f"{name} has an adapter with more than LoRA's two small matrices; use lora with variant: lora or rslora"
         )
-    into, out = _LORA[how]
-    found: dict[str, Share | None] = {key: into if ".lora_A." in key else out for key in small}
-    return found | {f"{name}.base_layer": how}
+    into, out = _LORA[style]
+    styles: dict[str, Share | None] = {key: into if ".lora_A." in key else out for key in small}
+    return styles | {f"{name}.base_layer": style}
 
 
 def _weighted(module: nn.Module) -> list[nn.Module]:
-    """The modules in it that have weights of their own."""
+    """The submodules that have parameters of their own."""
     return [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]

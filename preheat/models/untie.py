@@ -1,6 +1,6 @@
-"""Finds folders whose configuration ties the output head to the embedding, and whose files hold other values of the two.
+"""Unties folders whose configuration ties head and embedding, but whose files have different values of the two.
 
-transformers reads both then, warns, and ties nothing, whatever config.json says.
+transformers then reads both, warns, and ties nothing, whatever config.json says.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ _KNOB = "model.path"
 
 
 def untie(config: PretrainedConfig, folder: Path) -> None:
-    """Sets `tie_word_embeddings` to false, in place, if the folder holds other values of the head than of the embedding.
+    """Sets `tie_word_embeddings` to false, in place, if the folder has different values of head and embedding.
 
-    An encoder-decoder ties several matrices and scales its output by that key: nothing is changed in one, or in several models in one.
+    An encoder-decoder ties several matrices and scales its output by that key, so it is left alone, as are composite
+    models.
     """
     parts = config.is_encoder_decoder or config.get_text_config() is not config
     if not config.tie_word_embeddings or parts or not folder.is_dir():
         return
     try:
         settings = folder / "config.json"
-        stated = read_object(settings, _KNOB).get("transformers_weights")
-        files = weight_files(folder, _KNOB, stated=stated).files
+        weights_setting = read_object(settings, _KNOB).get("transformers_weights")
+        files = weight_files(folder, _KNOB, stated=weights_setting).files
         stamps = tuple((str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in (settings, *files))
-        words = _apart(folder, stamps)
-    except (RecipeError, OSError):  # told when the weights are read
+        warning = _apart(folder, stamps)
+    except (RecipeError, OSError):  # reported when the weights are read
         return
-    if words:
+    if warning:
         config.tie_word_embeddings = False
 
 
 @functools.lru_cache(maxsize=32)  # a plan reads a configuration for each of its candidates
 def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
-    """What a user should hear of matrices that the configuration ties and of which the files hold other values; '' if there are none."""
+    """A warning about matrices that the configuration ties and that differ in the files; '' if there are none."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -61,7 +62,7 @@ def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
             return ""  # the usual case: the head is not in the files
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
-    except FAULTS:  # code of its own, or no decoder
+    except FAULTS:  # remote code, or not a decoder
         return ""
     names = Names(model, places, {name for name, _ in model.named_parameters(remove_duplicate=False)})
 
@@ -72,10 +73,10 @@ def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
     for name, other in names.tied():
         first, second = (names.value(n, names.need(n), tensor) for n in (name, other))
         if not torch.equal(first, second):
-            words = (
-                f"{_KNOB}: {folder} holds other values of {name} than of {other}, which its config.json ties; both are read and "
-                "nothing is tied, as by transformers; set tie_word_embeddings to false there"
+            warning = (
+                f"{_KNOB}: {folder} holds other values of {name} than of {other}, which its config.json ties; both are "
+                "read and nothing is tied, as by transformers; set tie_word_embeddings to false there"
             )
-            _log.warning("%s", words)
-            return words
+            _log.warning("%s", warning)
+            return warning
     return ""

@@ -1,7 +1,8 @@
-"""Models that read images (Qwen3-VL and its mixture of experts): what their configurations say of it, and their forward pass over packed rows.
+"""Vision-language models (Qwen3-VL and its mixture of experts): settings, and the forward pass over packed rows.
 
-The parts are transformers' own: the vision tower with its mergers, the layers of the text. What stands around them there reads sizes back from the
-device in each pass (boolean masks, `tolist` in every block of the tower); here they come with the batch, on the host.
+The parts are transformers' own: the vision tower with its mergers, and the text layers. The code around them there
+synchronizes with the device in each pass (boolean masks, `tolist` in every block of the tower); here sizes come with
+the batch, on the host.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ __all__ = [
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
 PROJECTORS = ("merger", "deepstack_merger_list")
-"""The parts of a tower that bring its features to the text's width."""
+"""The parts of a tower that project its features to the text's width."""
 
 
 def vision_of(config: PretrainedConfig) -> Vision | None:
-    """How a model of this configuration reads images; None: it reads text alone."""
+    """How a model of this configuration reads images; None for text models."""
     if config.model_type not in FAMILIES:
         return None
     c = config.vision_config
@@ -60,10 +61,10 @@ def vision_of(config: PretrainedConfig) -> Vision | None:
 
 
 def processor_of(vision: Vision, folder: str | None) -> dict[str, Any]:
-    """Settings of the model's image processor: its folder's, and where that says nothing those of the published Qwen3-VL.
+    """Settings of the model's image processor: its folder's, completed by those of the published Qwen3-VL.
 
     Raises:
-        RecipeError: the folder's processor cuts other patches than the model reads, or cannot be read.
+        RecipeError: the folder's processor uses other patches than the model, or cannot be read.
     """
     settings: dict[str, Any] = {
         "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
@@ -77,17 +78,17 @@ def processor_of(vision: Vision, folder: str | None) -> dict[str, Any]:
     if file is None:
         return settings
     try:
-        stated = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.path: {file}: cannot be read ({error}); put back the model's own") from None
-    stated = stated.get("image_processor", stated)
+    values = values.get("image_processor", values)
     size = {
-        key: stated[old]
+        key: values[old]
         for key, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
-        if old in stated
+        if old in values
     }
     known = (*settings, "do_resize", "do_rescale", "do_normalize", "rescale_factor", "resample")
-    settings |= {key: value for key in known if (value := stated.get(key)) is not None}
+    settings |= {key: value for key in known if (value := values.get(key)) is not None}
     settings["size"] = {**settings["size"], **size}
     for key, wanted in (
         ("patch_size", vision.patch),
@@ -96,15 +97,16 @@ def processor_of(vision: Vision, folder: str | None) -> dict[str, Any]:
     ):
         if settings[key] != wanted:
             raise RecipeError(
-                f"model.path: {file} has {key} {settings[key]}, but config.json {wanted}; the folder's files do not belong together"
+                f"model.path: {file} has {key} {settings[key]}, but config.json {wanted}; the folder's files do not "
+                "belong together"
             )
     return settings
 
 
 def reading(config: PretrainedConfig, folder: str | None) -> dict[str, Any]:
-    """How the model reads images, as arguments of `data.prepare`: {} where it reads text alone."""
-    found = vision_of(config)
-    return {"vision": found, "processor": processor_of(found, folder)} if found else {}
+    """The vision arguments of `data.prepare`; {} for text models."""
+    vision = vision_of(config)
+    return {"vision": vision, "processor": processor_of(vision, folder)} if vision else {}
 
 
 def _processor_file(folder: str | None) -> Path | None:
@@ -120,7 +122,8 @@ def _processor_file(folder: str | None) -> Path | None:
         return Path(hf_hub_download(folder, names[0]))
     except (EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise RecipeError(
-            f"model.path: {folder}: its {names[0]} cannot be had from the hub ({str(error).splitlines()[0][:160]}); download the model and name the folder"
+            f"model.path: {folder}: its {names[0]} cannot be had from the hub ({str(error).splitlines()[0][:160]}); "
+            "download the model and name the folder"
         ) from None
 
 
@@ -128,14 +131,14 @@ _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocess
 
 
 def copy_processor(source: Path, folder: Path) -> None:
-    """Copies the files that say how images are read into another folder of the model."""
+    """Copies the image processor's files into another folder of the model."""
     for name in _FILES:
         if (source / name).is_file():
             (folder / name).write_bytes((source / name).read_bytes())
 
 
 def drawn_image(vision: Vision) -> dict[str, Tensor]:
-    """A row with a drawn image in it, as arguments of transformers' forward."""
+    """A row with a random image, as arguments of transformers' forward."""
     import torch
 
     rows, columns = 2 * vision.merge, 3 * vision.merge
@@ -149,33 +152,33 @@ def drawn_image(vision: Vision) -> dict[str, Tensor]:
 
 
 def tower(model: PreTrainedModel) -> nn.Module | None:
-    """The vision tower with its mergers; None: the model reads text alone."""
+    """The vision tower with its mergers; None for text models."""
     return model.base_model.visual if model.config.model_type in FAMILIES else None  # type: ignore[no-any-return]
 
 
 def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks of the vision tower, in order; [] where there is none."""
-    found: Any = tower(model)
-    return [] if found is None else list(found.blocks)
+    """The blocks of the vision tower, in order; [] without one."""
+    module: Any = tower(model)
+    return [] if module is None else list(module.blocks)
 
 
 def tower_modules(model: PreTrainedModel) -> str | None:
-    """A regular expression for the names of the modules in the vision tower; None where there is none."""
-    found = tower(model)
-    if found is None:
+    """A regular expression for the names of the modules in the vision tower; None without one."""
+    vision_tower = tower(model)
+    if vision_tower is None:
         return None
-    return "|".join(re.escape(name) + r"\..*" for name, module in model.named_modules() if module is found)
+    return "|".join(re.escape(name) + r"\..*" for name, module in model.named_modules() if module is vision_tower)
 
 
 def own_deepstack(model: PreTrainedModel) -> None:
-    """Has the tower's inner features added to the text's first layers at places that are known by number, in place."""
+    """Makes the text's first layers add the tower's inner features at known indices, in place."""
     if tower(model) is not None:
         text: Any = model.base_model.language_model
         text._deepstack_process = types.MethodType(_add_at, text)
 
 
 def _add_at(text: Any, hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """hidden [rows, length, width] with features [n, width] added at places of the rows laid end to end: [n], or a mask as transformers' own forward has it."""
+    """Adds features [n, width] to hidden [rows, length, width] at indices [n] of the flattened rows, or at a mask."""
     import torch
 
     if places.dtype == torch.bool:
@@ -186,16 +189,16 @@ def _add_at(text: Any, hidden: Tensor, places: Tensor, features: Tensor) -> Tens
 def embedded(
     model: PreTrainedModel, tokens: Tensor, images: Images, attention: Callable[..., Tensor]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Embeddings of the tokens with the images' features in their places [rows, length, width], and what the text's layers take besides.
+    """Token embeddings with the images' features [rows, length, width], and further arguments for the text layers.
 
-    Attention in the tower is of each image by itself and not causal, by `attention` too.
+    The tower uses `attention` too, bidirectional within each image.
     """
     import numpy as np
 
-    # An array of the host for transformers' cumulative lengths: it cuts queries, keys and values by them in each block.
+    # On the host, because transformers splits queries, keys and values by these cumulative lengths in each block.
     ends = np.cumsum((0, *images.sizes))
-    found: Any = tower(model)
-    seen = found(
+    vision_tower: Any = tower(model)
+    output = vision_tower(
         images.patches,
         grid_thw=None,
         interp_indices=images.taps,
@@ -205,9 +208,9 @@ def embedded(
         preheat_attention=attention,
         preheat_mask=MaskSpec(causal=False),
     )
-    count = len(images.places)  # a blank image's features, behind them, go nowhere: their gradients are zeros
-    words = model.get_input_embeddings()(tokens)
-    features = seen.pooler_output[:count].to(words.dtype)
-    whole = words.flatten(0, 1).index_copy(0, images.places, features).view_as(words)
-    deep = [each[:count] for each in seen.deepstack_features]
-    return whole, {"visual_pos_masks": images.places, "deepstack_visual_embeds": deep}
+    count = len(images.places)  # features of a blank image come after these and are dropped: their gradients are zeros
+    embeddings = model.get_input_embeddings()(tokens)
+    features = output.pooler_output[:count].to(embeddings.dtype)
+    merged = embeddings.flatten(0, 1).index_copy(0, images.places, features).view_as(embeddings)
+    deep = [each[:count] for each in output.deepstack_features]
+    return merged, {"visual_pos_masks": images.places, "deepstack_visual_embeds": deep}

@@ -1,4 +1,4 @@
-"""WeightSource: where the values of a build's parameters come from, read once, module by module."""
+"""WeightSource: the source of a build's parameter values, read once, module by module."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Packed", "WeightSource", "materialize", "mean_rows"]
 
-_log = logging.getLogger("preheat.weights")  # the command line shows it; a program decides by itself
+_log = logging.getLogger("preheat.weights")  # shown by the command line; other programs configure it themselves
 
 
 class Packed(Protocol):
-    """A module whose `weight` stands packed in other tensors."""
+    """A module whose `weight` is packed in other tensors."""
 
     def written(self) -> AbstractContextManager[Tensor]:
-        """The full weight, to be written within; packed on leaving."""
+        """Context manager with the full weight to write to; packs it on exit."""
 
 
 def materialize(
@@ -38,33 +38,33 @@ def materialize(
     """Replaces parameters and buffers on meta by empty ones on `device`, in place. Shared parameters stay shared.
 
     Args:
-        home: where parameters go instead.
-        placed: is given each parameter as soon as it is there.
+        home: another device for the parameters.
+        placed: called with each new parameter.
     """
     import torch
     from torch import nn
 
-    made: dict[int, Tensor] = {}
+    replacements: dict[int, Tensor] = {}
     for child in module.modules():
         stores: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
         for store in stores:
             for name, old in store.items():
                 if old is None or old.device.type != "meta":
                     continue
-                if id(old) not in made:
+                if id(old) not in replacements:
                     is_parameter = isinstance(old, nn.Parameter)
                     new = torch.empty_like(old, device=(home or device) if is_parameter else device)
-                    made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
+                    replacements[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
                     if is_parameter and placed is not None:
-                        placed(made[id(old)])
-                store[name] = made[id(old)]
+                        placed(replacements[id(old)])
+                store[name] = replacements[id(old)]
 
 
 def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
-    """An embedding or head with `rows` rows, where those from `first` up to (not with) `last`, and those beyond its own, are the mean of those before.
+    """An embedding or head with `rows` rows: new ones, and `first` to `last` (exclusive), are the mean of the others.
 
-    Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html: a row drawn small can outweigh all others in the softmax; the
-    mean cannot.
+    Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html: a row with a small random value can outweigh all
+    others in the softmax; the mean cannot.
 
     Example:
         >>> import torch
@@ -80,21 +80,22 @@ def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
 
 
 def _share(value: Tensor, like: Any) -> Tensor:
-    """What this device keeps of a value that every device has, where the parameter `like` is spread over devices."""
+    """This device's shard of a value that every device has, sharded as the parameter `like`."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 @contextmanager
-def _whole(modules: Iterable[nn.Module], held: dict[int, Any], drawn_too: bool = False) -> Iterator[None]:
-    """Within, the modules' own parameters that are spread over devices are whole plain tensors; on leaving, each device keeps its share.
+def _whole(modules: Iterable[nn.Module], own: dict[int, Any], drawn_too: bool = False) -> Iterator[None]:
+    """Context manager in which sharded parameters are full plain tensors; on exit, each device keeps its shard.
 
-    So every device draws what one device alone would draw. What is not drawn within keeps its value.
+    So every device draws the values that a single device would. Parameters that are not drawn inside keep their values.
 
     Args:
-        held: the parameters that this device has, by id: of the others, which are those of a pipeline's other stages, it keeps nothing.
-        drawn_too: also those that transformers is told to leave alone, and with the values that they have: an adapter may begin from its base's.
+        own: this device's parameters by id; others, of other pipeline stages, are discarded.
+        drawn_too: include parameters that transformers must not initialize, with their current values: an adapter may
+            be initialized from its base's.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -103,59 +104,60 @@ def _whole(modules: Iterable[nn.Module], held: dict[int, Any], drawn_too: bool =
         (module, name, p)
         for module in modules
         for name, p in module.named_parameters(recurse=False)
-        if (isinstance(p, DTensor) or id(p) not in held)
+        if (isinstance(p, DTensor) or id(p) not in own)
         and p.is_floating_point()
         and (drawn_too or not getattr(p, "_is_hf_initialized", False))
     ]
-    device = next(iter(held.values())).device
+    device = next(iter(own.values())).device
     for module, name, p in spread:
         begun = drawn_too and isinstance(p, DTensor)
         value = p.full_tensor().clone() if begun else torch.full(p.shape, float("nan"), dtype=p.dtype, device=device)  # type: ignore[attr-defined]
         module._parameters[name] = torch.nn.Parameter(value, requires_grad=p.requires_grad)
     yield
     for module, name, p in spread:
-        found: Any = module._parameters[name]
+        drawn: Any = module._parameters[name]
         module._parameters[name] = p
-        if id(p) in held and (drawn_too or not bool(found.detach().flatten()[0].isnan())):
-            p.to_local().copy_(_share(found.detach(), p))
+        if id(p) in own and (drawn_too or not bool(drawn.detach().flatten()[0].isnan())):
+            p.to_local().copy_(_share(drawn.detach(), p))
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without what an adapter put around it."""
+    """A parameter's name without the wrappers of adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def _near(module: nn.Module) -> list[nn.Module]:
-    """A module and those whose parameters its initialisation may draw too."""
+    """A module and those whose parameters its initialization may draw too."""
     children = list(module.children())
     return [module, *children, *(m for child in children for name, m in child.named_children() if name == "base_layer")]
 
 
 class WeightSource:
-    """Values for parameters: from safetensors in a folder, or freshly drawn as transformers draws them.
+    """Values for parameters: from safetensors in a folder, or initialized as transformers does.
 
-    Techniques add to it before MATERIALIZE: `map` changes values as they are read (pool, split, quantize), `fresh` draws
-    what no checkpoint holds (adapters), `pack` takes values in another form (4 bits). Values are drawn in fp32 and then cast, so that precision does not change them.
+    Techniques register rules before MATERIALIZE: `map` changes values as they are read (pool, split, quantize), `fresh`
+    initializes parameters that no checkpoint has (adapters), `pack` stores values in another form (4 bits). Values are
+    drawn in fp32 and then cast, so that the precision does not change them.
 
-    Which files are read, and what their tensors are called in the model, is as transformers has it. What it drops with a warning is in
-    `notes`, and logged.
+    The files to read, and the names of their tensors in the model, follow transformers. What it drops with a warning is
+    in `notes`, and logged.
 
     Args:
         folder: a Hugging Face folder with model.safetensors or its index, or None for new weights.
-        knob: what the user calls the folder: begins every message.
+        knob: the user's name for the folder: begins every message.
 
     Raises:
-        RecipeError: the folder has no safetensors, misses a parameter, or holds values that are not finite.
+        RecipeError: the folder has no safetensors, lacks a parameter, or has values that are not finite.
     """
 
     def __init__(self, folder: Path | None = None, *, knob: str = "model.path"):
         self.folder, self.knob = folder, knob
         self.notes: list[str] = []
-        """What the folder has that the model does not read, in words."""
+        """Messages about tensors of the folder that the model does not read."""
         self._maps: list[tuple[re.Pattern[str], Callable[[str, Tensor], Tensor]]] = []
         self._composed: list[tuple[re.Pattern[str], Callable[[str], Tensor]]] = []
         self._fresh: list[tuple[re.Pattern[str], Sequence[str], Callable[[nn.Module], None]]] = []
-        self._packed: dict[int, Packed] = {}  # by the module's id
+        self._packed: dict[int, Packed] = {}  # by the id of the module
         self._left: list[re.Pattern[str]] = []
         self._files: dict[str, Path] = {}
         self._names: Names | None = None
@@ -164,11 +166,11 @@ class WeightSource:
 
     def _index(self, folder: Path) -> None:
         settings = folder / "config.json"
-        stated = read_object(settings, self.knob).get("transformers_weights") if settings.is_file() else None
-        found = weight_files(folder, self.knob, stated=stated)
-        self.notes = found.notes
+        setting = read_object(settings, self.knob).get("transformers_weights") if settings.is_file() else None
+        weights = weight_files(folder, self.knob, stated=setting)
+        self.notes = weights.notes
         twice = []
-        for file in found.files:
+        for file in weights.files:
             with open_tensors(file, self.knob) as opened:
                 for key in opened.keys():  # noqa: SIM118
                     twice += [key] if key in self._files else []
@@ -181,24 +183,24 @@ class WeightSource:
         self._maps.append((re.compile(pattern), change))
 
     def compose(self, pattern: str, make: Callable[[str], Tensor]) -> None:
-        """Parameters whose name matches are not in the checkpoint under that name: `make(name)` puts each together of what is."""
+        """Registers `make(name)`, which assembles matching parameters that the checkpoint has in another form."""
         self._composed.append((re.compile(pattern), make))
 
     def fresh(self, pattern: str, modules: Sequence[str], draw: Callable[[nn.Module], None]) -> None:
-        """Parameters whose name matches are in no checkpoint: `draw(module)` gives them values, for each named module."""
+        """Registers `draw(module)` for each named module: it initializes parameters that no checkpoint has."""
         self._fresh.append((re.compile(pattern), modules, draw))
 
     def leave(self, pattern: str) -> None:
-        """Tensors whose name matches may stay unread without a word: the recipe leaves them out."""
+        """Allows tensors whose name matches to stay unread without a note: the recipe leaves them out."""
         self._left.append(re.compile(pattern))
 
     def pack(self, modules: Sequence[Any], pattern: str) -> None:
-        """The weights of these modules are in the checkpoint; the parameters that match are what they are packed into, module by module."""
+        """Registers modules whose weights are in the checkpoint and get packed into the matching parameters."""
         self._packed |= {id(module): module for module in modules}
         self.fresh(pattern, (), lambda module: None)
 
     def fingerprint(self) -> str:
-        """Changes when the weights' files change: names, sizes and the headers' and last bytes of each."""
+        """A hash that changes with the weights' files: names, sizes, and samples of the content of each."""
         if self.folder is None:
             return "new"
         digest = hashlib.sha256()
@@ -222,29 +224,30 @@ class WeightSource:
                 self._draw(model)
             else:
                 self._read(model)
-            torch.manual_seed(seed + 1)  # apart from the base model's draws: an adapter does not change them
-            everything, held = whole(model), {id(p): p for p in model.parameters()}
+            torch.manual_seed(seed + 1)  # so that an adapter does not change the base model's draws
+            everything, own = whole(model), {id(p): p for p in model.parameters()}
             for _, modules, draw in self._fresh:
                 for name in modules:
-                    with _whole(everything.get_submodule(name).modules(), held, drawn_too=True):
+                    with _whole(everything.get_submodule(name).modules(), own, drawn_too=True):
                         draw(everything.get_submodule(name))
             self._uncovered(model)
 
     def beside(self, model: Any, *, drawn: bool, on_cpu: bool, at_home: bool = False) -> int:
-        """Bytes of the model's device that `fill` takes at most beside the model, of which only shapes are looked at.
+        """Peak bytes that `fill` takes on the model's device in addition to the model, computed from shapes.
 
-        Drawn are a module and its children at once: in fp32 where they are kept in less, and whole where devices share them out. Read is one
-        value at a time, which is on the device only where that is the CPU, or where devices share it out.
+        Initialization holds a module and its children at once: in fp32 if their dtype is smaller, and unsharded if
+        devices shard them. Reading holds one value at a time, on the device only if it is the CPU, or if devices shard
+        the value.
 
         Args:
-            drawn: no checkpoint has them.
-            on_cpu: the device is the CPU, whatever shapes are given on.
-            at_home: the parameters lie on the host, where values are drawn; one that devices share out goes through the device.
+            drawn: no checkpoint has the values.
+            on_cpu: the device is the CPU, whatever device the shapes are on.
+            at_home: parameters are in host memory, where values are drawn; sharded ones go through the device.
         """
         from torch.distributed.tensor import DTensor
 
         def drawing(p: Any) -> int:
-            whole_too = p.nbytes if isinstance(p, DTensor) else 0  # of a DTensor the size of all shares together
+            whole_too = p.nbytes if isinstance(p, DTensor) else 0  # of all shards
             return whole_too + (p.numel() * 4 if p.is_floating_point() and p.element_size() == 2 else 0)
 
         if drawn and not at_home:
@@ -261,24 +264,25 @@ class WeightSource:
         return any(pattern.search(name) for pattern, _, _ in self._fresh)
 
     def _draw(self, model: Any) -> None:
-        """transformers' own initialisation, children first as there, in fp32 and then cast.
+        """transformers' own initialization, children first as there, in fp32 and then cast.
 
-        A module may draw its children's parameters anew, as GPT-2's blocks do with the projections back to the residual stream, which
-        an adapter has moved into a `base_layer` of the child. Of a pipeline's stage the whole model is drawn, and what other stages
-        have is let go of, so that each draws what one device would.
+        A module may reinitialize its children's parameters, as GPT-2's blocks do with the projections to the residual
+        stream, which an adapter moves into a `base_layer` of the child. For a pipeline stage the full model is
+        initialized, and other stages' values are discarded, so that each stage draws the values that a single device
+        would.
         """
         import torch
 
-        held = {id(p): p for p in model.parameters()}
+        own_parameters = {id(p): p for p in model.parameters()}
         model = whole(model)
         owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-        for name, p in model.named_parameters():  # transformers skips what is marked, and draws nothing for it
+        for name, p in model.named_parameters():  # transformers skips marked parameters and draws no numbers for them
             p._is_hf_initialized = self._is_fresh(name)
 
         def visit(module: nn.Module) -> None:
             for child in module.children():
                 visit(child)
-            with _whole(_near(module), held):
+            with _whole(_near(module), own_parameters):
                 draw(module)
             for p in module.parameters(recurse=False):
                 if owners[id(p)] > 1:  # a shared parameter is drawn once
@@ -286,13 +290,13 @@ class WeightSource:
 
         def draw(module: nn.Module) -> None:
             own = [p for m in _near(module) for p in m.parameters(recurse=False)]
-            kept = {id(p): (p, p.data) for p in own if p.dtype in (torch.bfloat16, torch.float16)}
-            for p, low in kept.values():
+            low_precision = {id(p): (p, p.data) for p in own if p.dtype in (torch.bfloat16, torch.float16)}
+            for p, low in low_precision.values():
                 p.data = low.float()
             packed = self._packed.get(id(module))
             with packed.written() if packed else nullcontext():
                 model._init_weights(module)
-            for p, low in kept.values():
+            for p, low in low_precision.values():
                 low.copy_(p.data)
                 p.data = low
 
@@ -303,7 +307,7 @@ class WeightSource:
 
         everything = whole(model)
         self._names = names = Names(everything, self._files, self._places(model))
-        seen: set[int] = set()
+        filled: set[int] = set()
         missing = []
 
         def read(name: str, target: Tensor) -> None:
@@ -321,7 +325,8 @@ class WeightSource:
                     value = change(plain, value)
             if value.shape != target.shape:
                 raise RecipeError(
-                    f"{self.knob}: {self.folder}: {plain} is {tuple(value.shape)} in {where} but {tuple(target.shape)} by config.json; the folder's files do not belong together"
+                    f"{self.knob}: {self.folder}: {plain} is {tuple(value.shape)} in {where} but "
+                    f"{tuple(target.shape)} by config.json; the folder's files do not belong together"
                 )
             if isinstance(target, DTensor):
                 target.to_local().copy_(_share(value.to(target.device, target.dtype), target))
@@ -329,44 +334,45 @@ class WeightSource:
                 target.copy_(value)
 
         for name, parameter in model.named_parameters():
-            if id(parameter) in seen or self._is_fresh(name):
+            if id(parameter) in filled or self._is_fresh(name):
                 continue
-            seen.add(id(parameter))
+            filled.add(id(parameter))
             read(name, parameter)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         for name, module in model.named_modules():
             if packed := self._packed.get(id(module)):
                 with packed.written() as weight:
                     read(f"{name}.weight", weight)
-        for module in model.modules():  # what no checkpoint holds: rotary tables and other buffers
+        for module in model.modules():  # buffers that no checkpoint has, such as rotary tables
             if id(module) not in self._packed and any(True for _ in module.buffers(recurse=False)):
                 model._init_weights(module)
-        needed, held = moe.biases(model), model.state_dict(keep_vars=True)
-        for name, buffer in model.named_buffers():  # the buffers that one does
-            if name in needed or (name in held and names.find(_plain(name)) is not None and not self._is_fresh(name)):
+        needed, state = moe.biases(model), model.state_dict(keep_vars=True)
+        for name, buffer in model.named_buffers():  # buffers that a checkpoint has
+            if name in needed or (name in state and names.find(_plain(name)) is not None and not self._is_fresh(name)):
                 read(name, buffer)
         if missing:
             raise RecipeError(
-                f"{self.knob}: {self.folder} lacks {listed(missing)} ({len(missing):,} of the model's parameters); is it a checkpoint of {type(model).__name__}?"
+                f"{self.knob}: {self.folder} lacks {listed(missing)} ({len(missing):,} of the model's parameters); "
+                f"is it a checkpoint of {type(model).__name__}?"
             )
         self._compare_tied(names)
         self._tell_left(everything, names)
 
     def _places(self, model: Any) -> set[str]:
-        """Names that a value may be read for: all of the whole model's parameters and buffers, under each name that they share."""
-        found = set()
+        """Names that a value may be read for: all parameters and buffers of the full model, under all shared names."""
+        places = set()
         for part in (model, whole(model)):
-            found |= {
+            places |= {
                 _plain(name) for name, _ in part.named_parameters(remove_duplicate=False) if not self._is_fresh(name)
             }
-            found |= {_plain(name) for name in part.state_dict(keep_vars=True) if not self._is_fresh(name)}
-            found |= {f"{_plain(name)}.weight" for name, module in part.named_modules() if id(module) in self._packed}
+            places |= {_plain(name) for name in part.state_dict(keep_vars=True) if not self._is_fresh(name)}
+            places |= {f"{_plain(name)}.weight" for name, module in part.named_modules() if id(module) in self._packed}
             for pair in getattr(part, "all_tied_weights_keys", {}).items():
-                found |= set(pair)
-        return found
+                places |= set(pair)
+        return places
 
     def _value(self, name: str, stored: Stored) -> Tensor:
-        """The value of a parameter, put together of the tensors that the files hold of it."""
+        """The value of a parameter, assembled from the tensors of the files."""
         assert self._names is not None
         try:
             return self._names.value(name, stored, self._tensor)
@@ -374,36 +380,39 @@ class WeightSource:
             if isinstance(error, RecipeError):
                 raise
             raise RecipeError(
-                f"{self.knob}: {self.folder}: {name} cannot be put together of {listed(stored.keys)} ({fault(error, 160)}); is a file missing?"
+                f"{self.knob}: {self.folder}: {name} cannot be put together of {listed(stored.keys)} "
+                f"({fault(error, 160)}); is a file missing?"
             ) from None
 
     def _compare_tied(self, names: Names) -> None:
-        """Refuses a folder that holds other values of two matrices that the model ties: where `models.untie` does not untie them."""
+        """Rejects a folder with different values of two tied matrices, if `models.untie` has not untied them."""
         import torch
 
         for name, other in names.tied():
             if not torch.equal(self._value(name, names.need(name)), self._value(other, names.need(other))):
                 raise RecipeError(
-                    f"{self.knob}: {self.folder} holds other values of {name} than of {other}, which the model's configuration ties; "
+                    f"{self.knob}: {self.folder} holds other values of {name} than of {other}, which the model's "
+                    "configuration ties; "
                     "set tie_word_embeddings to false in its config.json, or take one of the two out of the file"
                 )
 
     def _tell_left(self, model: Any, names: Names) -> None:
-        """Notes the tensors that nothing reads, but for those that transformers knows to be left over."""
+        """Notes the tensors that nothing reads, except those that transformers knows to be unused."""
         unread = names.unread(model).items()
         left = [key for key, name in unread if not any(pattern.search(name) for pattern in self._left)]
         if left:
             self.notes.append(
-                f"{self.folder}: {listed(left)} not used ({len(left):,} tensors): {type(model).__name__} by config.json has no such parameters"
+                f"{self.folder}: {listed(left)} not used ({len(left):,} tensors): {type(model).__name__} by "
+                "config.json has no such parameters"
             )
-        for words in self.notes:
-            _log.warning("%s: %s", self.knob, words)
+        for message in self.notes:
+            _log.warning("%s: %s", self.knob, message)
 
     def read(self, name: str) -> Tensor:
-        """A parameter's value as it stands in the files, for a `map` that needs another one's too.
+        """A parameter's value in the files, for a `map` that needs another parameter's value.
 
         Raises:
-            RecipeError: the files have none of that name.
+            RecipeError: the files have no such parameter.
         """
         assert self._names is not None, "values are read while the model is filled, or after"
         stored = self._names.find(name)
@@ -417,11 +426,11 @@ class WeightSource:
             return finite(opened.get_tensor(key), key, file, self.knob)
 
     def _poison(self, model: Any) -> None:
-        """Marks every buffer, so that one that nobody fills is found and not trained with as it lies in memory."""
+        """Fills buffers with a sentinel, so that uninitialized ones are detected instead of trained with."""
         import torch
 
         for _, buffer in model.named_buffers():
-            if buffer.dtype != torch.bool:  # which has no value to spare
+            if buffer.dtype != torch.bool:  # has no value for a sentinel
                 buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
 
     def _uncovered(self, model: Any) -> None:
@@ -433,5 +442,6 @@ class WeightSource:
             left = buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min
             if bool(left.any()):
                 raise RecipeError(
-                    f"model: transformers gives the buffer {name} {tuple(buffer.shape)} no value; preheat cannot train this model"
+                    f"model: transformers gives the buffer {name} {tuple(buffer.shape)} no value; preheat cannot "
+                    "train this model"
                 )

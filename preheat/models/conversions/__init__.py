@@ -1,1 +1,1 @@
-"""Changes of a model's architecture or size, and the modules that they need."""
+"""Conversions of a model's architecture or size, and the modules that they need."""

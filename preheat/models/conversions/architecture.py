@@ -1,7 +1,7 @@
-"""Changes to an architecture: on a configuration before the model is made, on a model in place, on weights as they are read.
+"""Converts architectures: a configuration before the model is built, a model in place, weights as they are read.
 
-Whatever a changed model has that transformers has not stands in `modules`; `beyond_transformers` finds it again at export.
-Faults of the user raise ValueError with the knob first, as `kv_heads: 3 does not divide ...`.
+Modules that transformers does not have are in `modules`; `beyond_transformers` finds them again at export.
+User errors raise ValueError that begins with the knob, such as `kv_heads: 3 does not divide ...`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def set_kv_heads(config: Any, kv_heads: int) -> None:
     """Sets the number of key-value heads of a configuration, in place.
 
     Raises:
-        ValueError: the model has none to set, or has not more than that, or not a multiple of it.
+        ValueError: the model has no such setting, not more heads than that, or not a multiple of them.
     """
     text = config.get_text_config()
     now = getattr(text, "num_key_value_heads", None)
@@ -76,14 +76,14 @@ def key_value_projections(model: Any) -> list[str]:
     """
     attentions = {id(m) for m in anatomy(model).attentions}
     owners = [name for name, module in model.named_modules() if id(module) in attentions]
-    found = [f"{owner}.{kind}_proj" for owner in owners for kind in "kv"]
+    projections = [f"{owner}.{kind}_proj" for owner in owners for kind in "kv"]
     modules = dict(model.named_modules())
-    for name in found:
+    for name in projections:
         if not isinstance(modules.get(name), nn.Linear):
             raise ValueError(
                 f"{type(model).__name__} has no {name}: its projections are fused, which preheat cannot pool"
             )
-    return found
+    return projections
 
 
 def pool_heads(value: Tensor, kv_heads: int, head_dim: int) -> Tensor:
@@ -93,7 +93,7 @@ def pool_heads(value: Tensor, kv_heads: int, head_dim: int) -> Tensor:
 
 
 def pool_key_value_heads(model: Any, kv_heads: int) -> int:
-    """Pools the key-value heads of a model, weights, configuration and all, in place. Returns the number of matrices."""
+    """Mean-pools the key-value heads of a model, in place. Returns the number of matrices."""
     names = key_value_projections(model)
     set_kv_heads(model.config, kv_heads)
     text = model.config.get_text_config()
@@ -113,11 +113,11 @@ def pool_key_value_heads(model: Any, kv_heads: int) -> int:
 
 
 def to_rms_norm(model: Any, *, fold: bool) -> list[str]:
-    """Puts RMSNorm for each LayerNorm of a GPT-2, in place; the values are `fold_layer_norms`'s to change.
+    """Replaces each LayerNorm of a GPT-2 by RMSNorm, in place; values are changed by `fold_layer_norms`.
 
     Args:
-        fold: the model shall compute the same with folded values: the last norm keeps its bias (the head has none that could
-            take it), and an embedding that the head is tied to is centred as it is looked up.
+        fold: the model must compute the same with folded values: the last norm keeps its bias (the head has none to
+            fold it into), and an embedding tied to the head is centred at lookup.
 
     Returns:
         Names of the norms.
@@ -140,13 +140,13 @@ def to_rms_norm(model: Any, *, fold: bool) -> list[str]:
 
 
 def fold_layer_norms(name: str, value: Tensor, read: Callable[[str], Tensor], *, tied: bool) -> Tensor:
-    """The value of a GPT-2's parameter after `to_rms_norm(fold=True)`, from the values of the model before.
+    """The value of a GPT-2's parameter after `to_rms_norm(fold=True)`, from the values of the original model.
 
-    What writes into the residual stream is centred over the width, so that the stream's mean is zero and its root mean square is
-    LayerNorm's deviation; the biases of the norms go into the maps that read them.
+    Weights that write into the residual stream are centred over the width, so that the stream's mean is zero and its
+    root mean square equals LayerNorm's deviation; biases of the norms are folded into the maps that read them.
 
     Args:
-        read: gives the value that a parameter had before.
+        read: returns the original value of a parameter.
         tied: embedding and head are one matrix.
     """
     if re.search(r"\.c_proj\.(weight|bias)$|\bwpe\.weight$", name) or (name.endswith("wte.weight") and not tied):
@@ -169,18 +169,18 @@ def _gated(activation: str) -> bool:
 
 
 def _whole(width: float) -> int:
-    """A width that matrix products like: a multiple of 64, or of 8 for small models."""
+    """Rounds a width to a multiple of 64 (8 for small models), for fast matmuls."""
     multiple = 64 if width >= 1024 else 8
     return max(round(width / multiple) * multiple, multiple)
 
 
 def set_feed_forward(config: Any, activation: str) -> None:
-    """Sets activation and inner width of a configuration for a feed-forward block of equal parameters, in place.
+    """Sets activation and inner width of a configuration for a feed-forward block with as many parameters, in place.
 
-    A gated block has three matrices where a plain one has two, so its inner width is two thirds.
+    A gated block has three matrices and a plain one two, so its inner width is two thirds.
 
     Raises:
-        ValueError: the family's block is not known, or is that already.
+        ValueError: the family's block is unknown, or has this activation already.
     """
     family, function = config.model_type, _ACTIVATIONS[activation]
     if family not in (*_GATED_FAMILIES, "gpt2"):
@@ -200,12 +200,12 @@ def set_feed_forward(config: Any, activation: str) -> None:
 
 
 def replace_feed_forward(model: Any, activation: str) -> int:
-    """Puts the block that `set_feed_forward` has sized into each layer where transformers has none such, in place.
+    """Puts the block that `set_feed_forward` has sized into each layer if transformers has no such block, in place.
 
-    New weights are drawn as transformers draws the model's others (on meta: none).
+    New weights are initialized like the model's others (on meta: not at all).
 
     Returns:
-        How many blocks were replaced: 0 where the configuration says it all.
+        The number of replaced blocks: 0 if the configuration is enough.
     """
     config = model.config
     if _gated(activation) == (config.model_type != "gpt2"):
@@ -232,9 +232,9 @@ def replace_feed_forward(model: Any, activation: str) -> int:
 
 
 def feed_forward_draw(config: Any) -> Callable[[nn.Module], None] | None:
-    """How a family draws what its feed-forward block writes into the residual stream; None: as all else.
+    """The family's own initialization of a feed-forward block's output projection; None: like all other weights.
 
-    GPT-2 draws it the smaller the deeper the model is, and transformers knows its own block only.
+    GPT-2 scales it down with depth, and transformers only does so for its own block.
     """
     if config.model_type != "gpt2":
         return None
@@ -252,20 +252,20 @@ def feed_forward_draw(config: Any) -> Callable[[nn.Module], None] | None:
 
 
 def tied_value(embedding: Tensor, head: Tensor, keep: str) -> Tensor:
-    """The one matrix for two: the embedding, the head, or their mean (`keep`); in the embedding's dtype."""
+    """Merges embedding and head into one of the two, or their mean (`keep`), in the embedding's dtype."""
     if keep == "mean":
         return ((embedding.float() + head.float()) / 2).to(embedding.dtype)
     return head.to(embedding.dtype) if keep == "head" else embedding
 
 
 def tie_embeddings(model: Any, keep: str) -> int:
-    """Lets all embeddings and the head of a model share one parameter, in place; of T5's family encoder and decoder too.
+    """Ties all embeddings and the head of a model to one parameter, in place; for T5 those of encoder and decoder.
 
     Returns:
-        Elements that went away.
+        Number of removed elements.
 
     Raises:
-        ValueError: they are one already, or differ in shape.
+        ValueError: they are tied already, or differ in shape.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None:
@@ -286,7 +286,7 @@ def tie_embeddings(model: Any, keep: str) -> int:
         module.weight = embedding.weight
     model.config.tie_word_embeddings = True
     if keep == "embedding" and hasattr(model.config, "scale_decoder_outputs"):
-        # T5's embedding is drawn with deviation 1: where it is the head, what comes before is scaled by width ** -0.5.
+        # T5 initializes its embedding with deviation 1: as a head, its input must be scaled by width ** -0.5.
         model.config.scale_decoder_outputs = True
     return sum(weight.numel() for weight in before.values()) - embedding.weight.numel()
 
@@ -298,15 +298,16 @@ def scale_rope(config: Any, kind: str, factor: float, original: int | None, **ya
     """Sets the rotary scaling of a configuration, in place.
 
     Args:
-        kind: linear, dynamic or yarn, in transformers' sense; or base: a larger one, by which the slowest frequency turns `factor` times slower.
-        original: positions that the model was trained on; its `max_position_embeddings` when None.
+        kind: linear, dynamic or yarn, as in transformers; or base: a larger base, with which the slowest frequency
+            turns `factor` times slower.
+        original: positions that the model was trained on; by default its `max_position_embeddings`.
         yarn: beta_fast, beta_slow, attention_factor.
 
-    Returns:
+        Returns:
         Positions before and after.
 
-    Raises:
-        ValueError: no plain rotary positions to scale.
+        Raises:
+        ValueError: the model has no unscaled rotary positions.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
@@ -328,22 +329,21 @@ def scale_rope(config: Any, kind: str, factor: float, original: int | None, **ya
         scaled |= {"original_max_position_embeddings": original, **yarn}
     text.rope_parameters = scaled
     reach = int(original * factor)
-    # transformers' dynamic form counts from max_position_embeddings, which therefore stays; adapter.positions knows.
+    # transformers' dynamic scaling counts from max_position_embeddings, so it stays; hf._positions accounts for it.
     text.max_position_embeddings = original if kind == "dynamic" else reach
     return original, reach
 
 
 def has_rotary(model: Any) -> bool:
-    """Whether a model's positions are rotary: they have no table that ends."""
+    """True if a model has rotary positions, whose number is not limited by a table."""
     return bool(getattr(model.config.get_text_config(), "rope_parameters", None))
 
 
 def rope_of_longest(config: Any) -> str:
-    """The kind of rotary positions whose frequencies follow the longest position of a call; "" where they do not."""
+    """The rotary scaling whose frequencies depend on the longest position of a call; "" if they do not."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    parts = [
-        part for part in (rope, *rope.values()) if isinstance(part, dict)
-    ]  # one for all layers, or one a kind of them
+    # One dictionary for all layers, or one per layer type.
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
     return next((kind for kind in ("dynamic", "longrope") if any(part.get("rope_type") == kind for part in parts)), "")
 
 
@@ -351,11 +351,11 @@ def rope_of_longest(config: Any) -> str:
 
 
 def beyond_transformers(model: Any) -> list[str]:
-    """Which of a model's modules no configuration of transformers describes, in words; empty when a folder can hold it."""
-    words = {
+    """Descriptions of a model's modules that no transformers configuration can express; empty if there are none."""
+    descriptions = {
         RMSNorm: "RMSNorm in a GPT-2",
         CentredEmbedding: "an embedding centred as it is looked up",
         FeedForward: "another kind of feed-forward block than its family's",
     }
-    found = {type(module) for module in model.modules()}
-    return [text for kind, text in words.items() if kind in found]
+    kinds = {type(module) for module in model.modules()}
+    return [text for kind, text in descriptions.items() if kind in kinds]

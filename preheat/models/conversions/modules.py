@@ -1,4 +1,4 @@
-"""Modules that a changed architecture needs and transformers has not: each beside what it stands in for."""
+"""Modules of converted architectures that transformers does not have."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["CentredEmbedding", "DynamicRotary", "Passthrough", "FeedForward", "L
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (+ bias), in fp32 and then in the dtype of x: as LayerNorm, without the centring.
+    """RMSNorm: x / rms(x) * weight (+ bias), computed in fp32 and cast to the dtype of x.
 
     Args:
         width: size of the last dimension.
         eps: added to the mean square.
-        bias: add a bias, as a LayerNorm does whose bias no linear map behind it can take.
+        bias: add a bias, for a LayerNorm whose bias cannot be folded into a following linear map.
     """
 
     def __init__(self, width: int, eps: float, *, bias: bool = False):
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
 
 
 class CentredEmbedding(nn.Embedding):
-    """An embedding whose rows are centred as they are looked up, so that a head tied to it keeps its weights."""
+    """An embedding whose rows are centred at lookup, so that a head tied to it keeps its weights."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = super().forward(tokens)
@@ -42,7 +42,7 @@ class CentredEmbedding(nn.Embedding):
 
 
 class FeedForward(nn.Module):
-    """down(act(gate(x)) * up(x)) where gated, else down(act(up(x))); no biases.
+    """down(act(gate(x)) * up(x)) if gated, else down(act(up(x))); no biases.
 
     Args:
         width: size of the last dimension of x.
@@ -69,10 +69,10 @@ class FeedForward(nn.Module):
 
 
 class DynamicRotary(nn.Module):
-    """transformers' dynamic rotary tables without its branch on the longest position, which would wait for the device.
+    """transformers' dynamic rotary embedding without its branch on the longest position, which waits for the device.
 
-    The frequencies are those of the longest position of each call. transformers keeps those of the longest call so far until a
-    short one comes; on a first call both are the same.
+    The frequencies are those of the longest position of each call. transformers keeps those of the longest call so far
+    until a short one comes; on a first call both are the same.
 
     Args:
         config: of the model, with `rope_parameters` of type dynamic.
@@ -88,7 +88,7 @@ class DynamicRotary(nn.Module):
         rope, most = config.rope_parameters, config.max_position_embeddings
         width = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         dim = int(width * rope.get("partial_rotary_factor", 1.0))
-        # transformers' formula, whose function makes two of its tensors on the host.
+        # transformers' formula: its own function creates two of its tensors on the host.
         longest = (position_ids.max() + 1).clamp(min=most)  # stays on the device
         stretched = (rope["factor"] * longest / most) - (rope["factor"] - 1)
         base = rope["rope_theta"] * stretched ** (dim / (dim - 2))
@@ -97,9 +97,9 @@ class DynamicRotary(nn.Module):
 
 
 class LongRotary(nn.Module):
-    """transformers' longrope tables (Phi-3 and 4) without what it writes into its buffers, or reads back, in each call.
+    """transformers' longrope embedding (Phi-3 and 4) without the writes to and reads of its buffers in each call.
 
-    The frequencies are the long ones where the longest position of the call lies beyond the model's original length, as there.
+    The long frequencies apply if the longest position of the call is beyond the model's original length, as there.
 
     Args:
         config: of the model, with `rope_parameters` of type longrope.
@@ -114,7 +114,7 @@ class LongRotary(nn.Module):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         original = self.config.rope_parameters["original_max_position_embeddings"]
-        # Made on the host, since they are of its numbers alone, and copied without waiting for the device.
+        # Computed on the host, since they depend on the configuration only, and copied without a synchronization.
         near, scale = ROPE_INIT_FUNCTIONS["longrope"](self.config, None, seq_len=original)
         far, _ = ROPE_INIT_FUNCTIONS["longrope"](self.config, None, seq_len=original + 1)
         near, far = to_device(near, x.device), to_device(far, x.device)
@@ -128,7 +128,7 @@ def _tables(x: Tensor, position_ids: Tensor, frequencies: Tensor, scale: float) 
 
 
 def own_rotary(model: Any) -> None:
-    """Puts `DynamicRotary` and `LongRotary` for transformers' tables that depend on the longest position, in place."""
+    """Replaces transformers' rotary embeddings that depend on the longest position by ours, in place."""
     ours = {"dynamic": DynamicRotary, "longrope": LongRotary}
     for name, module in list(model.named_modules()):
         kind = getattr(module, "rope_type", None)
@@ -138,7 +138,7 @@ def own_rotary(model: Any) -> None:
 
 
 class Passthrough(nn.Module):
-    """Stands where another stage has a module: hidden states go on as they are."""
+    """Placeholder for a module that another pipeline stage has: returns hidden states unchanged."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden

@@ -1,4 +1,4 @@
-"""A dense model as one with experts: its configuration, and the experts' matrices made of the feed-forward block's."""
+"""Upcycling: turns the feed-forward blocks of a dense model into experts, in its configuration and its weights."""
 
 from __future__ import annotations
 
@@ -12,40 +12,29 @@ if TYPE_CHECKING:
 __all__ = ["BECOMES", "EXPERTS", "expert_config", "expert_matrices", "upcycle"]
 
 BECOMES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
-"""The family whose layers are those of a dense one but for the experts."""
+"""Dense family -> the family that differs from it by its experts only."""
 EXPERTS = r"\.mlp\.experts\.(gate_up_proj|down_proj)$"
 """Names of the experts' parameters."""
-_KEPT = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-    ),
-    *(
-        "hidden_act",
-        "max_position_embeddings",
-        "initializer_range",
-        "rms_norm_eps",
-        "rope_parameters",
-        "sliding_window",
-    ),
-    *("attention_dropout", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "dtype"),
+# fmt: off
+_COPIED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
+    "rope_parameters", "sliding_window", "attention_dropout", "tie_word_embeddings", "pad_token_id", "bos_token_id",
+    "eos_token_id", "dtype",
 )
+# fmt: on
 
 
 def expert_config(config: Any, experts: int, chosen: int) -> Any:
-    """The configuration of a dense model with experts in place of each layer's feed-forward block, each as wide as that.
+    """The configuration of a dense model with experts in place of each feed-forward block, each as wide as the block.
 
     Args:
         config: of a llama, mistral or qwen3.
-        experts: of a layer. chosen: that a token goes to; their weights sum to 1, so that equal experts give what one gives.
+        experts: per layer. chosen: experts per token; their weights sum to 1, so that equal experts compute what one
+            does.
 
     Raises:
-        ValueError: no such family, or a setting that the family with experts has not; the words begin with the knob.
+        ValueError: another family, or a setting that the family with experts lacks; the message begins with the knob.
     """
     from transformers import AutoConfig
 
@@ -62,9 +51,10 @@ def expert_config(config: Any, experts: int, chosen: int) -> Any:
     kinds = set(getattr(config, "layer_types", None) or ())
     if len(kinds) > 1:
         raise ValueError(
-            f"makes a {BECOMES[family]}, whose layers are all alike, and this {family} has layers of {' and '.join(sorted(kinds))}"
+            f"makes a {BECOMES[family]}, whose layers are all alike, and this {family} has layers of "
+            f"{' and '.join(sorted(kinds))}"
         )
-    values = {key: getattr(config, key) for key in _KEPT if hasattr(config, key)}
+    values = {key: getattr(config, key) for key in _COPIED if hasattr(config, key)}
     values |= {"num_experts_per_tok": chosen}
     if BECOMES[family] == "mixtral":
         return AutoConfig.for_model("mixtral", **values, num_local_experts=experts)
@@ -75,16 +65,17 @@ def expert_config(config: Any, experts: int, chosen: int) -> Any:
 
 
 def expert_matrices(name: str, read: Callable[[str], Tensor], experts: int, redrawn: float, seed: int) -> Tensor:
-    """The value of an experts' parameter: as many copies of the dense block's matrices.
+    """The value of an experts' parameter: copies of the dense block's matrices.
 
     Args:
-        name: of the parameter, `model.layers.0.mlp.experts.down_proj`.
-        read: the value of a parameter of the dense model, by its name.
-        redrawn: share of each expert's inner channels whose weights are drawn anew, with the mean and deviation of the matrix; other channels in each expert.
-        seed: of what is drawn.
+        name: of the parameter, such as `model.layers.0.mlp.experts.down_proj`.
+        read: returns the value of a parameter of the dense model by name.
+        redrawn: share of each expert's inner channels with newly drawn weights, of the matrix's mean and deviation;
+            other channels in each expert.
+        seed: of the drawn weights.
 
     Returns:
-        [experts, 2 inner, width] or [experts, width, inner]; a view of one copy where nothing is drawn.
+        [experts, 2 inner, width] or [experts, width, inner]; a view of one copy if nothing is drawn.
     """
     import torch
 
@@ -101,7 +92,7 @@ def expert_matrices(name: str, read: Callable[[str], Tensor], experts: int, redr
         return stack
     stack = stack.clone()
     for expert, matrix in enumerate(stack):
-        # The same channels for both parameters of a layer, whichever is read first, and the same values on every device.
+        # Seeded by layer: the same channels for both parameters in any order, and the same values on every device.
         g = torch.Generator().manual_seed(zlib.crc32(f"{seed} {layer} {expert}".encode()))
         channels = torch.randperm(inner, generator=g)[:count]
         for begin, part in enumerate(parts):
@@ -115,20 +106,20 @@ def expert_matrices(name: str, read: Callable[[str], Tensor], experts: int, redr
 
 
 def upcycle(model: Any, experts: int, chosen: int, redrawn: float, seed: int) -> Any:
-    """A model with experts made of a dense one, which stays as it is; arguments as of `expert_config` and `expert_matrices`."""
+    """Builds a model with experts from a dense one; arguments as of `expert_config` and `expert_matrices`."""
     import re
 
     import torch
     from transformers import AutoModelForCausalLM
 
-    held = dict(model.named_parameters())
-    made = AutoModelForCausalLM.from_config(expert_config(model.config, experts, chosen), dtype=model.dtype).to(
+    dense = dict(model.named_parameters())
+    sparse = AutoModelForCausalLM.from_config(expert_config(model.config, experts, chosen), dtype=model.dtype).to(
         model.device
     )
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if name in held:
-                parameter.copy_(held[name])
+        for name, parameter in sparse.named_parameters():
+            if name in dense:
+                parameter.copy_(dense[name])
             elif re.search(EXPERTS, name):
-                parameter.copy_(expert_matrices(name, held.__getitem__, experts, redrawn, seed))
-    return made
+                parameter.copy_(expert_matrices(name, dense.__getitem__, experts, redrawn, seed))
+    return sparse

@@ -1,1 +1,1 @@
-"""A student and its teacher as models."""
+"""Models for distillation: teachers, on-policy answers, alignment of tokenizers."""

@@ -1,11 +1,12 @@
-"""Answers that the student writes itself, in the places of those of the data, for its teacher to judge.
+"""On-policy distillation data: the student generates answers in place of those of the data, for its teacher to judge.
 
-Of the rows that are drawn, each document keeps its beginning: in a conversation what stands before its first answer, in plain text its first
-half. From there on the student writes by its own probabilities, as many tokens as stood there, or until it ends. The document keeps its
-length, its positions and its place in the row, so nothing else of the batch changes. What it wrote counts as much as what stood there.
-Draws are a pure function of the seed, the step and the rows: a resumed run, and a step that is taken again, write the same. A step whose
-micro-batch was made smaller draws others.
-Source: Agarwal et al. 2023 (arXiv:2306.13649), algorithm 1: no gradient passes through the writing.
+In the selected rows, each document keeps its beginning: a conversation up to its first answer, plain text up to its
+middle. From there on the student samples from its own distribution, as many tokens as there were, or until it ends. The
+document keeps its length and positions in the row, so nothing else of the batch changes. Generated tokens get the
+weight of the tokens that they replace.
+Sampling is a pure function of the seed, the step and the rows: a resumed run, and a retried step, generate the same. A
+step that is retried with a smaller micro-batch samples differently.
+Source: Agarwal et al. 2023 (arXiv:2306.13649), algorithm 1: no gradient flows through the sampling.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ __all__ = ["Answer", "OnPolicy", "answers_of", "with_answers"]
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a document's answer stands in a row.
+    """The position of a document's answer in a row.
 
     Attributes:
         row: of the batch.
-        begin, end: the document's first place, and the one after its last.
+        begin, end: the document's first position, and the one after its last.
         first, last: the first token of the answer and the one after its last.
-        trained: labels of the document that are trained.
+        trained: number of trained labels in the document.
     """
 
     row: int
@@ -44,11 +45,12 @@ class Answer:
 
 
 def answers_of(labels: Tensor, documents: Sequence[Sequence[int]], rows: Sequence[int]) -> list[Answer]:
-    """The first answer of each document of these rows, or its second half where all of it is trained.
+    """The first answer of each document of these rows, or its second half if all of it is trained.
 
     Args:
-        labels: [rows, length] on the host, as in `Batch`: that of a place is the next token, -100 is not trained.
-        documents: their lengths, row by row.
+        labels: [rows, length] on the host, as in `Batch`: the label of a position is the next token, -100 is not
+            trained.
+        documents: lengths of the documents, by row.
         rows: of the batch.
 
     Example:
@@ -56,7 +58,7 @@ def answers_of(labels: Tensor, documents: Sequence[Sequence[int]], rows: Sequenc
         >>> answers_of(torch.tensor([[-100, 5, 6, -100, 1, 2, 3, 4]]), [[4, 4]], [0])[0]
         Answer(row=0, begin=0, end=4, first=2, last=4, trained=2)
     """
-    found = []
+    answers = []
     for row in rows:
         begin = 0
         for length in documents[row]:
@@ -65,27 +67,29 @@ def answers_of(labels: Tensor, documents: Sequence[Sequence[int]], rows: Sequenc
             if True in trained:
                 at = trained.index(True)
                 ends = trained.index(False, at) if False in trained[at:] else length
-                at = at or length // 2 - 1  # all is trained from its first place on: plain text
+                at = at or length // 2 - 1  # trained from its first position: plain text
                 first, last = begin + at + 1, min(begin + ends + 1, end)
                 if at >= 0 and last > first:
-                    found.append(Answer(row, begin, end, first, last, sum(trained)))
+                    answers.append(Answer(row, begin, end, first, last, sum(trained)))
             begin = end
-    return found
+    return answers
 
 
 def with_answers(batch: Batch, answers: Sequence[Answer], written: Sequence[Sequence[int]]) -> Batch:
-    """The batch with what was written in the places of the answers; tensors on the host.
+    """Replaces the answers of a batch by generated ones; tensors on the host.
 
     Returns:
-        A batch of the same shape and weight. Beside it stand [rows, length] fp32: 0 at the places of the data; at those whose next token was
-        written how much each counts, so that a document counts as much as it did; places of its document that are neither are not trained.
+        A batch of the same shape and weight. `beside` gets [rows, length] fp32: 0 at positions of the data; at those
+        whose next token was generated, a weight that keeps the document's total; other positions of the document are
+        not trained.
 
     Example:
         >>> import torch
         >>> from preheat.core import MaskSpec
         >>> row = torch.arange(6)[None]
-        >>> made = with_answers(Batch(row, row + 1, row, MaskSpec(documents=((6,),)), 6), [Answer(0, 0, 6, 3, 6, 6)], [[8, 9]])
-        >>> made.tokens.tolist(), made.labels.tolist(), made.beside[0].tolist()
+        >>> old = Batch(row, row + 1, row, MaskSpec(documents=((6,),)), 6)
+        >>> new = with_answers(old, [Answer(0, 0, 6, 3, 6, 6)], [[8, 9]])
+        >>> new.tokens.tolist(), new.labels.tolist(), new.beside[0].tolist()
         ([[0, 1, 2, 8, 9, 5]], [[-100, -100, 8, 9, -100, -100]], [[0.0, 0.0, 3.0, 3.0, 0.0, 0.0]])
     """
     import torch
@@ -104,12 +108,12 @@ def with_answers(batch: Batch, answers: Sequence[Answer], written: Sequence[Sequ
 
 @dataclass
 class OnPolicy:
-    """A transform of batches: in some rows the student writes the answers.
+    """A transform of batches: in a share of the rows, the student generates the answers.
 
     Attributes:
         part: the student.
         share: of the rows.
-        stop: tokens that end a text.
+        stop: end-of-text tokens.
     """
 
     build: Build
@@ -119,7 +123,7 @@ class OnPolicy:
     stop: frozenset[int]
 
     def __call__(self, batch: Batch) -> Batch:
-        """For training alone: an evaluation reads the data. A dry run, whose rows hold nothing, writes nothing."""
+        """Only for training: evaluations read the data. A dry run, whose rows are empty, generates nothing."""
         import torch
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -133,34 +137,34 @@ class OnPolicy:
         host = replace(batch, tokens=batch.tokens.cpu(), labels=batch.labels.cpu())
         assert host.mask.documents is not None, "rows of the data have the lengths of their documents beside them"
         answers = answers_of(host.labels, host.mask.documents, self._drawn(host.rows))
-        made = with_answers(host, answers, self._write(host, answers) if answers else [])
+        filled = with_answers(host, answers, self._write(host, answers) if answers else [])
         return replace(
-            made,
-            tokens=made.tokens.to(device),
-            labels=made.labels.to(device),
-            beside=tuple(t.to(device) for t in made.beside),
+            filled,
+            tokens=filled.tokens.to(device),
+            labels=filled.labels.to(device),
+            beside=tuple(t.to(device) for t in filled.beside),
         )
 
     def _seed(self, rows: Sequence[int]) -> random.Random:
         return random.Random(f"{self.build.recipe.seed} {self.build.state.step} {' '.join(map(str, rows))}")
 
     def _drawn(self, rows: Sequence[int]) -> list[int]:
-        """Rows of the batch in which the student writes."""
+        """Rows of the batch in which the student generates."""
         return [n for n, row in enumerate(rows) if self._seed([row]).random() < self.share]
 
     def _write(self, batch: Batch, answers: Sequence[Answer]) -> list[list[int]]:
-        """What the student writes in the places of the answers."""
+        """Generates the student's answers."""
         import torch
 
         from preheat.models.generation.generate import generate
 
         prompts = [batch.tokens[a.row, a.begin : a.first].tolist() for a in answers]
-        # What ends an answer of the data ends one of the student's, where it is a token that stands for nothing else.
+        # A special token that ends an answer of the data also ends one of the student's.
         special = self.tokenizer.added_tokens_decoder.keys()
         ends = {int(batch.labels[a.row, a.last - 2]) for a in answers} & special
         settings = Sample(tokens=max(a.last - a.first for a in answers), temperature=1.0, compile=False)
 
-        # Another length each time: compiled layers would be compiled for each.
+        # Each length occurs once: compiled layers would recompile for each.
         with torch.compiler.set_stance("force_eager"):
             written = generate(
                 self.part,

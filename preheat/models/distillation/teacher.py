@@ -1,4 +1,4 @@
-"""A student and its teacher as models: the teacher from its folder, layers that are compared, layers that the student begins from."""
+"""Teacher and student models: builds the teacher, and picks the layers to compare and to initialize from."""
 
 from __future__ import annotations
 
@@ -35,31 +35,34 @@ __all__ = [
 ]
 
 MAPS = "preheat_maps"
-"""Where a student has its linear maps to the teacher's width: trained with it, and in no export."""
+"""Attribute of a student with its linear maps to the teacher's width: trained with it, and not exported."""
 
 
 def config_of(folder: Path, length: int) -> PretrainedConfig:
-    """The configuration of a model that only reads, from its Hugging Face folder.
+    """The configuration of a frozen model, from its Hugging Face folder.
 
     Args:
-        length: of the rows that it shall read.
+        length: of the rows that it must be able to read.
 
     Raises:
-        RecipeError: it cannot serve; the words begin with `teacher:`.
+        RecipeError: the model cannot be a teacher; the message begins with `teacher:`.
     """
     from preheat.recipe import Batch, Model, Recipe, Stop
 
     if (folder / "recipe.yaml").is_file():
         raise RecipeError(
-            f"teacher: {folder} is a run; make a model of it first (preheat export {folder} --to hf), and name that folder"
+            f"teacher: {folder} is a run; make a model of it first (preheat export {folder} --to hf), and name that "
+            "folder"
         )
     if (folder / "adapter_config.json").is_file():
         raise RecipeError(
-            f"teacher: {folder} is an adapter; merge it into its base first (preheat export {folder} --to hf), and name that folder"
+            f"teacher: {folder} is an adapter; merge it into its base first (preheat export {folder} --to hf), and "
+            "name that folder"
         )
     if not (folder / "config.json").is_file():
         raise RecipeError(
-            f"teacher: {folder} has no config.json; name the folder of a Hugging Face model (download one of the hub's first)"
+            f"teacher: {folder} has no config.json; name the folder of a Hugging Face model (download one of the "
+            "hub's first)"
         )
     try:
         config = hf.configure(Recipe(model=Model(path=str(folder)), batch=Batch(length=length), stop=Stop(steps=1)))
@@ -73,22 +76,22 @@ def config_of(folder: Path, length: int) -> PretrainedConfig:
 
 
 def build_teacher(config: PretrainedConfig, *, bf16: bool) -> PreTrainedModel:
-    """A model that only reads, on the meta device: frozen, without dropout; its parameters in bf16, or as its folder's are built (fp32)."""
+    """Builds a frozen model on the meta device, without dropout; parameters in bf16, or as its folder's are built."""
     import torch
 
     model = hf.build_on_meta(config).requires_grad_(False).eval()
     if bf16:
-        for p in model.parameters():  # buffers stay: rotary tables need fp32
+        for p in model.parameters():  # not buffers: rotary tables need fp32
             p.data = p.data.to(torch.bfloat16)
     return model
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher of a build: what it says of a micro-batch, by the build's own slots and contexts.
+    """The teacher of a build: runs on micro-batches through the build's own slots and contexts.
 
     Attributes:
-        windowed: a kernel that knows windows and capped scores, which the student's may not.
+        windowed: an attention kernel with windows and capped scores, which the student's may not support.
     """
 
     build: Build
@@ -97,14 +100,14 @@ class Teacher:
     windowed: Any
 
     def read(self, batch: Batch, places: int = 0) -> tuple[Tensor, list[Tensor]]:
-        """Its last hidden states in the dtype of its products, and those at the places that are compared; without gradients."""
+        """Its last hidden states in the matmul dtype, and the compared hidden states; without gradients."""
         import torch
 
         def run() -> Tensor:
             if (self.facts.window or self.facts.score_softcap) and self.build.owner(Slot.ATTENTION_KERNEL) != "plain":
                 return hf.hidden_states(self.model, batch.tokens, batch.positions, batch.mask, self.windowed)
-            found: Tensor = self.build.slot(Slot.HIDDEN)(self.model, batch)
-            return found
+            hidden: Tensor = self.build.slot(Slot.HIDDEN)(self.model, batch)
+            return hidden
 
         with torch.no_grad():
             last, states = self.build.slot(Slot.FORWARD)(self.model, lambda: capture_hidden(self.model, places, run))
@@ -114,7 +117,7 @@ class Teacher:
 
 
 def compared(layers: int, matched: int) -> list[int]:
-    """Which of a model's layers are compared beside the last hidden states, where `matched` places in all lie evenly over its depth.
+    """Indices of the layers compared in addition to the last hidden states; `matched` in all, evenly spaced in depth.
 
     Example:
         >>> compared(12, 3), compared(6, 3), compared(6, 1)
@@ -124,17 +127,17 @@ def compared(layers: int, matched: int) -> list[int]:
 
 
 def capture_hidden(model: Any, matched: int, run: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """What `run`, a pass through the model, gives, and the hidden states at the places that are compared, the last among them.
+    """Runs `run`, a pass through the model, and captures the compared hidden states, the last among them.
 
     Args:
-        matched: places; 0: none is looked at.
+        matched: number of compared hidden states; 0: none.
     """
     from torch import Tensor
 
-    found: list[Tensor] = []
+    states: list[Tensor] = []
 
     def keep(module: Any, args: Any, out: Any) -> None:
-        found.append(out if isinstance(out, Tensor) else out[0])
+        states.append(out if isinstance(out, Tensor) else out[0])
 
     layers = hf.anatomy(model).layers
     hooks = [layers[n].register_forward_hook(keep) for n in compared(len(layers), matched)]
@@ -143,21 +146,21 @@ def capture_hidden(model: Any, matched: int, run: Callable[[], Tensor]) -> tuple
     finally:
         for hook in hooks:
             hook.remove()
-    return last, [*found, last] if matched else []
+    return last, [*states, last] if matched else []
 
 
 def add_maps(student: Any, width: int, matched: int, weights: WeightSource) -> nn.ModuleList:
-    """Gives a student on meta a linear map from its hidden states to the teacher's width for each place that is compared, in place.
+    """Gives a student on meta one linear map from its width to the teacher's per compared hidden state, in place.
 
-    Of equal widths it begins as the identity, else orthogonal.
+    Initialized as the identity for equal widths, otherwise orthogonal.
 
     Args:
-        weights: the student's, which will draw them.
+        weights: the student's, which will initialize them.
     """
     from torch import nn
 
     own = student.config.get_text_config().hidden_size
-    dtype = next(p.dtype for p in student.parameters() if p.requires_grad)  # that of what is gathered with it
+    dtype = next(p.dtype for p in student.parameters() if p.requires_grad)  # FSDP gathers them in one buffer
 
     def draw(module: Any) -> None:
         for linear in module:
@@ -176,7 +179,7 @@ def _orthogonal(weight: Any) -> None:
 
 
 def spread(layers: int, of: int) -> list[int]:
-    """`layers` of `of` layers, evenly spaced, the first and last among them.
+    """`layers` of `of` layers, evenly spaced, including the first and the last.
 
     Example:
         >>> spread(3, 5), spread(1, 5)
@@ -186,23 +189,24 @@ def spread(layers: int, of: int) -> list[int]:
 
 
 def init_from_layers(student: Any, weights: WeightSource, of: int) -> list[int]:
-    """A student that is read from a folder of `of` layers begins from evenly spaced ones and not from the first. Returns which.
+    """Initializes a student from evenly spaced layers of a folder with `of` layers. Returns their indices.
 
     Raises:
-        RecipeError: layers are of several kinds, so one cannot begin as another.
+        RecipeError: layers are of several kinds, so one cannot be initialized from another.
     """
     if len(kinds := set(getattr(student.config.get_text_config(), "layer_types", None) or ())) > 1:
         raise RecipeError(
-            f"techniques.distillation.layers: the teacher's layers are of several kinds ({', '.join(sorted(kinds))}), so one cannot begin as another; use layers: own"
+            "techniques.distillation.layers: the teacher's layers are of several kinds "
+            f"({', '.join(sorted(kinds))}), so one cannot begin as another; use layers: own"
         )
     layers = hf.anatomy(student).layers
     (name,) = (name for name, module in student.named_modules() if module is layers)
     chosen, at = spread(len(layers), of), re.compile(rf"^{re.escape(name)}\.(\d+)\.")
 
     def other(parameter: str, value: Tensor) -> Tensor:
-        found = at.match(parameter)
-        assert found is not None
-        return weights.read(f"{name}.{chosen[int(found[1])]}.{parameter[found.end() :]}")
+        match = at.match(parameter)
+        assert match is not None
+        return weights.read(f"{name}.{chosen[int(match[1])]}.{parameter[match.end() :]}")
 
     weights.map(at.pattern, other)
     weights.leave(at.pattern)
@@ -210,7 +214,7 @@ def init_from_layers(student: Any, weights: WeightSource, of: int) -> list[int]:
 
 
 def spreading_problems(recipe: Recipe, teacher: Path, layers: int, found: int) -> list[str]:
-    """Why a student cannot begin from layers spread over its teacher's, in words that begin with the knob.
+    """Why a student cannot be initialized from evenly spaced layers of its teacher; each message begins with the knob.
 
     Args:
         layers, found: of the student, and of the teacher.
@@ -218,7 +222,8 @@ def spreading_problems(recipe: Recipe, teacher: Path, layers: int, found: int) -
     why = []
     if not reads_teacher(recipe, teacher):
         why.append(
-            "layers: spread is for a student made of the teacher: set model.path to the teacher, and model.config: {num_hidden_layers: N}"
+            "layers: spread is for a student made of the teacher: set model.path to the teacher, and model.config: "
+            "{num_hidden_layers: N}"
         )
     elif layers >= found:
         why.append(
@@ -227,24 +232,24 @@ def spreading_problems(recipe: Recipe, teacher: Path, layers: int, found: int) -
     others = [name for name, t in recipe.techniques.items() if t.stage <= Stage.ADAPT]
     if others:
         why.append(
-            f"layers: spread changes which layers are read, and {others[0]} what is read; leave one out (or export such a student first)"
+            f"layers: spread changes which layers are read, and {others[0]} what is read; leave one out (or export "
+            "such a student first)"
         )
     return why
 
 
 def reads_teacher(recipe: Recipe, teacher: Path) -> bool:
-    """Whether a recipe's weights are read from its teacher's folder."""
+    """True if a recipe's weights are read from its teacher's folder."""
     model = recipe.model
     return model.path is not None and model.weights != "random" and Path(model.path).resolve() == teacher.resolve()
 
 
 def rows_problems(context: Context, *, cached: bool, hidden: bool, writes: bool, common: bool) -> list[str]:
-    """What rows whose teacher is read from disk, rows that the student writes itself, and rows in common pieces do not go with: each in words that begin
-    with the knob.
+    """Conflicts of cached teacher outputs, on-policy answers and common pieces; each message begins with the knob.
 
     Args:
-        cached: what the teacher said is kept on disk; hidden: hidden states are compared; writes: the student writes itself; common: the teacher has
-            other pieces.
+        cached: teacher outputs are cached on disk; hidden: hidden states are compared; writes: the student generates
+            answers; common: the teacher has another tokenizer.
     """
     tags = context.tags
     shared = Tag.SHARDED_WEIGHTS in tags or context.recipe.parallel.engine == "deepspeed"
@@ -261,11 +266,14 @@ def rows_problems(context: Context, *, cached: bool, hidden: bool, writes: bool,
         ),
         (
             writes and cached,
-            "on_policy: what the student writes is new in every step, and cache holds what the teacher said of the data; leave one out",
+            "on_policy: what the student writes is new in every step, and cache holds what the teacher said of the "
+            "data; "
+            "leave one out",
         ),
         (
             writes and shared,
-            "on_policy: the student writes token by token, each device as many as its rows ask for, which weights that are shared out among devices "
+            "on_policy: the student writes token by token, each device as many as its rows ask for, which weights that "
+            "are shared out among devices "
             "(fsdp, expert_parallel, deepspeed) would wait for; use data_parallel, or leave it out",
         ),
         (
@@ -277,4 +285,4 @@ def rows_problems(context: Context, *, cached: bool, hidden: bool, writes: bool,
             "pieces: common reads whole documents, and context_parallel cuts rows among devices; leave one out",
         ),
     )
-    return [words for holds, words in reasons if holds]
+    return [message for applies, message in reasons if applies]

@@ -1,11 +1,12 @@
-"""A teacher that cuts text into other pieces than its student: the same text in its own, and the places at which both have read as much.
+"""Aligns a teacher and a student with different tokenizers, by the bytes of the text that each token ends at.
 
-Where a piece of the student and one of the teacher end at the same byte, both have read the same text and say what comes next. Of what the
-teacher says there the pieces that the student has too are kept, by their bytes; the end of a text is one of them. All others count together, as do the
-student's. Elsewhere the teacher says nothing.
-Special tokens of the student's, those of a conversation's template among them, are not shown to the teacher, which reads the plain text.
-Source: alignment by the text read and comparison over common pieces: Patino et al. 2025, GOLD (huggingface.co/spaces/HuggingFaceH4/on-policy-distillation);
-that tokens need not be the same for a teacher to be of use: Boizard et al. 2024 (arXiv:2402.12030).
+If a student token and a teacher token end at the same byte, both have read the same text and predict what comes next.
+Of the teacher's prediction the tokens of both vocabularies are compared, by their bytes; the end-of-text token is one
+of them. All others count as one class, as do the student's. At other positions the teacher has no prediction.
+The student's special tokens, including those of a chat template, are not shown to the teacher, which reads plain text.
+Source: alignment by text and comparison over common tokens: Patino et al. 2025, GOLD
+(huggingface.co/spaces/HuggingFaceH4/on-policy-distillation); that teachers with other tokenizers help:
+Boizard et al. 2024 (arXiv:2402.12030).
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ __all__ = ["TokenizerView", "Matched", "TokenAligner", "common"]
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _UNIT = 64
-"""Rows of a teacher's batch are as long as the longest of them in multiples of this, so that few lengths occur."""
+"""Rows of a teacher's batch are padded to a multiple of this, so that few shapes occur."""
 
 
 @dataclass(frozen=True)
 class TokenizerView:
-    """How a tokenizer cuts text.
+    """A tokenizer with the bytes of its tokens.
 
     Attributes:
         tokenizer: a fast one of transformers.
-        pieces: bytes of text that each token stands for (`preheat.data.tokenizer.pieces_of`).
-        end: the number of the token that ends a text.
+        pieces: bytes of text of each token (`preheat.data.tokenizer.pieces_of`).
+        end: the end-of-text token.
     """
 
     tokenizer: Any
@@ -46,45 +47,46 @@ class TokenizerView:
 
     @property
     def begins(self) -> int | None:
-        """The token that it puts before every text; None: there is none."""
+        """The token that it puts before every text, or None."""
         return next(iter(beginning(self.tokenizer)), None)
 
     @property
     def spaced(self) -> bool:
-        """Whether it puts a space before every text, as SentencePiece does."""
+        """True if it puts a space before every text, as SentencePiece does."""
         numbers = self.tokenizer("a", add_special_tokens=False).input_ids
         return b"".join(self.pieces[n] for n in numbers).startswith(b" ")
 
     def ends(self, numbers: Sequence[int]) -> tuple[bytes, list[int]]:
-        """The text of tokens, and after how many of its bytes each ends; the space that is put before a text is none of it."""
+        """The text of tokens, and the byte offset of each token's end, without the space that is put before a text."""
         text = b"".join(self.pieces[n] for n in numbers)
         skip = int(self.spaced and text.startswith(b" "))
         return text[skip:], [max(end - skip, 0) for end in itertools.accumulate(len(self.pieces[n]) for n in numbers)]
 
     def by_bytes(self) -> dict[bytes, int]:
-        """The token of each piece of text. Of a letter and the same one as a byte (`a` and `<0x61>`) the letter."""
-        found: dict[bytes, int] = {}
+        """Bytes -> token. If a letter also exists as a byte token (`a` and `<0x61>`), the letter wins."""
+        tokens: dict[bytes, int] = {}
         names = self.tokenizer.convert_ids_to_tokens(range(len(self.pieces)))
         for number, (name, piece) in enumerate(zip(names, self.pieces, strict=True)):
-            if piece and (piece not in found or not _BYTE.fullmatch(name or "")):
-                found[piece] = number
-        return found
+            if piece and (piece not in tokens or not _BYTE.fullmatch(name or "")):
+                tokens[piece] = number
+        return tokens
 
 
 def common(student: TokenizerView, teacher: TokenizerView) -> tuple[list[int], list[int]]:
-    """Numbers of the pieces that both have, of the student and of the teacher in the same order; the end of a text comes last."""
+    """Token ids of the common vocabulary, of student and teacher in the same order; the end of text comes last."""
     mine, theirs = student.by_bytes(), teacher.by_bytes()
-    kept = [piece for piece in mine if piece in theirs]
-    return [mine[piece] for piece in kept] + [student.end], [theirs[piece] for piece in kept] + [teacher.end]
+    shared = [piece for piece in mine if piece in theirs]
+    return [mine[piece] for piece in shared] + [student.end], [theirs[piece] for piece in shared] + [teacher.end]
 
 
 class Matched(NamedTuple):
-    """A batch as the teacher reads it.
+    """A batch for the teacher.
 
     Attributes:
-        batch: the same rows and documents in the teacher's pieces, filled up behind their ends.
-        at: [rows, length] int64, for each place of the student's rows the teacher's that has read the same; 0 where there is none.
-        said: [rows, length] fp32, 1 where there is one.
+        batch: the same rows and documents in the teacher's tokens, padded at their ends.
+        at: [rows, length] int64, for each student position the teacher's that has read the same text; 0 if there is
+            none.
+        said: [rows, length] fp32, 1 if there is one.
     """
 
     batch: Batch
@@ -94,10 +96,10 @@ class Matched(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenAligner:
-    """Batches of a student's pieces in its teacher's.
+    """Converts batches of student tokens to batches of teacher tokens.
 
     Attributes:
-        positions: of the teacher: of a longer text it reads the beginning.
+        positions: context length of the teacher: longer texts are truncated.
     """
 
     student: TokenizerView
@@ -106,40 +108,40 @@ class TokenAligner:
 
     @functools.cached_property
     def common(self) -> tuple[list[int], list[int]]:
-        """`common` of the two."""
+        """The common vocabulary, as of `common`."""
         return common(self.student, self.teacher)
 
     def __call__(self, batch: Batch) -> Matched:
-        """On the device of the batch, whose tokens are read on the host."""
+        """Aligns a batch, whose tokens are read on the host; the result is on the batch's device."""
         import torch
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-        if is_in_torch_dispatch_mode():  # a dry run's rows hold nothing: as many pieces as the student's
+        if is_in_torch_dispatch_mode():  # a dry run's rows are empty: assume as many tokens as the student's
             return Matched(batch, torch.zeros_like(batch.tokens), torch.zeros_like(batch.tokens, dtype=torch.float32))
         (rows, length), device = batch.tokens.shape, batch.tokens.device
         tokens, trained = batch.tokens.tolist(), (batch.labels != -100).tolist()
         cut: list[list[list[int]]] = []
-        at, said = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length)
+        at, aligned = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length)
         for row, documents in enumerate(batch.mask.documents or ((length,),) * rows):
             begin, filled, here = 0, 0, list[list[int]]()
             for size in documents:
                 if any(trained[row][begin : begin + size]):
                     numbers, places = self._document(tokens[row][begin : begin + size])
                     for place, of in places:
-                        at[row, begin + place], said[row, begin + place] = filled + of, 1.0
+                        at[row, begin + place], aligned[row, begin + place] = filled + of, 1.0
                     here.append(numbers)
                     filled += len(numbers)
                 begin += size
             cut.append([numbers for numbers in here if numbers])
-        return Matched(self._batch(batch, cut), at.to(device), said.to(device))
+        return Matched(self._batch(batch, cut), at.to(device), aligned.to(device))
 
     def _document(self, numbers: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """A document in the teacher's pieces, and (place, the teacher's place) where both have read as much. None where its tokenizer changes the text."""
+        """A document in the teacher's tokens, and (position, teacher position) pairs; empty if it alters the text."""
         text, own = self.student.ends(numbers)
-        # What is cut off within a letter, at either end of a row, the teacher does not read.
-        words = text.decode("utf-8", errors="ignore")
+        # Characters that the row cuts off at either end are not shown to the teacher.
+        plain = text.decode("utf-8", errors="ignore")
         begun = [self.teacher.begins] if self.teacher.begins is not None else []
-        cut = (begun + self.teacher.tokenizer(words, add_special_tokens=False, verbose=False).input_ids)[
+        cut = (begun + self.teacher.tokenizer(plain, add_special_tokens=False, verbose=False).input_ids)[
             : self.positions
         ]
         read, ends = self.teacher.ends(cut)

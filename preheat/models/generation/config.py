@@ -1,4 +1,4 @@
-"""A folder's generation_config.json, read so that transformers accepts it when it is written again."""
+"""Reads a folder's generation_config.json so that transformers accepts it when it is written again."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ __all__ = ["ends_of", "read_generation"]
 
 _FILE = "generation_config.json"
 _FIRST = ("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "num_beams")
-_GREEDY = (  # change even the likeliest tokens; `preheat generate` obeys only what it is told itself
-    *("repetition_penalty", "no_repeat_ngram_size", "num_beams", "min_length", "min_new_tokens", "bad_words_ids"),
-    *("suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id"),
+# fmt: off
+_GREEDY = (  # settings that change even greedy decoding; `preheat generate` applies only its own options
+    "repetition_penalty", "no_repeat_ngram_size", "num_beams", "min_length", "min_new_tokens", "bad_words_ids",
+    "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id",
 )
-_NEUTRAL: tuple[Any, ...] = (None, 0, 1, 1.0)
+# fmt: on
+_NEUTRAL: tuple[Any, ...] = (None, 0, 1, 1.0)  # values with which they change nothing
 
 
 def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[str]]:
-    """The generation settings of a model's folder, and what there is to say of them; None where it has none.
+    """The generation settings of a model's folder and notes about them; None if it has none.
 
-    Settings that contradict others, which transformers reads with a warning and refuses to write, are left out one by one and named: the
-    tokens that begin, end and pad stay, as does `do_sample`.
+    Contradictory settings, which transformers reads with a warning and refuses to write, are dropped one by one and
+    named in the notes; the begin, end and pad tokens are kept first, then `do_sample`.
 
     Raises:
         RunError: the file is damaged.
@@ -59,7 +61,7 @@ def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[
     for key in sorted(values, key=lambda key: (key not in _FIRST, _FIRST.index(key) if key in _FIRST else 0)):
         try:
             GenerationConfig(**chosen, **{key: values[key]}).validate(strict=True)
-        except (ValueError, TypeError, AttributeError):  # also from a value of another kind
+        except (ValueError, TypeError, AttributeError):  # a value of the wrong type raises the last two
             left.append(key)
         else:
             chosen[key] = values[key]
@@ -78,6 +80,6 @@ def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[
 
 
 def ends_of(settings: GenerationConfig | None) -> list[int]:
-    """The tokens that end a text by generation settings."""
-    stated = None if settings is None else settings.eos_token_id
-    return [stated] if isinstance(stated, int) else list(stated or [])
+    """The end-of-text tokens of generation settings."""
+    tokens = None if settings is None else settings.eos_token_id
+    return [tokens] if isinstance(tokens, int) else list(tokens or [])

@@ -1,7 +1,8 @@
-"""Attention of the few tokens of a decoding step over a KV cache in bf16 on a CPU, by `decode_attention.cpp`.
+"""Decoding attention over a bf16 KV cache on CPU: a C++ kernel (`decode_attention.cpp`) for few queries.
 
-torch's flash attention on a CPU is made for many queries: with one, in bf16, it takes four times as long over 140 keys and 14 times over 8,000.
-A plain call, and not an operator of torch, whose dispatch would take as long: tracers are sent to torch's.
+torch's CPU flash attention is built for many queries: with one query in bf16 it takes 4 times as long over 140 keys and
+14 times as long over 8,000. This is a plain ctypes call, because the dispatch of a torch operator would take as long as
+the kernel; tracers get torch's attention.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from preheat.hardware.cpp_build import quick_library
 __all__ = ["cached_attention", "of_use"]
 
 FEW = 16
-"""Queries up to which it is used; with more, torch's products of many queries are."""
-_WIDE = 16  # numbers that the kernel takes at once
+"""Most queries that the kernel is used for; torch's matmuls win beyond."""
+_WIDE = 16  # numbers per vector instruction of the kernel
 
 
 def of_use(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether `cached_attention` takes these, and is quicker than torch's attention."""
+    """True if `cached_attention` supports these tensors and is faster than torch's attention."""
     queries, keys = q.shape[2], k.shape[2]
-    seen = queries == 1 if mask is None else mask.dtype == torch.bool and mask.shape[1:] == (1, queries, keys)
+    plain_mask = queries == 1 if mask is None else mask.dtype == torch.bool and mask.shape[1:] == (1, queries, keys)
     graded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if not seen or graded or not all(map(_taken, (q, k, v))):
+    if not plain_mask or graded or not all(map(_supported, (q, k, v))):
         return False
     if torch.compiler.is_compiling():
         return queries == 1
-    watched = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0  # by who needs operators
+    watched = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0  # by tracers that need operators
     return queries <= FEW and not watched and _made() is not None
 
 
-def _taken(t: Tensor) -> bool:
+def _supported(t: Tensor) -> bool:
     return t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.shape[3] % _WIDE == 0 and t.stride(3) == 1
 
 
@@ -44,16 +45,17 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 
     Args:
         q: bf16 [rows, heads, queries, width].
-        k, v: bf16 [rows, pairs, keys, width] and [rows, pairs, keys, values]; heads that share a pair follow one another.
-        mask: bool [rows or 1, 1, queries, keys], true where a key is seen; None: all are. A query that sees none gets zeros (when compiled, no numbers).
+        k, v: bf16 [rows, pairs, keys, width] and [rows, pairs, keys, values]; heads that share a pair are adjacent.
+        mask: bool [rows or 1, 1, queries, keys], true for visible keys; None: all are. A query without visible keys
+            gets zeros (NaN when compiled).
 
     Returns:
         bf16 [rows, queries, heads, values].
     """
     if torch.compiler.is_compiling():
         return _fused(q, k, v, mask, scale)
-    made = _made()
-    assert made is not None, "of_use() comes first"
+    library = _made()
+    assert library is not None, "of_use() comes first"
     rows, heads, queries, width = q.shape
     pairs, keys, values = k.shape[1], k.shape[2], v.shape[3]
     out = q.new_empty(rows, queries, heads, values)
@@ -61,14 +63,14 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
     apart = 0 if dense is None or dense.shape[0] == 1 else queries * keys
     sizes = (rows, heads, pairs, queries, keys, width, values, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], apart)
     places = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (q, k, v, dense, out)]
-    made.preheat_cached_attention(
+    library.preheat_cached_attention(
         *places, (ctypes.c_int64 * len(sizes))(*sizes), ctypes.c_float(scale), torch.get_num_threads()
     )
     return out
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The same for one query in operators that a compiler makes one loop of: to it a call of ours would be opaque, and the cache be copied for it."""
+    """The same for one query in operators that torch.compile fuses: a C++ call would be opaque and copy the cache."""
     rows, heads, _, width = q.shape
     pairs = k.shape[1]
     scores = (q.reshape(rows, pairs, heads // pairs, 1, width).float() * k[:, :, None].float()).sum(-1) * scale

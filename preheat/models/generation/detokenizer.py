@@ -1,4 +1,4 @@
-"""Tokens to text while it grows: whole characters, and nothing that may begin a string that ends it."""
+"""Incremental detokenization: yields complete characters only, and holds back text that may begin a stop string."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 __all__ = ["Ended", "IncrementalDetokenizer", "Written", "alike"]
 
 _CONTEXT = 8
-"""Tokens of the prompt that its continuation is decoded after."""
+"""Prompt tokens that precede the generated ones when decoding, since decoders treat the start of a text differently."""
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-"""A piece that spells one byte."""
+"""A byte-fallback token."""
 
 Ended = Literal["stop token", "stop string", "length", "context"]
 
 
 @dataclass
 class Written:
-    """What was written after one prompt.
+    """Text generated for one prompt.
 
     Attributes:
-        text: without special tokens, and without the string that ended it.
-        tokens: as drawn, with the token that ended it.
-        ended: by a stop token, a stop string, at the number of tokens asked for, or where the model's positions end.
-        compiled: the model was compiled for single tokens.
+        text: without special tokens, and without the stop string that ended it.
+        tokens: as sampled, with the stop token that ended it.
+        ended: by a stop token, a stop string, the requested length, or the end of the model's context.
+        compiled: decoding steps were compiled.
     """
 
     text: str
@@ -39,7 +39,7 @@ class Written:
 
 
 class IncrementalDetokenizer:
-    """One text as it grows: tokens to characters, held back where a character is not whole or a stop string may begin."""
+    """Decodes one growing text; holds back incomplete characters and possible beginnings of stop strings."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class IncrementalDetokenizer:
         self.tokens: list[int] = []
         self.text, self.said = "", 0
         self.ended: Ended | None = None
-        # Tokens are decoded after those before them, since decoders treat the first word of a text otherwise.
+        # Tokens are decoded together with preceding ones, since decoders treat the first word of a text differently.
         self._before, self._fresh = list(prompt[-_CONTEXT:]), list[int]()
 
     def add(self, token: int, last: bool) -> None:
-        if self.ended is not None:  # rows that ended are padded until all have
+        if self.ended is not None:  # finished rows are padded until all are finished
             return
         self.tokens.append(token)
         if last:
@@ -70,12 +70,12 @@ class IncrementalDetokenizer:
 
     def _decoded(self) -> str:
         if self._before and all(map(self._is_byte, (self._before[-1], self._fresh[0]))):
-            # Decoders drop a whole run of such pieces when its end is no character: what was told stays as it is.
+            # Decoders drop a run of byte tokens if its end is not a character, so bytes are decoded without context.
             return self.tokenizer.decode(self._fresh, skip_special_tokens=True)
-        before, whole = (
+        before, text = (
             self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (self._before, self._before + self._fresh)
         )
-        return whole[alike(before, whole) :]
+        return text[alike(before, text) :]
 
     def _grow(self, more: str) -> None:
         searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
@@ -97,13 +97,13 @@ class IncrementalDetokenizer:
 
     def _end(self, ended: Ended) -> None:
         self.ended = ended
-        if self._fresh:  # bytes that are no whole character
+        if self._fresh:  # bytes that are not a complete character
             self.text += self._decoded()
         self._say(len(self.text))
         self.tell(None)
 
     def finish(self, cut: Ended) -> Written:
-        """The whole text; what was held back is told."""
+        """Flushes held-back text and returns the result."""
         if self.ended is None:
             self._end(cut)
         assert self.ended is not None
@@ -111,12 +111,12 @@ class IncrementalDetokenizer:
 
 
 def alike(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many elements at the beginnings are the same."""
+    """The length of the common prefix."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of `text` begin `stop`.
+    """The number of characters at the end of `text` that begin `stop`.
 
     >>> _begun("one\\nUs", "\\nUser:"), _begun("one", "\\nUser:")
     (3, 0)

@@ -1,4 +1,4 @@
-"""Text from a model: transformers' own generation with its KV cache, for any model that preheat builds, told while it is written."""
+"""Text generation with transformers' `generate` and our KV caches, for any model that preheat builds; streams text."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
 __all__ = ["PrefixCache", "Timed", "Written", "cached_loss", "generate", "patterned", "settled", "stop_tokens"]
 
 _PASSES = 2000
-"""Passes of one token each that pay for compiling a model on a GPU: a layer takes the compiler about a second, and without it about half a millisecond a
-pass in Python and launches (some 25 of 10 to 20 microseconds), of which a graph of CUDA's leaves next to nothing. Both grow with the layers."""
+"""Single-token passes from which compiling a model on a GPU pays off: compiling takes about one second per layer, and
+without it a layer costs about 0.5 ms per pass in Python and launches (some 25 of 10 to 20 microseconds), which a CUDA
+graph removes almost entirely. Both grow with the number of layers."""
 
 _GRAPHS = 64
-"""Graphs that generation may compile in one process; torch's own limit, 8, is reached by one model of windows that writes at three batch sizes."""
+"""Graphs per process; torch's default of 8 is too low for one sliding-window model at three batch sizes."""
 
 
 @dataclass
 class PrefixCache:
-    """A KV cache and the tokens whose keys and values it holds: a prompt that begins with them is read from there on.
+    """A KV cache and its tokens: a prompt that begins with these tokens is only read from there on.
 
     Attributes:
-        reused: tokens of the last prompt that the cache held already.
-        kind: which cache it is, and its window.
+        reused: tokens of the last prompt that were in the cache already.
+        kind: the kind of cache, and its window.
     """
 
     cache: Any = None
@@ -47,7 +48,7 @@ class PrefixCache:
     kind: tuple[str, int | None] = ("dynamic", None)
 
     def begin(self, prompt: Sequence[int], settings: Sample, empty: Callable[[], Any]) -> Any:
-        """The cache, holding a beginning of `prompt`, of which at least one token is left to be read; an `empty` one where it holds another text."""
+        """Returns the cache with a prefix of `prompt`, at least one token short; else an `empty` one."""
         same = alike(self.tokens, prompt[:-1])
         if self.kind != (settings.cache_kind, settings.window):
             same, self.kind = 0, (settings.cache_kind, settings.window)
@@ -57,15 +58,15 @@ class PrefixCache:
         return self.cache
 
     def end(self, tokens: Sequence[int]) -> None:
-        """The cache has been written on by the texts of `tokens`, of which it may have read too many: proposals behind the end."""
+        """Records the cache's content after generating `tokens`; crops rejected proposals behind their end."""
         self.tokens = list(tokens[: self.cache.get_seq_length()])
         extra = self.cache.get_seq_length() - len(self.tokens)
-        self.tokens += [-1] * extra  # no token at all
+        self.tokens += [-1] * extra  # placeholders that match no token
         if not self._forget(extra):
             self.clear()
 
     def _forget(self, extra: int) -> bool:
-        """Takes back the last tokens. False: a layer with a window has forgotten what would have to come back."""
+        """Crops the last tokens. False if a sliding-window layer has dropped the ones that would have to return."""
         from transformers.cache_utils import DynamicLayer
 
         from preheat.models.generation.kv_cache import Int8Layer
@@ -79,19 +80,19 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Forgets everything: after a generation that was broken off, layers may hold different numbers of tokens."""
+        """Empties the cache: after an aborted generation, layers may hold different numbers of tokens."""
         self.cache, self.tokens, self.reused = None, [], 0
 
 
 @dataclass
 class Timed:
-    """When the tokens of one batch came, and what its cache took.
+    """Token timings of one batch and the memory of its cache.
 
     Attributes:
-        begun: when the first pass was begun; seconds of `time.perf_counter`.
-        at: when the tokens of each pass were there.
-        tokens: how many each pass gave, over all rows.
-        cache_bytes: of keys and values after the last pass.
+        begun: start of the first pass, in seconds of `time.perf_counter`.
+        at: time at which each pass had its tokens.
+        tokens: number of tokens of each pass, over all rows.
+        cache_bytes: size of keys and values after the last pass.
     """
 
     begun: float = 0.0
@@ -101,14 +102,14 @@ class Timed:
 
 
 def patterned(model: PreTrainedModel) -> bool:
-    """Whether layers have an attention pattern of preheat's: these are for whole sequences, so there is no cache and no padding."""
+    """True if layers have one of preheat's attention patterns, which need whole sequences: no cache, no padding."""
     return any(hasattr(m, PATTERN) for m in model.modules())
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerFast, folder: Path | None) -> frozenset[int]:
-    """Every token that ends a text: the tokenizer's, and those of the folder's generation_config.json."""
-    found = {tokenizer.eos_token_id, *ends_of(read_generation(folder)[0])}
-    return frozenset(token for token in found if token is not None)
+    """All end-of-text tokens: the tokenizer's, and those of the folder's generation_config.json."""
+    tokens = {tokenizer.eos_token_id, *ends_of(read_generation(folder)[0])}
+    return frozenset(token for token in tokens if token is not None)
 
 
 def generate(
@@ -129,29 +130,30 @@ def generate(
 ) -> list[Written]:
     """Continues each prompt.
 
-    Prompts are written `batch` at a time, padded on the left; one at a time where tokens are proposed, and where layers have an attention pattern,
-    which count tokens from the row's beginning and read everything again for each token. Random generators are left as they were.
+    Prompts are processed `batch` at a time with left padding; one at a time with speculative decoding, and with
+    attention patterns, which count tokens from the start of the row and recompute the sequence for each token. Random
+    generators are restored afterwards.
 
     Args:
         prompts: tokens, at least one each, and fewer than `positions`.
-        settings: how many tokens, how they are drawn and kept, and strings that end a text.
-        stop: tokens that end a text.
-        positions: tokens that the model can read; 0: not stated.
+        settings: number of tokens, sampling, cache and stop strings.
+        stop: end-of-text tokens.
+        positions: the model's context length; 0: unknown.
         batch: prompts at a time.
-        seed: decides the draws of every batch.
-        cached: keep keys and values; without, everything is read again for each token.
-        on_text: told (prompt's number, text) as text becomes certain: whole characters, and nothing that may begin a
-            stop string; None when it has ended.
-        kept: a cache to go on from and to leave for the next call; for one prompt.
+        seed: seeds the sampling of every batch.
+        cached: use a KV cache; otherwise the sequence is recomputed for each token.
+        on_text: called with (index of the prompt, text) as text becomes final: complete characters that cannot begin a
+            stop string; None at its end.
+        kept: a cache to continue from and to leave for the next call; for a single prompt.
         draft: the model that `settings.draft` names.
-        timed: told when tokens came; for one batch.
+        timed: receives token timings; for a single batch.
 
     Returns:
-        One `Written` for each prompt.
+        One `Written` per prompt.
 
     Raises:
-        RunError: the model's head is over classes.
-        RecipeError: this model cannot be written with in the way that `settings` ask for.
+        RunError: the model has a classification head.
+        RecipeError: this model does not support the settings.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer                             # doctest: +SKIP
@@ -173,11 +175,11 @@ def generate(
     batches = list(_batches(rooms, settings.tokens, 1 if alone or settings.speculates else batch))
     ordinary = cached and not alone and kept is None
     settings = settled(settings, model, sum(rooms[rows[0]] for rows in batches) if ordinary else 0)
-    # One length for all batches: a compiled model is compiled again, or recorded, for each.
+    # One length for all batches: a compiled model recompiles, or records another graph, for each length.
     longest = max((max(len(prompts[row]) for row in rows) + rooms[rows[0]] - 1 for rows in batches), default=0)
-    caches: dict[int, Any] = {}  # of a compiled model, by rows
+    caches: dict[int, Any] = {}  # of a compiled model, by number of rows
     device = next(model.parameters()).device
-    made: list[Written] = []
+    texts: list[Written] = []
     devices = [device] if device.type == "cuda" else []
     attention = _attention(model, settings, alone)
     with (
@@ -190,7 +192,7 @@ def generate(
             torch.manual_seed(seed)
             before = {row: () if model.config.is_encoder_decoder else prompts[row] for row in rows}
             listeners = [
-                IncrementalDetokenizer(tokenizer, before[row], settings.stop, _told(on_text, row)) for row in rows
+                IncrementalDetokenizer(tokenizer, before[row], settings.stop, _listener(on_text, row)) for row in rows
             ]
             _write(
                 model,
@@ -208,41 +210,41 @@ def generate(
             )
             for row, text in zip(rows, listeners, strict=True):
                 cut: Ended = "length" if rooms[row] == settings.tokens else "context"
-                made.append(replace(text.finish(cut), compiled=settings.compile is True))
-    return made
+                texts.append(replace(text.finish(cut), compiled=settings.compile is True))
+    return texts
 
 
 def settled(settings: Sample, model: PreTrainedModel, passes: int) -> Sample:
-    """The settings with `compile` chosen, where it is auto, and the cache with it.
+    """Resolves `compile: auto`, and the cache kind with it.
 
     Args:
-        passes: of one token each that will be made at most; 0: the model cannot be compiled for what it is to write.
+        passes: upper bound of single-token passes; 0: generation cannot be compiled here.
 
     Raises:
-        RecipeError: the model is to be compiled and cannot be.
+        RecipeError: `compile: true` for a model that cannot be compiled.
     """
     if settings.compile == "auto":
         long = model.device.type == "cuda" and passes >= _PASSES
-        taken = (
+        compilable = (
             long
             and settings.cache in ("auto", "static")
             and not settings.speculates
             and not model.config.is_encoder_decoder
         )
-        whole = getattr(model, "_can_compile_fullgraph", False)  # as transformers knows of this family
-        return replace(settings, compile=bool(taken and whole and not _uncompilable(model, settings)))
+        supported = getattr(model, "_can_compile_fullgraph", False)  # transformers' flag of the family
+        return replace(settings, compile=bool(compilable and supported and not _uncompilable(model, settings)))
     if settings.compile and (why := _uncompilable(model, settings)):
         raise RecipeError(f"sample.compile: {why}")
     return settings
 
 
 def _uncompilable(model: PreTrainedModel, settings: Sample) -> str:
-    """Why a model cannot be compiled for single tokens here; else ""."""
+    """Why a model's decoding cannot be compiled here; "" if it can."""
     from preheat.hardware.cpp_build import uncompiled
     from preheat.models.generation.kv_cache import make_cache
 
     kind = model.config.get_text_config(decoder=True).model_type
-    if "llama4" in kind:  # whatever is asked of it, transformers does not
+    if "llama4" in kind:  # transformers never compiles this family
         return f"transformers compiles no model of the family {kind}; leave it out"
     if not make_cache(model.config, replace(settings, compile=True, cache="static"), 1).is_compileable:
         return f"the cache of this model ({kind}) changes its shape with each token; leave it out"
@@ -250,10 +252,10 @@ def _uncompilable(model: PreTrainedModel, settings: Sample) -> str:
 
 
 def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float:
-    """Mean loss of a token, nats, when rows are read through the cache and the window that `settings` ask for: what these cost in quality.
+    """Mean loss per token in nats with the cache and window of `settings`: measures their cost in quality.
 
     Args:
-        rows: tokens [rows, length], each row a text.
+        rows: tokens [rows, length], one text per row.
     """
     import torch
 
@@ -264,18 +266,18 @@ def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float
     total = 0.0
     with _writing(model, _attention(model, settings, alone), alone):
         for row in rows.to(model.device):
-            held: dict[str, Any] = {} if alone else {"past_key_values": make_cache(model.config, settings, len(row))}
-            logits = model(input_ids=row[None], use_cache=bool(held), **held).logits[0, :-1]
+            cache: dict[str, Any] = {} if alone else {"past_key_values": make_cache(model.config, settings, len(row))}
+            logits = model(input_ids=row[None], use_cache=bool(cache), **cache).logits[0, :-1]
             total += float(torch.nn.functional.cross_entropy(logits.float(), row[1:], reduction="sum"))
     return total / (rows.numel() - len(rows))
 
 
-def _told(on_text: Callable[[int, str | None], None] | None, row: int) -> Callable[[str | None], None]:
+def _listener(on_text: Callable[[int, str | None], None] | None, row: int) -> Callable[[str | None], None]:
     return (lambda text: on_text(row, text)) if on_text is not None else (lambda text: None)
 
 
 def _batches(rooms: Sequence[int], wanted: int, size: int) -> Iterator[list[int]]:
-    """Numbers of prompts that are written together. One whose positions end earlier stands alone: others would be cut with it."""
+    """Groups prompts into batches. A prompt with less room is processed alone, because it would cut others short."""
     rows: list[int] = []
     for row, room in enumerate(rooms):
         if rows and (room < wanted or len(rows) == size):
@@ -290,7 +292,7 @@ def _batches(rooms: Sequence[int], wanted: int, size: int) -> Iterator[list[int]
 
 
 def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool, kept: PrefixCache | None) -> None:
-    """Raises RecipeError where this model cannot be written with as `settings` ask for, which say nothing of a model."""
+    """Raises RecipeError if this model does not support the settings."""
     chosen = [
         f"sample.{name}"
         for name, plain in (
@@ -304,11 +306,13 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
     ]
     if chosen and (alone or not cached):
         raise RecipeError(
-            f"{chosen[0]}: this model's layers have attention patterns (block_sparse_attention, shifted_groups, sliding_window), so it reads everything again for each token and keeps no cache; leave it out"
+            f"{chosen[0]}: this model's layers have attention patterns (block_sparse_attention, shifted_groups, "
+            "sliding_window), so it reads everything again for each token and keeps no cache; leave it out"
         )
     if model.config.is_encoder_decoder and (chosen or kept is not None):
         raise RecipeError(
-            f"{(*chosen, 'chat')[0]}: an encoder-decoder reads its prompt once and writes with transformers' own cache; leave it out"
+            f"{(*chosen, 'chat')[0]}: an encoder-decoder reads its prompt once and writes with transformers' own "
+            "cache; leave it out"
         )
     if kept is not None and settings.cache == "static":
         raise RecipeError("sample.cache: static has room for one text, and a chat goes on and on; use dynamic or int8")
@@ -318,35 +322,36 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
         )
     if settings.window is not None and _plain_attention(model) != "sdpa":
         raise RecipeError(
-            f"sample.window: {settings.window}: this model's attention (capped scores, or one of its own) takes no further window; leave it out"
+            f"sample.window: {settings.window}: this model's attention (capped scores, or one of its own) takes no "
+            "further window; leave it out"
         )
 
 
 def _attention(model: PreTrainedModel, settings: Sample, alone: bool) -> str:
-    """The name of what the model attends by while it writes."""
+    """The name of the attention implementation for generation."""
     if alone:
         return STANDALONE
     from preheat.models.generation.kv_cache import cache_attention
 
     plain = _plain_attention(model)
-    # A model that does not take its attention from transformers' registry asks for sdpa by name.
+    # Models that do not dispatch through transformers' attention registry select sdpa by name.
     ours = model._supports_attention_backend and model.device.type == "cpu" and plain == "sdpa"
     return cache_attention(settings.window) if ours or settings.window is not None else plain
 
 
 @contextmanager
 def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[None]:
-    """The model without dropout and gradients, its attention that of that name, and nothing of its folder's on how to write."""
+    """Puts the model into eval mode with the given attention and without its folder's generation settings."""
     import torch
     from transformers import GenerationConfig
 
     training, before, folder = model.training, model.config._attn_implementation, model.generation_config
-    parallel = os.environ.get("TOKENIZERS_PARALLELISM")  # transformers sets it when it compiles
+    parallel = os.environ.get("TOKENIZERS_PARALLELISM")  # transformers changes it when it compiles
     model.eval()
     model.set_attn_implementation(attention)
-    model.generation_config = GenerationConfig()  # an end token of the folder's would end texts that no token is to end
+    model.generation_config = GenerationConfig()  # the folder's end token must not end texts unasked
     try:
-        # A text that is read again for each token has another length each time: a compiled layer would be compiled for each.
+        # Recomputed sequences have a new length each time: a compiled layer would recompile for each.
         with torch.no_grad(), torch.compiler.set_stance("force_eager") if alone else nullcontext():
             yield
     finally:
@@ -361,22 +366,23 @@ def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[No
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Room for the graphs of several models, windows and batches, and an error in place of running uncompiled in silence when there is none."""
+    """Allows the graphs of several models, windows and batches; beyond that raises, where torch would run eager."""
     import torch
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     try:
-        # torch counts the graphs of all models together, since transformers calls them by one function.
+        # torch counts the graphs of all models together, since transformers compiles one shared function.
         with torch._dynamo.config.patch(recompile_limit=_GRAPHS, fail_on_recompile_limit_hit=True):
             yield
     except FailOnRecompileLimitHit:
         raise RunError(
-            f"sample.compile: {_GRAPHS} graphs are compiled, and this model and batch need another; write with fewer different batches, or leave it out"
+            f"sample.compile: {_GRAPHS} graphs are compiled, and this model and batch need another; write with fewer "
+            "different batches, or leave it out"
         ) from None
 
 
 def _plain_attention(model: PreTrainedModel) -> str:
-    """transformers' fast attention, or the plain one where scores are capped, which the fast one leaves out in silence."""
+    """transformers' sdpa, or eager attention if scores are capped, because sdpa silently ignores the cap."""
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     return "eager" if capped or not model._supports_sdpa else "sdpa"
 
@@ -408,14 +414,14 @@ def _write(
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
 
     class Listener(StoppingCriteria):
-        """Hears the tokens of each pass as they are drawn. Stop strings stand in text and not in tokens, so the text is made here, not by a
-        streamer, which is told only after it was decided whether to go on."""
+        """Receives the tokens of each pass. Stop strings are matched in text, so text is decoded here: a streamer would
+        be called only after the decision to stop."""
 
         heard = 1 if encoder else width  # a decoder begins with its start token
 
         def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # type: ignore[override]
             fresh = input_ids[:, self.heard :].tolist()
-            if timed is not None:  # after the tokens have come from the device
+            if timed is not None:  # `tolist` has waited for the device
                 timed.at.append(time.perf_counter())
                 timed.tokens.append(sum(map(len, fresh)))
             self.heard = input_ids.shape[1]
@@ -427,8 +433,8 @@ def _write(
     drawn = settings.temperature > 0
     compiling = CompileConfig(mode="reduce-overhead" if device.type == "cuda" else "default")
     compiling._compile_all_devices = True  # type: ignore[assignment]
-    # Everything is said: what is left out is transformers' default (which keeps 50 tokens).
-    how = GenerationConfig(
+    # Set everything explicitly: transformers' defaults include top_k=50.
+    generation = GenerationConfig(
         max_new_tokens=room,
         do_sample=drawn,
         repetition_penalty=settings.repetition_penalty,
@@ -450,12 +456,12 @@ def _write(
         ),
     )
     more: dict[str, Any] = {}
-    if cached and not encoder:  # of whose two caches transformers takes care
+    if cached and not encoder:  # transformers manages the two caches of an encoder-decoder
         tokens = width + room - 1 if caches is None else longest  # the last token is not read
         empty = functools.partial(make_cache, model.config, settings, tokens)
         if caches is None:
             more["past_key_values"] = empty() if kept is None else kept.begin(prompts[0], settings, empty)
-        elif len(prompts) in caches:  # the same memory, which a graph of CUDA's has in it
+        elif len(prompts) in caches:  # the memory that the CUDA graph was captured with
             more["past_key_values"] = caches[len(prompts)]
             caches[len(prompts)].reset()
         else:
@@ -468,7 +474,7 @@ def _write(
         model.generate(
             ids,
             attention_mask=mask,
-            generation_config=how,
+            generation_config=generation,
             stopping_criteria=StoppingCriteriaList([Listener()]),
             **more,
         )
@@ -476,14 +482,14 @@ def _write(
         if kept is not None:
             kept.clear()
         raise
-    if kept is not None and cached:  # the last token was drawn and not read
+    if kept is not None and cached:  # the last token was sampled and not read
         kept.end([*prompts[0], *texts[0].tokens])
     if timed is not None and "past_key_values" in more:
         timed.cache_bytes = cache_nbytes(more["past_key_values"])
 
 
 def _speculation(model: PreTrainedModel, settings: Sample, draft: PreTrainedModel | None) -> Callable[..., Tensor]:
-    """What decodes in place of transformers' own loop, with a proposer for one text."""
+    """The speculative decoding loop for one text, in place of transformers' own."""
     from preheat.models.generation.speculative import DraftModel, PromptLookup, Proposer, speculate
 
     proposer: Proposer

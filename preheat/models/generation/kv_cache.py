@@ -1,8 +1,8 @@
-"""KV caches of generation, by name: transformers' own (growing, or taken whole at the beginning), and one in 8 bits; any of them with a window.
+"""KV caches by name: transformers' dynamic and static ones, and an int8 cache; each optionally with a sliding window.
 
-The 8-bit cache keeps each head's keys and values of a token as int8 with one scale, and gives all of them back from there, those of the tokens
-just read too: what a token sees does not depend on whether the text before it was read at once or in pieces.
-Source of keeping keys and values in few bits: KIVI (Liu et al. 2024, arXiv:2402.02750), which takes 2 bits and groups; 8 bits need none.
+The int8 cache stores each head's key and value of a token as int8 with one scale, and returns all of them dequantized,
+including those of the tokens just read: results do not depend on the chunks in which a text was read.
+Source of quantized KV caches: KIVI (Liu et al. 2024, arXiv:2402.02750), which uses groups at 2 bits; 8 bits need none.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ if TYPE_CHECKING:
 __all__ = ["Int8Layer", "cache_attention", "cache_nbytes", "dequantize", "make_cache", "quantize", "room"]
 
 _PLAIN = ("full_attention", "sliding_attention")
-"""Kinds of layers whose cache is keys and values of tokens, and nothing else."""
+"""Layer types whose cache is the keys and values of tokens, and nothing else."""
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The last dimension in 8 bits: [..., width] -> int8 [..., width] and fp32 scales [..., 1].
+    """Quantizes the last dimension to 8 bits: [..., width] -> int8 [..., width] and fp32 scales [..., 1].
 
-    A scale is the vector's largest magnitude over 127, and the error at most half of it.
+    The scale is the vector's absolute maximum over 127, so the error is at most half a scale.
 
     Example:
         >>> quantize(torch.tensor([[1.0, -127.0, 0.4]]))
         (tensor([[   1, -127,    0]], dtype=torch.int8), tensor([[1.]]))
     """
     scale = x.abs().amax(-1, keepdim=True).float() / 127
-    tiny = torch.finfo(torch.float32).tiny  # a vector of zeros has no scale, and stays zeros
+    tiny = torch.finfo(torch.float32).tiny  # keeps a zero vector zero instead of dividing by its zero scale
     return (x.float() / scale.clamp(min=tiny)).round_().to(torch.int8), scale
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `quantize` was given, to half a scale (and to the rounding of `dtype`)."""
+    """Inverts `quantize`, up to half a scale (and the rounding of `dtype`)."""
     return (codes * scale).to(dtype)
 
 
 class Int8Layer(CacheLayerMixin):
-    """Keys and values of a layer in 8 bits, with a window or without.
+    """An int8 KV cache layer, optionally with a sliding window.
 
     Args:
-        sliding_window: tokens that a token sees, itself included; None: all before it.
+        sliding_window: tokens that a token attends to, itself included; None: all before it.
     """
 
     is_croppable = True
@@ -67,14 +67,14 @@ class Int8Layer(CacheLayerMixin):
         super().__init__()
         self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
         self.parts: list[Tensor] = []
-        """Codes and scales of the keys, then of the values, [rows, heads, tokens, width or 1] each."""
+        """Codes and scales of the keys, then of the values, each [rows, heads, tokens, width or 1]."""
         self.seen, self.record_past = 0, False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes in [rows, heads, tokens, width] and gives back all that these tokens may see."""
+        """Appends [rows, heads, tokens, width] and returns all that these tokens attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[-2]
@@ -90,10 +90,10 @@ class Int8Layer(CacheLayerMixin):
         return dequantize(keys, key_scales, self.dtype), dequantize(values, value_scales, self.dtype)
 
     def _last(self, count: int, before: int = 0) -> list[Tensor]:
-        """The parts' last tokens, without the very last `before`; copied where much would be held for little."""
-        held = self.parts[0].shape[-2] - before
-        kept = [part.narrow(-2, max(held - count, 0), min(count, held)) for part in self.parts]
-        return [part.clone() for part in kept] if held > 2 * count else kept
+        """The parts' last tokens, without the very last `before`; copied if a view would keep much memory alive."""
+        available = self.parts[0].shape[-2] - before
+        tail = [part.narrow(-2, max(available - count, 0), min(count, available)) for part in self.parts]
+        return [part.clone() for part in tail] if available > 2 * count else tail
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -102,16 +102,16 @@ class Int8Layer(CacheLayerMixin):
         return self.sliding_window or -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys the next tokens are given, and the position of the first of them."""
+        """The number of keys that the next tokens get, and the position of the first."""
         offset = max(self.seen - self.sliding_window + 1, 0) if self.sliding_window else 0
         return self.seen - offset + query_length, offset
 
     def activate_past_recording(self) -> None:
-        """From here on nothing leaves the window until `crop`, so that tokens can be taken back."""
+        """Keeps tokens that leave the window until `crop`, so that tokens can be rolled back."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last tokens; the number is negative, as transformers has it."""
+        """Removes the last tokens; the number is negative, as in transformers."""
         assert tokens_to_remove <= 0, "the number of tokens to remove is given as a negative one"
         if not self.parts:
             return
@@ -137,27 +137,28 @@ class Int8Layer(CacheLayerMixin):
 
 
 def make_cache(config: PretrainedConfig, settings: Sample, length: int) -> Cache:
-    """An empty cache for a model.
+    """Creates an empty cache for a model.
 
     Args:
         config: of the model, whose layers may have windows of their own.
-        settings: `cache`, `window` and `compile` are read.
-        length: tokens that a static cache has room for.
+        settings: `cache`, `window` and `compile` are used.
+        length: capacity of a static cache in tokens.
 
     Raises:
-        RecipeError: layers that keep something else than keys and values of tokens.
+        RecipeError: layers with other state than the keys and values of tokens.
     """
     cache = settings.cache_kind
     if cache == "dynamic" and settings.window is None:
         return DynamicCache(config=config)
-    kinds, found = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    kinds, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     if cache != "static" and (others := sorted(set(kinds) - set(_PLAIN))):
         name = "window" if cache == "dynamic" else "cache"
         raise RecipeError(
-            f"sample.{name}: {getattr(settings, name)}: layers of this model are {', '.join(others)}, which keep more than keys and values of tokens; leave it out"
+            f"sample.{name}: {getattr(settings, name)}: layers of this model are {', '.join(others)}, which keep "
+            "more than keys and values of tokens; leave it out"
         )
     layers = []
-    for kind, more in zip(kinds, found, strict=True):
+    for kind, more in zip(kinds, options, strict=True):
         if settings.window is not None:
             kind, more = (
                 "sliding_attention",
@@ -173,31 +174,31 @@ def make_cache(config: PretrainedConfig, settings: Sample, length: int) -> Cache
 
 
 _STEP = 128
-"""Room of a compiled model's cache is a multiple: for each other room the model is compiled again."""
+"""A compiled model's cache capacity is rounded up to this multiple: each capacity needs another compilation."""
 
 
 def room(settings: Sample, length: int) -> int:
-    """Tokens that a cache for `length` of them has room for once these are read."""
+    """The capacity, in tokens, of a cache for `length` tokens."""
     return -(-length // _STEP) * _STEP if settings.compile is True else length
 
 
 def cache_nbytes(cache: Cache) -> int:
-    """Bytes of memory that the keys and values of a cache take now."""
-    held = [
+    """Bytes that the keys and values of a cache occupy now."""
+    tensors = [
         tensor
         for layer in cache.layers
         for tensor in (layer.parts if isinstance(layer, Int8Layer) else (layer.keys, layer.values))
         if tensor is not None
     ]
-    return sum(tensor.untyped_storage().nbytes() for tensor in held)
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 @functools.cache
 def cache_attention(window: int | None = None) -> str:
-    """The name, in transformers' registry, of its fast attention, with a kernel of ours for few tokens on a CPU (`decode_attention.py`).
+    """Registers sdpa with our kernel for few queries on CPU (`decode_attention.py`) in transformers; returns its name.
 
     Args:
-        window: tokens see that many back, in layers with windows of their own and without; None: all, or what their layer lets them.
+        window: tokens attend to that many back in all layers; None: to all, or as far as their layer allows.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask

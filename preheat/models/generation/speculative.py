@@ -1,12 +1,13 @@
-"""Speculative decoding: tokens are proposed cheaply, and the model checks several of them in one pass. The text is the greedy one.
+"""Speculative greedy decoding: a proposer suggests tokens, and the model verifies several of them in one pass.
 
-Each token that is taken is the likeliest by the model's own logits after the tokens before it, as in plain greedy decoding; a proposal only decides
-whether it is had earlier. So texts are the same token for token wherever the likeliest token does not hang on rounding: a pass over several tokens
-sums products in another order than one over a single token. In fp32 that is about 1e-6 of a logit. In bf16 a logit has 8 bits, two tokens may tie, and texts may
-part at a tie, as they do between batch sizes.
-Helps where a pass over several tokens takes little longer than over one (the weights are read once), and where proposals are often right.
-Hurts where they are not: checked in vain.
-Source: Leviathan et al. 2023 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318). Lookup: Saxena 2023 (apoorvumang/prompt-lookup-decoding).
+Every accepted token is the argmax of the model's own logits, as in plain greedy decoding; a proposal only decides when
+it becomes available. So texts are identical token by token unless an argmax depends on rounding: a pass over several
+tokens sums in another order than one over a single token. In fp32 that is about 1e-6 of a logit. In bf16 a logit has 8
+bits, two tokens may tie, and texts may diverge at a tie, as they do between batch sizes.
+Helps when a pass over several tokens takes little longer than over one (weights are read once), and proposals are often
+right. Hurts when proposals are often wrong: their verification is wasted.
+Source: Leviathan et al. 2023 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318). Lookup: Saxena 2023
+(apoorvumang/prompt-lookup-decoding).
 """
 
 from __future__ import annotations
@@ -24,45 +25,45 @@ __all__ = ["DraftModel", "PromptLookup", "Proposer", "speculate"]
 
 
 class Proposer(Protocol):
-    """What proposes how a text goes on."""
+    """Proposes the next tokens of a text."""
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens after `tokens`, which grew since the last call and never shrank; none where it knows nothing."""
+        """At most `most` tokens to follow `tokens`, which only grow between calls; [] if it has no proposal."""
 
 
 class PromptLookup:
-    """Proposes what followed the last tokens where they stood before: free, and right where a text repeats itself or its prompt.
+    """Prompt-lookup decoding: proposes the tokens that followed the last earlier occurrence of the current suffix.
 
     Args:
-        count: tokens at a time.
-        longest, shortest: how many of the last tokens are looked up; the longest that is found counts.
+        count: tokens per proposal.
+        longest, shortest: lengths of the suffix to look up; the longest match counts.
 
     Example:
-        >>> Lookup(2).propose([7, 8, 9, 5, 7, 8], most=9)
+        >>> PromptLookup(2).propose([7, 8, 9, 5, 7, 8], most=9)
         [9, 5]
     """
 
     def __init__(self, count: int, *, longest: int = 3, shortest: int = 2):
         self.count, self.sizes = count, range(longest, shortest - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}
-        """Some tokens -> the position after them, where they stood last."""
+        """n-gram -> the position after its last occurrence."""
         self._read = 0
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        for end in range(self._read, len(tokens)):  # the text's own end is followed by nothing yet
+        for end in range(self._read, len(tokens)):  # excludes the end of the text, which nothing follows yet
             self._after |= {tuple(tokens[end - size : end]): end for size in self.sizes if end >= size}
         self._read = len(tokens)
-        at = next((found for size in self.sizes if (found := self._after.get(tuple(tokens[-size:])))), None)
+        at = next((after for size in self.sizes if (after := self._after.get(tuple(tokens[-size:])))), None)
         return [] if at is None else list(tokens[at : at + min(self.count, most)])
 
 
 class DraftModel:
-    """Proposes what a smaller model finds likeliest.
+    """Proposes the greedy continuation of a smaller model.
 
     Args:
-        model: with the tokenizer of the model that checks, on the same device.
-        count: tokens at a time.
-        vocabulary: pieces that the checking model has; the draft's head may have rows to spare.
+        model: with the same tokenizer as the verifying model, on the same device.
+        count: tokens per proposal.
+        vocabulary: vocabulary of the verifying model; the draft's head may have more rows.
     """
 
     def __init__(self, model: PreTrainedModel, count: int, vocabulary: int):
@@ -71,31 +72,31 @@ class DraftModel:
         self.model, self.count, self.vocabulary = model, count, vocabulary
         self.cache = DynamicCache(config=model.config)
         self.tokens: list[int] = []
-        """Whose keys and values the cache holds."""
+        """Tokens whose keys and values are in the cache."""
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         same = min(alike(self.tokens, tokens), len(tokens) - 1)
         if self.tokens:
             self.cache.crop(same - len(self.tokens))
-        self.tokens, fresh, made = self.tokens[:same], list(tokens[same:]), list[int]()
+        self.tokens, fresh, proposed = self.tokens[:same], list(tokens[same:]), list[int]()
         for _ in range(min(self.count, most)):
             scores = _logits(self.model, fresh, self.cache, keep=1)[0, : self.vocabulary]
-            if not self.tokens:  # what leaves a window while the prompt is read need not come back
+            if not self.tokens:  # recording starts after the prompt: tokens dropped while reading it need not return
                 self.cache.activate_past_recording()
             self.tokens += fresh
             fresh = [int(scores.argmax())]
-            made += fresh
-        return made
+            proposed += fresh
+        return proposed
 
 
 def _logits(model: PreTrainedModel, tokens: Sequence[int], cache: Any, *, keep: int) -> Tensor:
-    """Reads tokens into a cache; fp32 logits after the last `keep` of them, [keep, vocabulary]."""
+    """Reads tokens into a cache; returns fp32 logits of the last `keep`, [keep, vocabulary]."""
     import torch
 
     ids = torch.tensor([tokens], device=model.device)
     more: dict[str, Any] = {"logits_to_keep": keep} if model._supports_logits_to_keep() else {}
-    found = model(input_ids=ids, past_key_values=cache, use_cache=True, **more)
-    return found.logits[0, -keep:].float()
+    output = model(input_ids=ids, past_key_values=cache, use_cache=True, **more)
+    return output.logits[0, -keep:].float()
 
 
 def speculate(
@@ -108,16 +109,16 @@ def speculate(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Greedy decoding of one row with proposals: to be handed to transformers' `generate` as `custom_generate`.
+    """Greedy decoding of one row with proposals: a `custom_generate` for transformers' `generate`.
 
     Args:
-        input_ids: [1, tokens], of which the cache may hold the first ones.
-        logits_processor: what changes logits [1, vocabulary] by the tokens before them, a repetition penalty for one.
-        stopping_criteria: asked after each pass; several tokens may have come.
-        model_kwargs: `past_key_values` is the cache. (By its name, transformers would not take it for a cache.)
+        input_ids: [1, tokens], whose first ones may be in the cache.
+        logits_processor: changes logits [1, vocabulary] by the tokens before them, such as a repetition penalty.
+        stopping_criteria: called after each pass, which may add several tokens.
+        model_kwargs: `past_key_values` is the cache. (As a named parameter, transformers would not pass it.)
 
     Returns:
-        [1, tokens] with those that were drawn.
+        [1, tokens] with the generated ones.
     """
     import torch
 
@@ -139,8 +140,8 @@ def speculate(
         grown = torch.tensor([text], device=input_ids.device)
         if bool(stopping_criteria(grown, None).all()):
             return grown
-        if not recording:  # only now: what leaves a window while the prompt is read need not come back
+        if not recording:  # only now: tokens that leave a window while the prompt is read need not return
             cache.activate_past_recording()
             recording = True
-        # The pass gives one token more than it checks.
+        # A pass gives one token more than it verifies.
         proposed = proposer.propose(text, limit - len(text) - 1) if limit - len(text) > 1 else []

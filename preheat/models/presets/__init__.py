@@ -1,6 +1,7 @@
-"""Published configurations of public models, by name: enough to plan with, nothing is downloaded. No torch.
+"""Published configurations of public models, by name: enough for planning without a download. Does not import torch.
 
-The values are those of each model's config.json on the Hugging Face hub; `parameters` is what is published there of its weights. A file a maker.
+The values are those of each model's config.json on the Hugging Face hub; `parameters` is the published number. There is
+one module per publisher.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from preheat.models.presets.preset import Preset
 
 __all__ = ["FREE", "PRESETS", "Preset", "find", "needs", "on_hub", "only_planned", "require_weights"]
 
-# What may differ between checkpoints of one model (base and instruct), or does not change what is computed.
+# Keys that may differ between checkpoints of one model (base and instruct), or that do not change the computation.
 FREE = frozenset(
     {
         "_name_or_path",
@@ -51,7 +52,7 @@ PRESETS: dict[str, Preset] = dict(
 
 
 def find(name: str) -> Preset:
-    """The preset of a name.
+    """Returns the preset of a name.
 
     Raises:
         RecipeError: there is none.
@@ -66,10 +67,10 @@ def find(name: str) -> Preset:
 
 
 def on_hub(name: str) -> tuple[str, str]:
-    """The preset that a model's name means, and the checkpoint on the hub: a preset's name, a hub's with or without its maker, in any case.
+    """Resolves a model's name, of a preset or on the hub (publisher optional, any case), to (preset, checkpoint).
 
     Raises:
-        RecipeError: none is meant; names the nearest.
+        RecipeError: no such model; the closest is suggested.
 
     Example:
         >>> on_hub("qwen/QWEN3-8B"), on_hub("Llama-3.1-8B-Instruct")
@@ -81,8 +82,8 @@ def on_hub(name: str) -> tuple[str, str]:
             known.setdefault(hub.lower(), (preset, hub))
             known.setdefault(_without_maker(hub), (preset, hub))
         known.setdefault(preset, (preset, p.hub))
-    if found := known.get(name.lower()) or known.get(_without_maker(name)):
-        return found
+    if match := known.get(name.lower()) or known.get(_without_maker(name)):
+        return match
     near = difflib.get_close_matches(_without_maker(name), known, n=1, cutoff=0.55)
     raise RecipeError(
         f"{name}: no model that preheat knows; "
@@ -96,13 +97,13 @@ def _without_maker(hub: str) -> str:
 
 
 def only_planned(recipe: Any) -> bool:
-    """Whether the recipe's model is a configuration alone, without weights or tokenizer."""
+    """True if the recipe's model is only a configuration, without weights or tokenizer."""
     model = recipe.model
     return model.preset is not None and model.path is None and model.weights != "random"
 
 
 def require_weights(recipe: Any) -> None:
-    """Refuses to train a preset whose weights nobody named: fresh ones, taken in silence, would be no fine-tuning.
+    """Rejects training a preset without weights: silently starting from random ones would not be fine-tuning.
 
     Raises:
         RecipeError: `model.preset` without `path`, and `weights` is not random.
@@ -110,6 +111,7 @@ def require_weights(recipe: Any) -> None:
     model = recipe.model
     if only_planned(recipe):
         raise RecipeError(
-            f"model.preset: {model.preset} is a configuration without weights: it can be planned, not trained; add model.path: {find(model.preset).hub} "
+            f"model.preset: {model.preset} is a configuration without weights: it can be planned, not trained; "
+            f"add model.path: {find(model.preset).hub} "
             "(or a folder that holds it), or model.weights: random for a new model of that shape"
         )

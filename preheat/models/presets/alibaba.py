@@ -1,4 +1,4 @@
-"""Alibaba's Qwen: 2.5 (arXiv:2412.15115), 3 and its mixtures of experts (arXiv:2505.09388), 3-VL, which read images (arXiv:2511.21631)."""
+"""Alibaba's Qwen: 2.5 (arXiv:2412.15115), 3 and its mixtures of experts (arXiv:2505.09388), 3-VL (arXiv:2511.21631)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _qwen2(size: str, parameters: int, positions: int, *shape: int, licence: Lic
 
 
 def _qwen3(size: str, parameters: int, *shape: int, kind: str = "qwen3", base: bool = True, **more: Any) -> Preset:
-    """Its template is its own: there are places in it to think in."""
+    """Its chat template is its own, with sections for reasoning."""
     hub = f"Qwen/Qwen3-{size}"
     config = _qwen(kind, 32768 if base else 40960, *shape, head_dim=128, **more)
     return Preset(f"{hub}-Base" if base else hub, hub, parameters, OWN, APACHE, config)
@@ -53,7 +53,7 @@ _EXPERTS: dict[str, Any] = {
 def _qwen3_vl(
     size: str, parameters: int, *shape: int, large: bool = True, kind: str = "qwen3_vl", tied: bool = False, **more: Any
 ) -> Preset:
-    """Its vision tower is one of two: SigLIP-2's large or its so400m."""
+    """Its vision tower is one of two: SigLIP-2's large or so400m."""
     hub = f"Qwen/Qwen3-VL-{size}-Instruct"
     text = _qwen(f"{kind}_text", 262144, *shape, head_dim=128, rope_theta=5000000.0, eos_token_id=151645, **more)
     text.pop("use_sliding_window")

@@ -1,4 +1,4 @@
-"""What is particular to a public model, in words."""
+"""Describes the architecture of a public model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CAPS = {"attn_logit_softcapping": "attention scores", "final_logit_softcapping"
 
 
 def needs(preset: Preset) -> dict[str, str]:
-    """What is particular to a model, in words."""
+    """Descriptions of a model's architecture, by aspect."""
     c = preset.text
     kind, width = c["model_type"], c["hidden_size"]
     window, positions = c.get("sliding_window"), c.get("max_position_embeddings")
@@ -28,13 +28,15 @@ def needs(preset: Preset) -> dict[str, str]:
         every = c.get("sliding_window_pattern", 2 if kind == "gemma2" else 0)
         but = f" but every {'second' if every == 2 else f'{every}th'}" if every else ""
         windows = f"{window:,} tokens in all layers{but}"
-    capped = [f"{words} {c[key]:g}" for key, words in _CAPS.items() if c.get(key)]
+    capped = [f"{scores} {c[key]:g}" for key, scores in _CAPS.items() if c.get(key)]
     biased = kind in _LAYER_NORM
-    tied = preset.config.get(
-        "tie_word_embeddings", kind in ("gpt2", "bloom")
-    )  # which transformers ties without being told
+    # transformers ties these two families by default.
+    tied = preset.config.get("tie_word_embeddings", kind in ("gpt2", "bloom"))
     return {
-        "shape": f"{c['num_hidden_layers']} layers of width {width:,}, {_heads(c)}, feed-forward {_inner(c):,}, vocabulary {c['vocab_size']:,}",
+        "shape": (
+            f"{c['num_hidden_layers']} layers of width {width:,}, {_heads(c)}, feed-forward {_inner(c):,}, "
+            f"vocabulary {c['vocab_size']:,}"
+        ),
         "experts": _experts(c),
         "images": _images(preset.config.get("vision_config")),
         "positions": f"{positions:,}" if positions else "any number",
@@ -62,7 +64,10 @@ def _images(v: Mapping[str, Any] | None) -> str:
 def _heads(c: Mapping[str, Any]) -> str:
     heads = c["num_attention_heads"]
     if "kv_lora_rank" in c:
-        return f"{heads} heads of {c['qk_nope_head_dim'] + c['qk_rope_head_dim']}, keys and values from {c['kv_lora_rank']} latent ones"
+        return (
+            f"{heads} heads of {c['qk_nope_head_dim'] + c['qk_rope_head_dim']}, "
+            f"keys and values from {c['kv_lora_rank']} latent ones"
+        )
     size = c.get("head_dim") or c["hidden_size"] // heads
     return f"{heads} heads of {size} on {c.get('num_key_value_heads', heads)} key-value heads"
 
@@ -76,7 +81,8 @@ def _experts(c: Mapping[str, Any]) -> str:
     if not count:
         return "none"
     shared = f", and {c['n_shared_experts']} that all tokens go to" if "n_shared_experts" in c else ""
-    return f"{count} in a layer, of width {c.get('moe_intermediate_size') or c['intermediate_size']:,}, {c['num_experts_per_tok']} for a token{shared}"
+    width = c.get("moe_intermediate_size") or c["intermediate_size"]
+    return f"{count} in a layer, of width {width:,}, {c['num_experts_per_tok']} for a token{shared}"
 
 
 def _rotary(c: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Google's Gemma: 2 (arXiv:2408.00118), 3 (arXiv:2503.19786). Of Gemma 3 from 4B on, which also sees images, this is the text part."""
+"""Google's Gemma: 2 (arXiv:2408.00118), 3 (arXiv:2503.19786); of those with vision (3, from 4B on) the text part."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def _llama3(release: str, size: str, parameters: int, factor: float | None, *sha
         "eos_token_id": 128001,
     }
     hub = f"meta-llama/{'Llama' if factor else 'Meta-Llama'}-{release}-{size}"
-    base = f"{hub}-Instruct" if release == "3.3" else hub  # which has no other checkpoint
+    base = f"{hub}-Instruct" if release == "3.3" else hub  # 3.3 has no base checkpoint
     return Preset(base, f"{hub}-Instruct", parameters, "llama3", _licence(release), config)
 
 

@@ -1,8 +1,9 @@
-"""Mistral 7B (arXiv:2310.06825) and Mixtral (arXiv:2401.04088), GPT-2, Pythia (arXiv:2304.01373), BLOOM (arXiv:2211.05100), DeepSeek V2 and V3
-(arXiv:2405.04434, arXiv:2412.19437; of V3 without the module that predicts a second token).
+"""Mistral 7B, Mixtral, GPT-2, Pythia, BLOOM, DeepSeek V2 and V3 (V3 without its multi-token prediction module).
 
-The adapter cannot train BLOOM and DeepSeek, and says why (`hf.REFUSED`): their weights and KV caches can be planned. GPT-2's dropout is left out: its
-0.1 is for many epochs over little text, and fused attention has none.
+Sources: arXiv:2310.06825, arXiv:2401.04088 (Mixtral), arXiv:2304.01373 (Pythia), arXiv:2211.05100 (BLOOM),
+arXiv:2405.04434 and arXiv:2412.19437 (DeepSeek).
+BLOOM and DeepSeek V2 cannot be trained (`hf.REFUSED` says why): only their weights and KV caches can be planned.
+GPT-2's dropout is left out: its 0.1 is for many epochs over little text, and fused attention has none.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _deepseek(hub: str, chat: str, parameters: int, *shape: int, kind: str = "de
 
 
 def _experts(count: int, chosen: int, shared: int, width: int, dense: int) -> dict[str, Any]:
-    """`dense`: first layers without experts."""
+    """`dense`: number of first layers without experts."""
     chosen_of = {"n_routed_experts": count, "num_experts_per_tok": chosen, "n_shared_experts": shared}
     return {**chosen_of, "moe_intermediate_size": width, "first_k_dense_replace": dense}
 

@@ -1,4 +1,4 @@
-"""What a preset is, and what the tables of models share. No torch."""
+"""The type of a preset, and helpers for the tables of models. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Licence:
 
     Attributes:
         name: as its publisher calls it.
-        gate: what the hub asks before a download; empty: nothing.
+        gate: what the hub requires before a download; empty: nothing.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Preset:
     """A public model.
 
     Attributes:
-        hub: the checkpoint whose configuration this is; chat: its sibling that was tuned to converse.
+        hub: the checkpoint whose configuration this is; chat: its chat-tuned variant.
         parameters: as published, a tied head counted once.
-        template: chat template of `chat` by its name in recipes (`data.template`), or that only its tokenizer brings it.
-        licence: with what the hub asks before a download.
+        template: name of the chat template of `chat` in recipes (`data.template`), or that only its tokenizer has it.
+        licence: with the hub's requirements before a download.
         config: as in config.json.
     """
 
@@ -53,15 +53,15 @@ class Preset:
 
     @property
     def text(self) -> Mapping[str, Any]:
-        """The part of `config` that is about text; all of it where the model reads text alone."""
-        found: Mapping[str, Any] = self.config.get("text_config", self.config)
-        return found
+        """The text part of `config`; all of it for text models."""
+        config: Mapping[str, Any] = self.config.get("text_config", self.config)
+        return config
 
 
 def sizes(
     width: int, feed_forward: int, layers: int, heads: int, kv_heads: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Keys of config.json; more of them may follow. Families without grouped queries state no `kv_heads`."""
+    """Keys of config.json; `more` adds others. Families without grouped-query attention have no `kv_heads`."""
     grouped = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
     return {
         "hidden_size": width,
