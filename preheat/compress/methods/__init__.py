@@ -1,4 +1,5 @@
-"""One file a method. Importing this package imports every module of the folder; errors propagate. No torch."""
+"""Compression methods, one file each. Importing this package imports every module of the folder; errors propagate. No
+torch."""
 
 import importlib
 import pkgutil
