@@ -18,8 +18,7 @@ from preheat.sanitize import shorten
 __all__ = ["MARK", "NewFolder", "Unwritable", "home_of", "require_new", "why_unwritable"]
 
 MARK = ".preheat-writing"
-"""Lock file inside a folder that is being written. It marks leftovers of a killed process, and only those are ever
-removed."""
+"""Lock file in a folder that is being written. It marks leftovers of a killed process; nothing else is ever removed."""
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
 _MESSAGES = "|".join(re.escape(os.strerror(number)) for number in _FULL)
 _OWN = ("checkpoints", "tokenizer")

@@ -54,13 +54,20 @@ From: `{Path(source).name}`, adapters merged, in fp32. Settings: {settings}.
 | perplexity on held-out text | {before["perplexity"]:.4f} | {after["perplexity"]:.4f} ({row["perplexity_rise"]:+.2%}) |
 | loss, nats a token | {before["loss"]:.4f} | {after["loss"]:.4f} |
 | weights | {before["bytes"]:,} bytes in bf16 | {after["bytes"]:,} bytes |
-| decoding, one row, tokens/s | {before["decode_tokens_per_second"]:.1f} in bf16 | {after["decode_tokens_per_second"]:.1f} ({ratio:.2f}x) |
-| first token after {after["prompt_tokens"]} tokens, ms | {1e3 * before["first_token_seconds"]:.1f} in bf16 | {1e3 * after["first_token_seconds"]:.1f} |
+| decoding, one row, tokens/s | {before["decode_tokens_per_second"]:.1f} in bf16 | \
+{after["decode_tokens_per_second"]:.1f} ({ratio:.2f}x) |
+| first token after {after["prompt_tokens"]} tokens, ms | {1e3 * before["first_token_seconds"]:.1f} in bf16 | \
+{1e3 * after["first_token_seconds"]:.1f} |
 
-Measured: perplexity over {after["tokens"]:,} held-out tokens in {after["rows"]} rows{between}, before in the precision that it was trained in.
-Times are medians of turns taken alternately with the same model in bf16, by transformers' own forward with a KV cache, on the machine that
-wrote this. Logits differ by at most {row["max_logit_difference"]:.3g} (largest {row["largest_logit"]:.3g}), and the likeliest token is the
-same at {row["top_1_agreement"]:.1%} of the places. What was written was opened again and gave the very logits that it gave in memory.
+Measured: perplexity over {after["tokens"]:,} held-out tokens in {after["rows"]} rows{between}, before in the \
+precision that it was trained in.
+Times are medians of turns taken alternately with the same model in bf16, by transformers' own forward with a KV \
+cache, on the machine that
+wrote this. Logits differ by at most {row["max_logit_difference"]:.3g} (largest {row["largest_logit"]:.3g}), and the \
+likeliest token is the
+same at {row["top_1_agreement"]:.1%} of the places. What was written was opened again and gave the very logits that \
+it gave in memory.
 
-Use: `preheat generate FOLDER --prompt "…"`, `preheat eval FOLDER --data TEXT`. Written by preheat {version("preheat")}. {front.left_out}
-"""  # noqa: E501
+Use: `preheat generate FOLDER --prompt "…"`, `preheat eval FOLDER --data TEXT`. Written by preheat \
+{version("preheat")}. {front.left_out}
+"""

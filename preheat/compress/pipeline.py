@@ -143,7 +143,7 @@ class _State:
         out: the folder of the chain.
         tokens: that the run was trained on; None: train on fractions of one epoch over the data.
         rate: peak learning rate of the run.
-        said: notes on the steps.
+        notes: on the steps.
         exports: results of the export writers.
     """
 
@@ -154,7 +154,7 @@ class _State:
     out: Path
     tokens: int | None
     rate: float
-    said: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     exports: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -239,7 +239,7 @@ def run_chain(
     summary = compress.summed(
         state.place, figures, (figures[-1]["name"], "the last step of the chain"), str(source), texts
     )
-    summary |= {"said": compress.once([unfinished(source, step_of_source), *state.said]), "exports": state.exports}
+    summary |= {"said": compress.once([unfinished(source, step_of_source), *state.notes]), "exports": state.exports}
     write_asked(out / "compress.json", to_json(summary, indent=1), fix="free some room; the steps' folders are whole")
     page(out)
     return summary
@@ -304,12 +304,12 @@ def _take(step: Step, number: int, state: _State, variant: Variant | None) -> tu
         name = f"{number}-{variant.name}"
         summary = compress.compress(state.place, [variant], state.out / name, texts=state.texts, measured=1, turns=1)
         state.place = state.out / name
-        state.said += summary["said"]
+        state.notes += summary["said"]
         return name, summary["variants"][0]["what"]
     if step.export is not None:
         name = f"{number}-{step.export}"
         state.exports.append(registry.write(step.export, state.place, state.out / name, **step.settings))
-        state.said.append(state.exports[-1]["note"])
+        state.notes.append(state.exports[-1]["note"])
         return name, ""
     name = f"{number}-train"
     if (state.place / "recipe.yaml").is_file():
@@ -325,7 +325,7 @@ def _trained(step: Step, state: _State, out: Path) -> str:
     from preheat.training.loop import train
 
     recipe, skipped = _possible(step, state, plan_here)
-    state.said += [f"{name} was left out: {why}" for name, why in skipped.items()]
+    state.notes += [f"{name} was left out: {why}" for name, why in skipped.items()]
     result = train(recipe, out=out, progress=False)
     if result["stopped"]:
         raise RunError(
@@ -340,7 +340,7 @@ def _trained(step: Step, state: _State, out: Path) -> str:
 
 
 def _possible(step: Step, state: _State, check: Callable[[Recipe], object]) -> tuple[Recipe, dict[str, str]]:
-    """Returns a step's recipe without the optional techniques that `check` rejects, and the reason for each of these."""
+    """Returns a step's recipe without the optional techniques that `check` rejects, and why each is rejected."""
     wanted = {name: _filled(settings or {}, state) for name, settings in step.techniques.items()}
     skipped: dict[str, str] = {}
     while True:

@@ -195,7 +195,7 @@ def told(model: PreTrainedModel, names: Sequence[str], description: str) -> Chan
 
 
 def weights_and_bits(model: nn.Module, names: Sequence[str]) -> tuple[int, int]:
-    """Returns the number of weights of linear maps, and their bits with scales, zeros and factors but without biases."""
+    """Returns the number of weights of linear maps, and their bits with scales, zeros and factors, without biases."""
     from preheat.ops.quantization.linear import QuantizedMap
     from preheat.ops.quantization.nf4 import PackedMap
 

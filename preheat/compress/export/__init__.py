@@ -1,2 +1,1 @@
-"""Writers of model formats (Hugging Face, PEFT, GGUF, ONNX, ExecuTorch, AOTInductor, vLLM, torchchat), with
-verification."""
+"""Writers of model formats (Hugging Face, PEFT, GGUF, ONNX, ExecuTorch, AOTInductor, vLLM, torchchat)."""

@@ -45,9 +45,9 @@ def load(file: Path) -> tuple[Any, Any]:
         raise RunError(
             f"{file}: is no whole GGUF file of a model that can be read ({shorten(str(error), 160)})"
         ) from None
-    source = {"gguf_file": file.name, "local_files_only": True}
+    options = {"gguf_file": file.name, "local_files_only": True}
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar without an option to turn it off
-        model: Any = AutoModelForCausalLM.from_pretrained(file.parent, config=config, dtype=torch.float32, **source)
+        model: Any = AutoModelForCausalLM.from_pretrained(file.parent, config=config, dtype=torch.float32, **options)
     if "rope_freqs.weight" in names:
         factors = load_gguf_state_dict(GgufHeader.from_file(str(file)))["rope_freqs.weight"][...]
         with torch.no_grad():

@@ -2,8 +2,8 @@
 
 llama.cpp has two kinds of byte-pair encoding. `gpt2` works on bytes spelled in 256 characters: it needs the merges,
 and the name of the pre-tokenizer, which is compiled into llama.cpp. `llama` (SentencePiece's) works on characters with
-byte
-fallback: it joins the neighbours whose union has the highest score, so a token's score is minus the rank of its merge.
+byte fallback: it joins the neighbours whose union has the highest score, so a token's score is minus the rank of its
+merge.
 Source: the GGUF specification (ggml's docs/gguf.md) and llama.cpp's llama-vocab.cpp.
 """
 
@@ -80,8 +80,9 @@ def add_vocabulary(writer: Any, tokenizer: Any, rows: int, ends: list[int], turn
 
 
 def ends_left(eos: int, ends: list[int], turn: int | None) -> tuple[int | None, int | None, list[int]]:
-    """Assigns the end tokens other than `eos`: end of turn, end of message, and those without a GGUF key. llama.cpp
-    stops at the first two, too.
+    """Assigns the end tokens other than `eos`: end of turn, end of message, and those without a GGUF key.
+
+    llama.cpp stops at `eos` and the first two.
 
     Example:
         >>> ends_left(7, [7, 0, 5, 6], turn=7), ends_left(0, [0], None)
@@ -117,8 +118,7 @@ def _add_marks(writer: Any, tokenizer: Any, ends: list[int], turn: int | None) -
 
 
 def scores_of(pieces: list[str], merges: list[list[str]], normal: list[bool]) -> list[float]:
-    """Returns minus the rank of the first merge that produces each token; tokens without a merge rank last, others
-    have 0.
+    """Returns minus the rank of the first merge of each normal token; those without a merge rank last, others get 0.
 
     Example:
         >>> scores_of(["<s>", "a", "b", "ab"], [["a", "b"]], [False, True, True, True])

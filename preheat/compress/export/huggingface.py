@@ -77,11 +77,9 @@ def write_held(
 
     Returns:
         {path, bytes, dtype, merged, tokens_that_end, turn_ends, chats, string_ends, read_by, note} and
-        `verify.figures`;
-        turn_ends: the token that ends an answer, or None; chats: True if it was trained on chats; string_ends: the
-            string
-        that ends an answer if no token does; note: properties that the folder cannot express, or "". And the text that
-        perplexity was measured on.
+        `verify.figures`; and the text that perplexity was measured on. Here turn_ends is the token that ends an answer,
+        or None; chats is True if it was trained on chats; string_ends is the string that ends an answer if no token
+        does; note lists properties that the folder cannot express, or is "".
 
     Raises:
         RunError: no run or checkpoint; `out` exists or cannot be written; transformers does not have the architecture;

@@ -1,8 +1,8 @@
-"""Export of transformers' image classifiers (MobileNetV2, EfficientNet, MobileViT …) to ONNX and ExecuTorch, in fp32
-or int8.
+"""Export of transformers' image classifiers (MobileNetV2, EfficientNet, MobileViT …) to ONNX and ExecuTorch.
 
-int8 is static: activation ranges are calibrated on a few hundred images and fixed in the file, weights are quantized
-per channel. Each file is run again by its own runtime over the images, and checked against `verify.BOUNDS["vision"]`.
+Both support fp32 and int8. int8 is static: activation ranges are calibrated on a few hundred images and fixed in the
+file, weights are quantized per channel. Each file is run again by its own runtime over the images, and checked against
+`verify.BOUNDS["vision"]`.
 Source: onnxruntime.quantization.quantize_static; torchao's pt2e quantization with ExecuTorch's XNNPACKQuantizer.
 """
 
@@ -82,8 +82,7 @@ def _calibrated(unquantized: Path, file: Path, images: Tensor) -> None:
 
     preprocessed = unquantized.with_name(unquantized.name + ".ready")
     quant_pre_process(unquantized, preprocessed, skip_symbolic_shape=True)
-    # Products of activations (squeeze-and-excite, swish) stay in fp32: in int8, ONNX Runtime ruins EfficientNet's
-    # logits.
+    # Products of activations (squeeze-and-excite, swish) stay in fp32: int8 ruins EfficientNet's logits.
     products = [node.name for node in onnx.load(preprocessed).graph.node if node.op_type == "Mul"]
     quantize_static(
         preprocessed,

@@ -93,8 +93,7 @@ class Plain:
 
 @contextmanager
 def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator[Plain]:
-    """Context manager that merges adapters into a temporary Hugging Face folder inside `parent`, by
-    `huggingface.write_held`.
+    """Context manager that writes the merged model to a temporary Hugging Face folder inside `parent`.
 
     Args:
         run: as `open_model` takes it.

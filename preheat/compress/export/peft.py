@@ -105,10 +105,12 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     }
     source, notes = str(opened.build.weights.folder), [held_text.unfinished] if held_text.unfinished else []
     notes += [_PISSA] if pissa else []
-    base_ends = read_generation(opened.build.weights.folder)[0] or GenerationConfig.from_model_config(model.config)
+    base_generation = read_generation(opened.build.weights.folder)[0] or GenerationConfig.from_model_config(
+        model.config
+    )
     ends = name_ends(model, opened)
     settings = model.generation_config
-    notes += [*ends.notes, *_ends_unread(ends, ends_of(base_ends))]
+    notes += [*ends.notes, *_ends_unread(ends, ends_of(base_generation))]
     opened.build.parts.clear()
     del model, packed
     with NewFolder(out) as folder, warnings.catch_warnings():
@@ -119,14 +121,14 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         warnings.filterwarnings("ignore", message=r"The following rank_pattern keys .*experts", category=RuntimeWarning)
         # peft reads an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        made: Any = peft.get_peft_model(_loaded(source, base, load_options), config)
+        adapted: Any = peft.get_peft_model(_loaded(source, base, load_options), config)
         with torch.no_grad():
             for name, tensors in values.items():
-                for key, target in own_of(made.get_submodule(f"base_model.model.{name}")):
+                for key, target in own_of(adapted.get_submodule(f"base_model.model.{name}")):
                     target.copy_(tensors[key])
-            _put_pairs(made, pairs)
-        made.save_pretrained(folder, save_embedding_layers=False)
-        del made
+            _put_pairs(adapted, pairs)
+        adapted.save_pretrained(folder, save_embedding_layers=False)
+        del adapted
         ends.tokenizer.save_pretrained(folder)
         require_same_tokens(ends.tokenizer, folder)
         settings.save_pretrained(folder)
@@ -150,7 +152,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             "if the run held the base in less precision, as with bf16_weights, peft cannot reproduce that: "
             "write --to hf",
         )
-        made = {
+        summary: dict[str, Any] = {
             "path": str(out),
             "bytes": verify.size(folder),
             "base": base,
@@ -160,7 +162,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             **held_text.by(reloaded.get_base_model(), difference),
         }
         notes += _merged_otherwise(reloaded, wanted, rows)
-        made["note"] = "; ".join(notes)
+        summary["note"] = "; ".join(notes)
         prompt = 'tokenizer("Once upon a time", return_tensors="pt")'
         if ends.chats:
             prompt = (
@@ -179,8 +181,8 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             f'answer = model.generate(**ids, max_new_tokens=64, do_sample=False{stop})[0, ids["input_ids"].shape[1]:]\n'
             f"print(tokenizer.decode(answer, skip_special_tokens=True){cut})"
         )
-        model_card.write(folder, run, made, title="adapter for peft", use=use, library="peft")
-    return made
+        model_card.write(folder, run, summary, title="adapter for peft", use=use, library="peft")
+    return summary
 
 
 def _half(model: nn.Module) -> dict[str, torch.dtype]:
@@ -262,8 +264,7 @@ def _base(opened: LoadedModel, names: list[str], run: str | Path) -> str:
 
 
 def _short(names: list[str], model: nn.Module) -> set[str]:
-    """Returns the last components of the names if they select the same modules, as is customary in peft; else the
-    names."""
+    """Returns the last components of the names if they select the same modules, as usual in peft; else the names."""
     last = {name.rpartition(".")[2] for name in names}
     return (
         last
@@ -309,8 +310,7 @@ def _loaded(source: str, name: str, read: dict[str, Any]) -> Any:
 
 
 def _as_lora(tensors: dict[str, Tensor], weight: Tensor, rest: Tensor, config: Any) -> dict[str, Tensor]:
-    """Converts a trained PiSSA to a LoRA on the original weight W: B A - B0 A0, where s B0 A0 = W - rest was removed
-    from it.
+    """Converts a trained PiSSA to a LoRA on the original weight W: B A - B0 A0, where s B0 A0 = W - rest.
 
     W - rest has rank r up to rounding, so slightly more than r random combinations of its columns span it. Computed in
     fp64 and refactored by SVD, since the two products nearly cancel.

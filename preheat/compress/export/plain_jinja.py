@@ -23,11 +23,11 @@ _PROBES: tuple[Sequence[Mapping[str, str]], ...] = (
 
 
 def bare(template: Template) -> str | None:
-    """Returns Jinja that renders chats like the template with `jinja2.Template(text).render(messages=...,
-    add_generation_prompt=True)`.
+    """Returns Jinja text that renders chats like the template.
 
-    Special tokens are set inside it, and whitespace is written as it is after trimming; the marks of the assistant's
-    text, which render nothing, are dropped.
+    It is rendered by `jinja2.Template(text).render(messages=..., add_generation_prompt=True)`. Special tokens are set
+    inside it, and whitespace is written as it is after trimming; the marks of the assistant's text, which render
+    nothing, are dropped.
 
     Returns:
         None if the template uses features that plain Jinja lacks (loop controls, today's date).

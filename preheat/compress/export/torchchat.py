@@ -5,8 +5,7 @@ adjacent, whereas transformers has them half a head apart. params.json contains 
 Face one. torchchat cannot be installed as a package, so the file is verified by a reimplementation of its published
 model.py in plain torch (`read`), which shares no code with transformers. Only Llama's blocks are supported: RMSNorm,
 gated SiLU, rotary embedding without scaling or with Llama 3.1's. Its tokenizer renders chats with plain jinja2 and
-stops at one token: see
-`_settle`.
+stops at one token; `_settle` adapts it.
 Source: https://github.com/pytorch/torchchat (torchchat/model.py, torchchat/cli/convert_hf_checkpoint.py,
 tokenizer/hf_tokenizer.py), read 2026-11; its chat was run at a1a7f37 (without its check of torch's version and its
 quantization, which need other versions) and gave the same as `preheat generate`.
@@ -200,10 +199,10 @@ def _pairs_together(weight: Tensor, heads: int) -> Tensor:
 
 
 def _settle(folder: Path, model: Plain) -> list[str]:
-    """Sets the fields of tokenizer_config.json that only torchchat reads: the token that ends an answer, a BOS token,
-    and a chat template for plain Jinja.
+    """Sets the fields of tokenizer_config.json that only torchchat reads.
 
-    BOS must be named even if it is never added to a text.
+    These are the token that ends an answer, a BOS token, which must be named even if it is never added to a text, and a
+    chat template for plain Jinja.
 
     Returns:
         Notes on missing features of the tokenizer, and on differences in torchchat.

@@ -15,8 +15,8 @@ from preheat.errors import RunError
 __all__ = ["REDUCE_RANGE", "Logits", "refused", "to_onnx", "trace"]
 
 # On x86 without VNNI (AVX2, early AVX512), ONNX Runtime accumulates pairs of 8-bit products in 16 bits, which
-# saturates: logits
-# were off by one half. 7-bit weights cannot saturate, and the file may be used on another machine than the writer's.
+# saturates: logits were off by one half. 7-bit weights cannot saturate, and the file may be used on another machine
+# than the writer's.
 REDUCE_RANGE = True
 
 

@@ -57,9 +57,8 @@ class Bound:
 
 BOUNDS: dict[str, dict[str, Bound]] = {
     # Rounded weights, matmuls in fp32 or fp64. The largest of 32 normal values is at 2.2 standard deviations on
-    # average, so
-    # rounding in steps of largest / 127 (q8_0) has an error of 0.5 % of a weight, of largest / 8 (q4_0) 8 %; bfloat16
-    # has 0.17 %.
+    # average, so rounding in steps of largest / 127 (q8_0) has an error of 0.5 % of a weight, of largest / 8 (q4_0)
+    # 8 %; bfloat16 has 0.17 %.
     "gguf": {
         "f32": Bound(1e-5, 1e-6, 0.99, 1e-4),
         "f16": Bound(1e-2, 1e-3, 0.97, 2e-3),
@@ -70,8 +69,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "q4_k_m": Bound(0.6, 0.08, 0.6, 0.2),
         "q4_0": Bound(0.75, 0.1, 0.5, 0.3),
     },
-    # Logprobs by llama.cpp itself: its KV cache is f16 for every file type, and with q8_0 and q4_0 activations have 8
-    # bits.
+    # Logprobs by llama.cpp itself: its KV cache is always f16, and with q8_0 and q4_0 activations have 8 bits.
     "llama.cpp": {
         "f32": Bound(2e-2, 4e-3, 0.95),
         "f16": Bound(2e-2, 4e-3, 0.95),
@@ -82,8 +80,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "q4_k_m": Bound(0.65, 0.1, 0.55),
         "q4_0": Bound(0.8, 0.12, 0.45),
     },
-    # Another runtime's fp32 matmuls: relative errors of about 1e-7 per layer. int8: weights per row, activations per
-    # tensor.
+    # Another runtime's fp32 matmuls: errors of about 1e-7 per layer. int8: weights per row, activations per tensor.
     "onnx": {
         "float32": Bound(1e-4, 1e-5, 0.99, 1e-4),
         "int8": Bound(0.4, 0.05, 0.75, 0.1),
@@ -109,8 +106,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "bfloat16": Bound(5e-2, 1e-2, 0.9, 1e-2),
         "float16": Bound(1e-2, 1e-3, 0.97, 2e-3),
     },
-    # Image classifiers, over calibration images: 8-bit weights per channel, activations per tensor with calibrated
-    # ranges.
+    # Image classifiers, over calibration images: 8-bit weights per channel, calibrated 8-bit activations per tensor.
     "vision": {
         "float32": Bound(1e-4, 1e-5, 0.99),
         "int8": Bound(0.5, 0.1, 0.8),
@@ -135,8 +131,7 @@ EXACT = 1 << 29
 
 
 def rows(tokenizer: Any, positions: int, extra: list[int]) -> list[Tensor]:
-    """Tokenizes the sample texts, one row [1, n] each; `extra` tokens (those added to the model) get a row of their
-    own."""
+    """Tokenizes the sample texts, one row [1, n] each; `extra` tokens (added to the model) get their own row."""
     limit = min(_LENGTH, positions or _LENGTH)
     encoded = [tokenizer.encode(text)[:limit] for text in TEXTS]
     if extra:

@@ -101,8 +101,7 @@ def sensitivity(
     tokens = 0
     try:
         with plainly(model), torch.enable_grad():
-            # Each choice is quantized again for each batch: keeping all of them would take several times the model's
-            # memory.
+            # Each choice is quantized again for each batch, as keeping all would take several times the model's memory.
             for batch in torch.cat(list(rows)).split(max(1, _TOKENS // rows[0].shape[1])):
                 batch = batch.to(model.device)
                 # Differentiates activations only, no weights: the graph starts at the embedding's output.

@@ -1,5 +1,4 @@
-"""Random search over smaller shapes: the mix of fewer layers, heads, channels and hidden dimensions with the lowest
-loss.
+"""Random search over smaller shapes: the mix of layers, heads, channels and dimensions with the lowest loss.
 
 What: importance is measured once, as in `width` and `depth`; shapes within the budget are drawn at random, each is cut
 out of the model, and the one with the lowest loss over the calibration rows is kept. The budget is a fraction of the
@@ -60,8 +59,7 @@ def prune_by_lottery(
 
     Example:
         >>> prune_by_lottery(model, rows, parameters=0.7)[0]                                        # doctest: +SKIP
-        'channels 172 -> 96, layers 5 -> 4; 260,032 -> 181,312 parameters (69.7%); the best of 32 shapes by loss: 2.41
-        ...'
+        'channels 172 -> 96, layers 5 -> 4; 260,032 -> 181,312 parameters (69.7%); the best of 32 shapes by loss: 2.41'
     """
     from preheat.compress import shape_sampling, structured_pruning
     from preheat.errors import RecipeError
@@ -126,8 +124,7 @@ class ShapeSearch(Method):
     """Seed of the draws."""
     refit: bool = True
     """Refit the maps that read heads and channels to the full model's outputs over the calibration rows, by least
-    squares;
-    false: only slice. It takes about the model's memory again."""
+    squares; false: only slice. It takes about the model's memory again."""
 
     def check(self, model: ModelFacts) -> list[str]:
         errors = [

@@ -3,8 +3,7 @@
 What: blocks of 64 weights with one scale, each weight rounded to the nearest of 16 levels at the quantiles of a normal
 distribution, the scales in eight bits themselves: 4.13 bits per weight. Helps: smaller than int4 in groups of 32, and
 about as good, without calibration; the format of QLoRA. Hurts: no CPU kernel multiplies it directly, so every use
-dequantizes the
-weight: decoding is slower than with int4.
+dequantizes the weight: decoding is slower than with int4.
 Source: QLoRA, Dettmers et al. 2023 (arXiv:2305.14314).
 """
 

@@ -100,8 +100,7 @@ class Width(Method):
 
     refit: bool = True
     """Refit the maps that read heads and channels to the full model's outputs over the calibration rows, by least
-    squares;
-    false: only slice. It takes about the model's memory again."""
+    squares; false: only slice. It takes about the model's memory again."""
 
     def check(self, model: ModelFacts) -> list[str]:
         errors = [

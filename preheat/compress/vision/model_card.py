@@ -74,7 +74,8 @@ Images: {summary["data"]}.
 |---|---|---|---|---|---|---|
 {rows}
 
-Accuracy, loss (nats an image) and the share with the same first class as before are of the held-out images; times are medians of turns taken
+Accuracy, loss (nats an image) and the share with the same first class as before are of the held-out images; times \
+are medians of turns taken
 alternately, one image at a time, on the machine that wrote this: models in eager PyTorch, files in their own runtime.
 {comparison}
 Use:
@@ -84,7 +85,7 @@ Use:
 ```
 
 Written by preheat {__version__}. {front.left_out}
-"""  # noqa: E501
+"""
     write_asked(folder / "README.md", text, fix="free some room")
 
 

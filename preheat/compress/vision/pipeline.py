@@ -61,7 +61,7 @@ class _State:
     start: Path
     processor: Any
     train: Images
-    held: Images
+    held_out: Images
     calibration: Images
 
 
@@ -261,12 +261,12 @@ def _take(step: Step, number: int, state: _State, out: Path, seed: int, say: Cal
                 f"; {teacher.mixture:.0%} of it from a teacher of {count:,} parameters at temperature "
                 f"{teacher.temperature:g}"
             )
-    expected = training.all_scores(state.model, state.held)
+    expected = training.all_scores(state.model, state.held_out)
     with NewFolder(out / name) as folder:
         state.model.save_pretrained(folder)
         state.processor.save_pretrained(folder)
         reloaded = open_classifier(folder)
-        logits = training.all_scores(reloaded, state.held)
+        logits = training.all_scores(reloaded, state.held_out)
         # Equal up to rounding: the alignment of loaded weights may change a convolution's order of summation.
         if not torch.allclose(expected, logits, rtol=1e-3, atol=1e-4):
             raise RunError(
@@ -289,7 +289,7 @@ def _export(step: Step, file: Path, state: _State) -> dict[str, Any]:
     difference = write(state.model, file, pixels, int8=kind == "int8", tolerance=tolerance)
     state.processor.save_pretrained(file.parent)
     run = open_it(file)
-    logits = torch.cat([run(state.held.pixels([n])) for n in range(len(state.held))])
+    logits = torch.cat([run(state.held_out.pixels([n])) for n in range(len(state.held_out))])
     return {
         "what": f"{step.export} in {kind}"
         + (f", ranges from {len(state.calibration)} images" if kind == "int8" else ""),
