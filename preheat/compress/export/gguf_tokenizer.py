@@ -117,7 +117,7 @@ def _add_marks(writer: Any, tokenizer: Any, ends: list[int], turn: int | None) -
         writer.add_chat_template(template)
 
 
-def scores_of(pieces: list[str], merges: list[list[str]], normal: list[bool]) -> list[float]:
+def scores_of(tokens: list[str], merges: list[list[str]], normal: list[bool]) -> list[float]:
     """Returns minus the rank of the first merge of each normal token; those without a merge rank last, others get 0.
 
     Example:
@@ -127,7 +127,7 @@ def scores_of(pieces: list[str], merges: list[list[str]], normal: list[bool]) ->
     ranks: dict[str, int] = {}
     for rank, (a, b) in enumerate(merges):
         ranks.setdefault(a + b, rank)
-    return [-float(ranks.get(piece, len(merges) + n)) + 0.0 if normal[n] else 0.0 for n, piece in enumerate(pieces)]
+    return [-float(ranks.get(token, len(merges) + n)) + 0.0 if normal[n] else 0.0 for n, token in enumerate(tokens)]
 
 
 def _parts(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:

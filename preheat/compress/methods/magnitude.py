@@ -5,8 +5,7 @@ or two of each four neighbours (2:4). Embedding, head, norms and biases are unch
 Helps: the simplest score there is, and it reads no data; 2:4 is the pattern that NVIDIA's sparse tensor cores
 accelerate. Hurts: large language models lose far more than with Wanda at the same sparsity. Zeros are stored like
 other numbers: the folder is no smaller, and only sparse kernels are faster; for an ordinary smaller model use `width`,
-`depth` or
-`lottery`. The technique `sparse_weights` keeps the zeros in further training.
+`depth` or `lottery`. The technique `sparse_weights` keeps the zeros in further training.
 Source: Han et al. 2015 (arXiv:1506.02626); 2:4: Mishra et al. 2021 (arXiv:2104.08378).
 """
 
