@@ -52,7 +52,7 @@ class Step:
     compress: str | None = None
     """A method of `preheat compress`."""
     train: Annotated[float, Bound(0, open_low=True)] | None = None
-    """Trains on: this fraction of the tokens of the original run; for a model's folder, of one epoch over the data."""
+    """Continues training on this fraction of the run's tokens; for a model's folder, of one epoch over the data."""
     rate: Annotated[float, Bound(0, open_low=True)] = 0.25
     """train: peak learning rate, as a fraction of the run's: a modified trained model needs less than a new one."""
     export: str | None = None
@@ -274,10 +274,10 @@ def said_of(place: str) -> Iterator[None]:
 
 
 def _require_possible(chain: Chain, state: _State, device: str) -> None:
-    """Raises RecipeError for errors of training steps that do not depend on the model: keys, slots, incompatible
-    techniques.
+    """Raises RecipeError for errors of training steps that do not depend on the model.
 
-    Everything else is checked when the step is reached, since earlier steps may change the model.
+    These are wrong keys, occupied slots and incompatible techniques. Everything else is checked when the step is
+    reached, since earlier steps may change the model.
     """
 
     def check(recipe: Recipe) -> None:

@@ -146,8 +146,8 @@ def _inputs_of(model: PreTrainedModel, maps: dict[str, nn.Module], rows: Sequenc
 def keep_high(model: PreTrainedModel, excluded: set[str], high: str, *, tied: bool) -> None:
     """Converts the embedding and the modules in `keep`, in place; a tied head shares the embedding's codes.
 
-    The embedding is stored in int8, too, unless it (or a head tied to it) is kept in bf16: rows are only looked up, so
-    its rounding errors do not accumulate.
+    The embedding is stored in int8, too, unless it (or a head tied to it) is kept in bf16: its rows are only looked
+    up, never multiplied.
     """
     from torch import nn
 
@@ -171,8 +171,7 @@ def keep_high(model: PreTrainedModel, excluded: set[str], high: str, *, tied: bo
 
 
 def told(model: PreTrainedModel, names: Sequence[str], description: str) -> Change:
-    """Returns a summary: average bits per weight of the quantized maps including scales, and the precision of the
-    rest."""
+    """Returns a summary: average bits per weight of the quantized maps with scales, and the precision of the rest."""
     from preheat.models.hf import embedding
     from preheat.ops.quantization.serialization import form_of, quantized_modules
 

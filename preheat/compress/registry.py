@@ -38,8 +38,7 @@ class Method(ABC):
         _REGISTRY[cls.name()] = cls
 
     def check(self, model: ModelFacts) -> list[str]:
-        """Returns why the method cannot be applied to the model, each reason starting with the setting; empty if it
-        can."""
+        """Returns why the method cannot be applied to the model; each reason starts with the setting at fault."""
         return []
 
     @abstractmethod

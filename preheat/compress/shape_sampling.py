@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["draw", "least", "relative_time"]
 
-# Minimum share of the parameter budget that a shape with all its channels must use, so that shapes of equal size are
-# compared.
+# Minimum fraction of the parameter budget that a shape with all its channels must use, so that all candidates have
+# about the same size.
 SPENT = 0.97
 # Attempts per requested shape; most are rejected, because they miss the budget or repeat an earlier shape.
 TRIES = 200
@@ -31,8 +31,9 @@ ROUNDS = 5  # timed forward passes per model
 def draw(
     model: PreTrainedModel, *, parameters: float | None, draws: int, smallest: float, multiple: int, seed: int
 ) -> list[Sizes]:
-    """Draws different shapes smaller than the model's that transformers supports; fewer than `draws` if there are no
-    more.
+    """Draws distinct shapes smaller than the model's that transformers supports.
+
+    Returns fewer than `draws` shapes if there are no more.
 
     Each dimension keeps its full size with probability 1/2. Under a parameter budget, the feed-forward blocks get what
     the other dimensions leave.
