@@ -1,1 +1,1 @@
-"""After training: quantize and prune (one file a method in `methods/`, measured by `compress`), and export."""
+"""Compression and export of trained models: methods in `methods/`, the pipeline, and writers in `export/`."""

@@ -1,4 +1,4 @@
-"""A folder that is whole or not there: written beside under a mark, synced, then renamed. No torch."""
+"""Atomic output folders: written under a temporary name, fsynced, then renamed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from preheat.sanitize import shorten
 __all__ = ["MARK", "NewFolder", "Unwritable", "home_of", "require_new", "why_unwritable"]
 
 MARK = ".preheat-writing"
-"""A file in a folder that is being written, locked by who writes it: what a killed process left is known by it, and nothing else is removed."""
+"""Lock file in a folder that is being written. It marks leftovers of a killed process; nothing else is ever removed."""
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
-_WORDS = "|".join(re.escape(os.strerror(number)) for number in _FULL)
+_MESSAGES = "|".join(re.escape(os.strerror(number)) for number in _FULL)
 _OWN = ("checkpoints", "tokenizer")
 
 
@@ -28,21 +28,22 @@ class Unwritable(RunError):
     """A folder cannot be written.
 
     Attributes:
-        why: without the folder's name.
+        why: the reason, without the folder's name.
     """
 
     def __init__(self, out: Path, why: str):
         super().__init__(
-            f"{out}: cannot be written ({why}); nothing of it was left; free some room or name another folder with --out"
+            f"{out}: cannot be written ({why}); nothing of it was left; free some room or name another folder "
+            "with --out"
         )
         self.why = why
 
 
 class NewFolder:
-    """Gives a folder to write into, NAME.writing, which becomes `out` only when all went well, and is removed otherwise.
+    """Context manager that yields NAME.writing and renames it to `out` on success; on an error the folder is removed.
 
     Raises:
-        RunError: `out` cannot be begun (`require_new`), another process is writing it, or it cannot be written.
+        RunError: `require_new` refuses `out`, another process is writing it, or it cannot be written.
 
     Example:
         >>> with NewFolder("runs/x/export-hf") as folder:                    # doctest: +SKIP
@@ -51,11 +52,10 @@ class NewFolder:
 
     def __init__(self, out: str | Path):
         self.out = Path(out)
-        self._place = Path(os.path.abspath(self.out))
-        self._made = self._place.with_name(self._place.name + ".writing")
-        self._parents: list[
-            Path
-        ] = []  # folders that were made for it, the innermost first; they go if nothing is written
+        self._target = Path(os.path.abspath(self.out))
+        self._temporary = self._target.with_name(self._target.name + ".writing")
+        # Folders created for it, innermost first; removed again if nothing is written.
+        self._parents: list[Path] = []
         self._lock: TextIO | None = None
 
     def __enter__(self) -> Path:
@@ -68,29 +68,31 @@ class NewFolder:
         except RunError:
             self._remove()
             raise
-        return self._made
+        return self._temporary
 
     def _begin(self) -> None:
-        parent = self._made.parent
+        parent = self._temporary.parent
         self._parents = [folder for folder in (parent, *parent.parents) if not folder.exists()]
         parent.mkdir(parents=True, exist_ok=True)
-        mark = self._made / MARK
-        if os.path.lexists(self._made) and not _is_ours(self._made, mark):
+        mark = self._temporary / MARK
+        if os.path.lexists(self._temporary) and not _is_ours(self._temporary, mark):
             raise RunError(
-                f"{self.out}: is first written as {self._made}, which stands there and was not left by preheat; take that away, or name "
+                f"{self.out}: is first written as {self._temporary}, which stands there and was not left by "
+                "preheat; take that away, or name "
                 "another folder with --out"
             )
-        if not self._made.exists():
-            self._made.mkdir()
-            self._parents.insert(0, self._made)
+        if not self._temporary.exists():
+            self._temporary.mkdir()
+            self._parents.insert(0, self._temporary)
         marked = mark.exists()
         lock = mark.open("a")
         try:
             if not _locked(lock):
                 raise RunError(
-                    f"{self.out}: another process is writing it; wait for it or end it, or name another folder with --out"
+                    f"{self.out}: another process is writing it; wait for it or end it, or name another "
+                    "folder with --out"
                 )
-        except OSError:  # a file system without locks
+        except OSError:  # a file system without flock
             if not marked:
                 mark.unlink(missing_ok=True)
             raise
@@ -99,7 +101,7 @@ class NewFolder:
         finally:
             if self._lock is None:
                 lock.close()
-        for left in self._made.iterdir():  # of a process that was killed
+        for left in self._temporary.iterdir():  # leftovers of a killed process
             if left.name != MARK:
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
@@ -117,17 +119,17 @@ class NewFolder:
             raise Unwritable(self.out, why) from None
 
     def _finish(self) -> None:
-        for file in self._made.rglob("*"):  # a disk may say only now that it is full
+        for file in self._temporary.rglob("*"):  # some file systems report a full disk only on fsync
             if file.is_file() and not file.is_symlink():
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
-        self._made.rename(self._place)
-        (self._place / MARK).unlink()
+        self._temporary.rename(self._target)
+        (self._target / MARK).unlink()
         self._parents = []
 
     def _remove(self) -> None:
         if self._lock is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
+            shutil.rmtree(self._temporary, ignore_errors=True)
             self._lock.close()
             self._lock = None
         for folder in self._parents:
@@ -136,7 +138,10 @@ class NewFolder:
 
 
 def _is_ours(folder: Path, mark: Path) -> bool:
-    """Whether a folder may be written into: it is marked, or empty, as a process leaves it that is killed before it marks it."""
+    """Returns True if a folder may be written into: it has our mark, or it is empty.
+
+    A process that is killed before it writes the mark leaves an empty folder.
+    """
     return folder.is_dir() and not folder.is_symlink() and (mark.is_file() or not any(folder.iterdir()))
 
 
@@ -157,32 +162,36 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def why_unwritable(error: BaseException | None) -> str:
-    """Why nothing could be written, where an error says that; '' where it is about something else.
+    """Returns why writing failed, or '' if the error is about something else.
 
-    safetensors, tokenizers, torch and compilers have errors of their own for a full disk, some of them bare `Exception`s.
+    safetensors, tokenizers, torch and compilers raise errors of their own for a full disk, some of them bare
+    `Exception`s.
     """
     if isinstance(error, PreheatError) or not isinstance(error, Exception):
         return ""
-    for one in _chain(error):
-        if isinstance(one, OSError) and one.errno in (*_FULL, *((errno.EACCES, errno.EPERM) if one is error else ())):
-            return one.strerror or os.strerror(one.errno or 0)
-        if found := re.search(rf"\(os error (\d+)\)|({_WORDS})", str(one)):
-            return os.strerror(int(found[1])) if found[1] else found[2]
-    said = str(error)
-    # torch.save, and an array's tofile, which says how much it wrote.
+    for cause in _chain(error):
+        if isinstance(cause, OSError) and cause.errno in (
+            *_FULL,
+            *((errno.EACCES, errno.EPERM) if cause is error else ()),
+        ):
+            return cause.strerror or os.strerror(cause.errno or 0)
+        if match := re.search(rf"\(os error (\d+)\)|({_MESSAGES})", str(cause)):
+            return os.strerror(int(match[1])) if match[1] else match[2]
+    message = str(error)
+    # Messages of torch.save and of numpy's tofile.
     if (
-        "PytorchStreamWriter failed" in said
-        or "inline_container.cc" in said
-        or re.fullmatch(r"\d+ requested and \d+ written", said)
+        "PytorchStreamWriter failed" in message
+        or "inline_container.cc" in message
+        or re.fullmatch(r"\d+ requested and \d+ written", message)
     ):
         return "the disk is full, or the size of files has a limit"
     return ""
 
 
 def home_of(source: str | Path) -> tuple[Path, str]:
-    """The folder beside whose files what is made of a model goes when nobody says, and what its name has besides.
+    """Returns the default parent folder for output made from a model, and a suffix for its name.
 
-    A checkpoint is no place for anything else: what is made of it goes to its run.
+    Output of a checkpoint goes into its run, not into the checkpoint's own folder.
 
     Example:
         >>> home_of("runs/x")
@@ -196,31 +205,32 @@ def home_of(source: str | Path) -> tuple[Path, str]:
 
 
 def require_new(out: str | Path, source: str | Path | None = None) -> None:
-    """Raises RunError where no new folder can be begun: before any work is done.
+    """Raises RunError if `out` cannot be created as a new folder; called before any work is done.
 
     Args:
-        source: what it is made from, whose own files stay apart.
+        source: the model that the output is made from; `out` must not be inside the folders that a run keeps for
+            itself.
     """
     out = Path(out)
-    place = Path(os.path.abspath(out))
+    target = Path(os.path.abspath(out))
     try:
-        if place.is_symlink():
+        if target.is_symlink():
             raise RunError(f"{out}: is a link; name a folder of its own with --out")
-        if place.exists() and not place.is_dir():
+        if target.exists() and not target.is_dir():
             raise RunError(f"{out}: is a file that stands there already; name another folder with --out")
-        if place.is_dir() and any(place.iterdir()):
+        if target.is_dir() and any(target.iterdir()):
             raise RunError(f"{out}: stands there already; name another folder with --out")
-        above = next(folder for folder in place.parents if folder.exists())
+        ancestor = next(folder for folder in target.parents if folder.exists())
     except OSError as error:
         raise RunError(
             f"{shorten(str(out), 160)}: cannot be written ({error.strerror}); name another folder with --out"
         ) from None
-    if not above.is_dir():
-        raise RunError(f"{out}: cannot be written ({above} is a file); name another folder with --out")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise RunError(f"{out}: cannot be written ({above}: Permission denied); name another folder with --out")
+    if not ancestor.is_dir():
+        raise RunError(f"{out}: cannot be written ({ancestor} is a file); name another folder with --out")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise RunError(f"{out}: cannot be written ({ancestor}: Permission denied); name another folder with --out")
     if source is None:
         return
     home = home_of(source)[0].resolve()
-    if (home / "recipe.yaml").is_file() and any(place.resolve().is_relative_to(home / name) for name in _OWN):
+    if (home / "recipe.yaml").is_file() and any(target.resolve().is_relative_to(home / name) for name in _OWN):
         raise RunError(f"{out}: is inside of what the run {home.name} keeps for itself; name another folder with --out")

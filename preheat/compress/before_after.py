@@ -1,4 +1,4 @@
-"""A model before and what was made of it: quality on held-out text, logits, bytes, and speed in turns."""
+"""Comparison of a model before and after compression: quality on held-out text, logits, bytes and latency."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ __all__ = ["Baseline", "held_logits", "quality"]
 
 @dataclass
 class Baseline:
-    """A model as it was.
+    """Measurements of the model before compression.
 
     Attributes:
-        plain: a copy in bf16, to be timed against.
-        quality: loss and perplexity of the held-out rows.
-        bytes: of its weights in bf16.
+        plain: a copy in bf16, the reference for timing.
+        quality: loss and perplexity on the held-out rows.
+        bytes: size of its weights in bf16.
         dtype: its own precision.
         logits: over rows of real text.
-        texts, measured: what it is measured on, and how many rows of that at most.
+        texts: calibration and held-out rows.
+        measured: maximum number of held-out rows to measure on.
     """
 
     plain: Any
@@ -45,36 +46,38 @@ class Baseline:
 
     @classmethod
     def of(cls, opened: LoadedModel, texts: Texts, *, measured: int) -> Baseline:
-        """Measures a model as it is; then merges it in place, with all weights in fp32: what methods begin from."""
+        """Measures a model, then merges its adapters in place and casts all weights to fp32, as methods expect them."""
         from preheat.ops.adapters.peft_layers import merge, names_of
         from preheat.ops.quantization.fake_quant import unfake_
 
         model: Any = opened.build.trained[0]
-        found, logits = quality(opened, texts, measured), held_logits(model, opened)
+        result, logits = quality(opened, texts, measured), held_logits(model, opened)
         if names_of(model):
             merge(model)
         unfake_(model)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         model.float().requires_grad_(False)
         plain = _half(model)
-        return cls(plain, found, _bytes(plain), dtype, logits, texts, measured)
+        return cls(plain, result, _bytes(plain), dtype, logits, texts, measured)
 
-    def against(self, made: LoadedModel) -> tuple[dict[str, Any], Any]:
-        """What became of it, and the model as it is to be timed: with what is not quantized in bf16.
+    def against(self, compressed: LoadedModel) -> tuple[dict[str, Any], Any]:
+        """Compares a compressed model with this one; returns the figures, and the model to time.
+
+        What is not quantized is cast to bf16 in the model that is timed.
 
         Returns:
-            {before, after: {loss, perplexity, perplexity_interval, rows, tokens, bytes}, max_logit_difference, largest_logit, top_1_agreement,
-            perplexity_rise, perplexity_rise_interval}, and the model
+            {before, after: {loss, perplexity, perplexity_interval, rows, tokens, bytes}, max_logit_difference,
+            largest_logit, top_1_agreement, perplexity_rise, perplexity_rise_interval}, and the model
         """
         from preheat.ops.quantization.serialization import quantized_modules
 
-        model: Any = made.build.trained[0]
-        found = held_logits(model, made)
-        difference = verify.compare(self.logits, found)
-        same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(self.logits, found, strict=True))
-        after = quality(made, self.texts, self.measured)
+        model: Any = compressed.build.trained[0]
+        logits = held_logits(model, compressed)
+        difference = verify.compare(self.logits, logits)
+        same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(self.logits, logits, strict=True))
+        after = quality(compressed, self.texts, self.measured)
         timed = model if quantized_modules(model) else _half(model)
-        told = {
+        row = {
             "before": {**_told(self.quality), "bytes": self.bytes, "dtype": "bfloat16"},
             "after": {**_told(after), "bytes": _bytes(timed)},
             "max_logit_difference": difference.largest,
@@ -82,21 +85,22 @@ class Baseline:
             "top_1_agreement": same / difference.tokens,
             **_rise(self.quality, after),
         }
-        return told, timed
+        return row, timed
 
-    def time(self, found: Sequence[dict[str, Any]], models: Mapping[str, Any], *, turns: int) -> None:
-        """Times models in one alternating run, and enters the figures into what is told of each, in place.
+    def time(self, rows: Sequence[dict[str, Any]], models: Mapping[str, Any], *, turns: int) -> None:
+        """Times the models in alternating turns and adds the figures to `rows`, in place.
 
         Args:
-            found: what is told, by `name`.
-            models: by that name, and this one as "before".
+            rows: figures of the variants, with their `name`.
+            models: by that name; this model is "before".
+            turns: timed turns per model.
         """
         first = self.texts.calibration[0]
         prompt = first[:, : max(2, min(128, first.shape[1] - 1))]
         for name, speed in speeds(models, prompt, turns=turns).items():
-            for told in found:
-                if name in ("before", told["name"]):
-                    told["before" if name == "before" else "after"] |= {
+            for row in rows:
+                if name in ("before", row["name"]):
+                    row["before" if name == "before" else "after"] |= {
                         "prompt_tokens": speed.prompt,
                         "first_token_seconds": speed.first_token,
                         "decode_tokens_per_second": speed.decode,
@@ -105,23 +109,23 @@ class Baseline:
 
 
 def _half(model: Any) -> Any:
-    """A copy in bf16, whose weights are not rounded anew in every pass: that is for training."""
+    """Returns a copy in bf16 without fake quantization, which would round the weights again in each forward pass."""
     from preheat.ops.quantization.fake_quant import unfake_
     from preheat.ops.quantization.serialization import to_half
 
-    made = copy.deepcopy(model)
-    unfake_(made)
-    to_half(made)
-    return made
+    half = copy.deepcopy(model)
+    unfake_(half)
+    to_half(half)
+    return half
 
 
 def _bytes(model: Any) -> int:
-    """Of the weights, those that modules share once."""
+    """Returns the bytes of the weights; shared weights count once."""
     return sum({id(p): p.nbytes for p in model.parameters()}.values())
 
 
 def held_logits(model: Any, opened: LoadedModel) -> list[Tensor]:
-    """Logits of a model as it stands over rows of real text."""
+    """Returns the logits of a model over rows of real text."""
     from preheat.models.hf import plain_logits
 
     rows = verify.rows(opened.tokenizer, opened.build.model.positions, [])
@@ -129,7 +133,7 @@ def held_logits(model: Any, opened: LoadedModel) -> list[Tensor]:
 
 
 def quality(opened: LoadedModel, texts: Texts, measured: int) -> Result:
-    """Loss and perplexity of held-out text."""
+    """Returns loss and perplexity on held-out text."""
     from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
 
     micro = min(8, opened.recipe.batch.size)
@@ -141,19 +145,19 @@ def quality(opened: LoadedModel, texts: Texts, measured: int) -> Result:
 def _told(result: Result) -> dict[str, Any]:
     from preheat.evaluation.results import described
 
-    found = described(result)
-    loss, perplexity = (found["metrics"][key] for key in ("loss", "perplexity"))
+    data = described(result)
+    loss, perplexity = (data["metrics"][key] for key in ("loss", "perplexity"))
     return {
         "loss": loss["value"],
         "perplexity": perplexity["value"],
         "perplexity_interval": [perplexity["low"], perplexity["high"]],
-        "rows": found["rows"],
-        "tokens": found["tokens"],
+        "rows": data["rows"],
+        "tokens": data["tokens"],
     }
 
 
 def _rise(before: Result, after: Result) -> dict[str, Any]:
-    """How much higher the perplexity is, as a share, and between what (95 % of paired bootstrap resamples of the rows)."""
+    """Returns the relative rise of perplexity with its 95 % interval (paired bootstrap over the rows)."""
     from preheat.evaluation.results import compared
 
     loss = compared(before, after)["metrics"]["loss"]

@@ -1,4 +1,4 @@
-"""What calibration looks at: rows that can teach something, and the inputs of linear maps, layer by layer."""
+"""Calibration: checks the rows, and collects the inputs of linear maps layer by layer."""
 
 from __future__ import annotations
 
@@ -18,44 +18,45 @@ if TYPE_CHECKING:
 __all__ = ["LEAST", "Inputs", "Layer", "require_rows", "walk"]
 
 LEAST = 8
-"""Rows that must differ from each other."""
+"""Minimum number of different rows."""
 _RUN, _OWN = 8, 0.02
-"""Runs of so many tokens, and the share of them that must differ: of TinyStories in 512 pieces nine in ten do."""
+"""Length of a run of tokens, and the share of runs that must differ. With 512 tokens, TinyStories has about 90 %."""
 
 
 def require_rows(rows: Sequence[Tensor]) -> None:
-    """Raises DataError, with the numbers, where rows [1, length] cannot stand for the model's inputs."""
-    many, different = len(rows), len({tuple(row.flatten().tolist()) for row in rows})
-    if many < LEAST:
+    """Raises DataError, with the counts, if the rows [1, length] are too few or too uniform to calibrate on."""
+    count, different = len(rows), len({tuple(row.flatten().tolist()) for row in rows})
+    if count < LEAST:
         raise DataError(
-            f"calibration: {many} rows, and {LEAST} are needed; name more text with --data, or lower --length"
+            f"calibration: {count} rows, and {LEAST} are needed; name more text with --data, or lower --length"
         )
     if different < LEAST:
         raise DataError(
-            f"calibration: {many} rows, of which only {different} differ, and {LEAST} are needed; name other text with --data"
+            f"calibration: {count} rows, of which only {different} differ, and {LEAST} are needed; name other "
+            "text with --data"
         )
-    pieces = len(torch.cat([row.flatten() for row in rows]).unique())
-    if pieces < LEAST:
-        raise DataError(f"calibration: the rows hold only {pieces} different tokens; name real text with --data")
+    vocabulary = len(torch.cat([row.flatten() for row in rows]).unique())
+    if vocabulary < LEAST:
+        raise DataError(f"calibration: the rows hold only {vocabulary} different tokens; name real text with --data")
     runs = torch.cat(
         [row.flatten().unfold(0, _RUN, 1) for row in rows if row.numel() >= _RUN] or [torch.empty(0, _RUN)]
     )
-    if len(runs) and (own := len(runs.unique(dim=0))) < _OWN * len(
-        runs
-    ):  # rows that begin elsewhere in a text that repeats itself
+    # Rows that start at different offsets of a repetitive text differ from each other, but their runs do not.
+    if len(runs) and (distinct := len(runs.unique(dim=0))) < _OWN * len(runs):
         raise DataError(
-            f"calibration: the rows say the same over and over: {own:,} different runs of {_RUN} tokens in {len(runs):,}; name other text with --data"
+            f"calibration: the rows say the same over and over: {distinct:,} different runs of {_RUN} tokens "
+            f"in {len(runs):,}; name other text with --data"
         )
 
 
 @dataclass
 class Inputs:
-    """What a linear map's inputs were over the calibration rows.
+    """Statistics of a linear map's inputs over the calibration rows.
 
     Attributes:
         gram: sum(x x^T) [in, in], fp32.
-        largest: the largest magnitude of each, [in].
-        tokens: how many.
+        largest: largest magnitude per input, [in].
+        tokens: number of tokens seen.
     """
 
     gram: Tensor
@@ -71,10 +72,10 @@ class Inputs:
 
 @dataclass
 class Layer:
-    """A transformer layer with the hidden states that come into it, from layers before as they are by now.
+    """A transformer layer with its input hidden states, computed by the preceding layers in their current state.
 
     Attributes:
-        run: gives the hidden states that go out.
+        run: computes the output hidden states.
     """
 
     name: str
@@ -82,38 +83,38 @@ class Layer:
     run: Callable[[], list[Tensor]]
 
     def inputs(self, maps: Mapping[str, nn.Module]) -> dict[str, Inputs]:
-        """What comes into some of its maps.
+        """Collects the input statistics of some of its linear maps.
 
         Args:
-            maps: by whatever names.
+            maps: by any names.
         """
 
-        def hear(name: str) -> Callable[..., None]:
+        def collect(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
                 x: Tensor = args[0]
-                if name not in found:
+                if name not in inputs:
                     width = x.shape[-1]
-                    found[name] = Inputs(
+                    inputs[name] = Inputs(
                         torch.zeros(width, width, device=x.device), torch.zeros(width, device=x.device)
                     )
-                found[name].see(x)
+                inputs[name].see(x)
 
             return hook
 
-        found: dict[str, Inputs] = {}
-        hooks = [module.register_forward_pre_hook(hear(name)) for name, module in maps.items()]
+        inputs: dict[str, Inputs] = {}
+        hooks = [module.register_forward_pre_hook(collect(name)) for name, module in maps.items()]
         try:
             self.run()
         finally:
             for handle in hooks:
                 handle.remove()
-        return found
+        return inputs
 
 
 def walk(model: PreTrainedModel, rows: Sequence[Tensor]) -> Iterator[Layer]:
-    """The model's layers in order; what is changed in one is what the next one's inputs are made with.
+    """Yields the model's layers in order; changes to a layer affect the inputs of the following ones.
 
-    The arguments of each layer beside the hidden states (masks, rotary tables) are those of one plain pass at the beginning.
+    All other arguments of a layer (masks, rotary tables) are those of one forward pass at the start.
 
     Args:
         rows: [1, length] tokens each.

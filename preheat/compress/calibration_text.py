@@ -1,4 +1,4 @@
-"""The text that a model is compressed with: rows to calibrate with, and others to measure on."""
+"""Text for compression: rows to calibrate with, and held-out rows to measure on."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
 __all__ = ["Texts", "find_texts"]
 
 _SHARE = 5
-"""One row of so many of a text that is named by --data is measured on, and not calibrated with."""
+"""Every fifth row of a text given by --data is held out for measuring."""
 
 
 @dataclass
 class Texts:
-    """Rows to look at and rows to measure on.
+    """Calibration rows and held-out rows.
 
     Attributes:
         calibration: [1, length] tokens each.
-        held_out: what an evaluation reads.
-        words: where they are from.
+        held_out: rows for an evaluation.
+        words: a description of their source.
     """
 
     calibration: list[Tensor]
-    held_out: Any  # Rows, or some of them
+    held_out: Any  # Rows or _RowSubset
     words: str
 
 
 def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int | None) -> Texts:
-    """Rows of a run's own data, or of a text that is named.
+    """Returns rows of a run's own data, or of a given text.
 
     Args:
-        data: a file, folder or source; None: the run's training rows to calibrate with, its validation rows to measure on.
-        rows: to calibrate with, at most, spread evenly over what there is.
-        length: tokens a row; the run's, or 512, when None.
+        data: a file, folder or source. None: calibrates on the run's training rows and measures on its validation rows.
+        rows: maximum number of calibration rows, spread evenly over the text.
+        length: tokens per row; None: the run's, or 512.
 
     Raises:
-        RecipeError: a model's folder, or a run whose data is a stream, and no text named.
-        DataError: the text cannot be read, or is too short to hold any of it out.
+        RecipeError: no text is given for a model's folder, or for a run whose data is a stream.
+        DataError: the text cannot be read, or is too short to hold rows out.
     """
     from preheat.data import Rows, prepare
     from preheat.evaluation.perplexity import rows_of_text
@@ -69,29 +69,37 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
     )
     if not isinstance(prepared.train, Rows):
         raise RecipeError("--data: is needed, since the run's data is read as a stream: name a text to calibrate with")
-    words = f"the run's own data ({', '.join(Path(str(part.source)).name for part, _ in recipe.data.parts())})"
+    description = f"the run's own data ({', '.join(Path(str(part.source)).name for part, _ in recipe.data.parts())})"
     if prepared.validation is None or not len(prepared.validation):
         return _parted(
-            prepared.train, rows, cut, f"{words}, which has no validation rows: every {_SHARE}th training row held out"
+            prepared.train,
+            rows,
+            cut,
+            f"{description}, which has no validation rows: every {_SHARE}th training row held out",
         )
     chosen = _spread(len(prepared.train), rows)
     return Texts(
-        _tokens(prepared.train, chosen), prepared.validation, f"{words}: training rows, measured on validation rows"
+        _tokens(prepared.train, chosen),
+        prepared.validation,
+        f"{description}: training rows, measured on validation rows",
     )
 
 
-def _parted(all_of: Rows, rows: int, cut: int, words: str) -> Texts:
-    held = [n for n in range(len(all_of)) if n % _SHARE == _SHARE - 1]
+def _parted(all_of: Rows, rows: int, cut: int, description: str) -> Texts:
+    held_out = [n for n in range(len(all_of)) if n % _SHARE == _SHARE - 1]
     others = [n for n in range(len(all_of)) if n % _SHARE != _SHARE - 1]
-    if not held:
+    if not held_out:
         raise DataError(
-            f"--data: is {len(all_of)} rows of {cut} tokens, of which none can be held out; name more text, or lower --length"
+            f"--data: is {len(all_of)} rows of {cut} tokens, of which none can be held out; name more text, "
+            "or lower --length"
         )
-    return Texts(_tokens(all_of, [others[n] for n in _spread(len(others), rows)]), _RowSubset(all_of, held), words)
+    return Texts(
+        _tokens(all_of, [others[n] for n in _spread(len(others), rows)]), _RowSubset(all_of, held_out), description
+    )
 
 
 class _RowSubset:
-    """Some rows of others, by number: what an evaluation reads of `Rows`."""
+    """A subset of rows by index, with the part of the interface of `Rows` that an evaluation reads."""
 
     def __init__(self, rows: Rows, numbers: Sequence[int]):
         self.rows, self.numbers, self.truncated = rows, numbers, rows.truncated

@@ -1,4 +1,4 @@
-"""One verb: a trained model, one or several methods -> folders, each measured against what it came from, and a page about them."""
+"""Compresses a trained model by one or several methods, and compares each result with the original."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ Page = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with its settings, and what it is called among several."""
+    """A method with its settings, and a unique name for it."""
 
     name: str
     method: Method
 
 
 def read_variants(texts: Sequence[str], bits: float | None, overrides: Sequence[str]) -> list[Variant]:
-    """Methods, a budget of bits besides, and settings that go to every method that has them.
+    """Parses methods and settings from the command line.
 
     Args:
         texts: `NAME[,key=value...]` each.
-        bits: of the method bit_budget; None: it is not asked for.
-        overrides: `key=value`, or `NAME.key=value` for that method alone.
+        bits: adds the method bit_budget with this budget; None: does not.
+        overrides: `key=value` for every method with that setting, or `NAME.key=value` for one method.
 
     Raises:
-        RecipeError: no such method or setting, a value that it cannot have, or a setting that no chosen method has.
+        RecipeError: unknown method or setting, an invalid value, or a setting that no chosen method has.
 
     Example:
         >>> [v.method.group for v in read_variants(["int4", "awq"], None, ["awq.group=64"])]
@@ -64,7 +64,8 @@ def read_variants(texts: Sequence[str], bits: float | None, overrides: Sequence[
         owner, _, own = key.rpartition(".")
         if owner and owner not in keys:
             raise RecipeError(
-                f"--set {shorten(item)}: {quoted(owner, 40)} is none of the chosen methods; {nearest(owner, list(keys))}"
+                f"--set {shorten(item)}: {quoted(owner, 40)} is none of the chosen methods; "
+                f"{nearest(owner, list(keys))}"
             )
         having = [name for name in keys if own in keys[name] and owner in ("", name)]
         if not having:
@@ -80,7 +81,7 @@ def read_variants(texts: Sequence[str], bits: float | None, overrides: Sequence[
 
 
 def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
-    """One method from `NAME[,key=value...]` and further `key=value`s; a list is written key=[a, b].
+    """Parses one method from `NAME[,key=value...]` and further `key=value`s; a list is written key=[a, b].
 
     Raises:
         RecipeError: as `read_variants`.
@@ -93,7 +94,7 @@ def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
 
 
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    name, *pairs = re.split(r",(?![^\[]*\])", text)  # not at those inside a list
+    name, *pairs = re.split(r",(?![^\[]*\])", text)  # commas inside a list do not separate
     return name, dict(_setting(pair, f"--method {text}") for pair in pairs)
 
 
@@ -109,10 +110,10 @@ def _setting(pair: str, where: str) -> tuple[str, Any]:
 
 
 def made_of(name: str, values: Mapping[str, Any]) -> Variant:
-    """A method by its name with settings.
+    """Builds a method from its name and settings.
 
     Raises:
-        RecipeError: no such method or setting, or a value that it cannot have.
+        RecipeError: unknown method or setting, or an invalid value.
     """
     known = methods()
     if name not in known:
@@ -131,7 +132,7 @@ def _plain(value: Any) -> str:
 
 
 def trained_for(source: str | Path) -> list[Variant]:
-    """The method that a run with quantization-aware training was trained for, with its settings; nothing for any other."""
+    """Returns the variant that a run with quantization-aware training was trained for; empty for other runs."""
     from preheat import recipe as recipes
 
     file = Path(source) / "recipe.yaml"
@@ -157,32 +158,35 @@ def compress(
     turns: int = 5,
     notes: Sequence[str] = (),
     page: Page = lambda folder: None,
-    say: Say = lambda words: None,
+    say: Say = lambda message: None,
 ) -> dict[str, Any]:
-    """Compresses a model by each of the variants, from its weights in fp32 with adapters merged.
+    """Compresses a model by each of the variants; starts from fp32 weights with adapters merged.
 
-    One variant becomes the folder `out`; several become folders in it, by name. Each is written beside and renamed, opened again by
-    `open_model`, and must then give the very logits that it gave in memory. `compress.json` stands in `out` (`preheat.report.compress_page` makes the page of it).
+    One variant is written to the folder `out`, several to subfolders by name. Each is written under a temporary name,
+    renamed, reopened by `open_model`, and must reproduce its in-memory logits exactly. `compress.json` is written to
+    `out` (`preheat.report.compress_page` renders it).
 
     Args:
         source: a run, a checkpoint, or a model's folder.
-        data: a text to calibrate with and to measure on, by parts; a run's own training and validation rows when not given.
-        texts: what was found of them before, in place of `data`, `rows` and `length`.
-        rows: calibration rows, at most.
-        length: tokens a row; the run's, or 512, when not given.
-        measured: held-out rows, at most.
-        within: the variant that is chosen is the smallest whose perplexity is higher by this share at most.
-        turns: of the timing.
-        notes: what is to be said beside what is found here.
-        page: given the folder with its compress.json before it takes its name, to put a page there.
-        say: told what is being done.
+        data: a text to split into calibration and held-out rows; default: a run's own training and validation rows.
+        texts: rows that were found before, instead of `data`, `rows` and `length`.
+        rows: maximum number of calibration rows.
+        length: tokens per row; default: the run's, or 512.
+        measured: maximum number of held-out rows.
+        within: the smallest variant whose perplexity rises by at most this fraction is chosen.
+        turns: timed turns per model.
+        notes: further notes for `said`.
+        page: called with the folder before it is renamed, to write a page from its compress.json.
+        say: progress callback.
 
     Returns:
-        {path, bytes, before, after, max_logit_difference, chosen, variants: [...], said: [what there is to know]}; the first of the chosen variant. `bytes` is the size
-        of its files of weights; `before` and `after` have the bytes of weights with what is not quantized in bf16.
+        {path, bytes, before, after, max_logit_difference, chosen, variants: [...], said: [notes]}; the top-level
+        figures are those of the chosen variant. `bytes` is the size of its weight files; `before` and `after` count
+        the bytes of the weights with everything that is not quantized in bf16.
 
     Raises:
-        RecipeError, DataError, RunError: see the methods; `out` stands already; the folder does not give what was compressed.
+        RecipeError, DataError, RunError: as the methods; `out` exists; the folder does not reproduce the model's
+            logits.
     """
     out = Path(out)
     require_new(out, source)
@@ -199,37 +203,37 @@ def compress(
         require_rows(texts.calibration)
     say("measuring the model as it is")
     before = Baseline.of(opened, texts, measured=measured)
-    found, timed = [], {"before": before.plain}
-    with NewFolder(out) as beside:
-        places = [beside if len(variants) == 1 else beside / variant.name for variant in variants]
-        for variant, place in zip(variants, places, strict=True):
-            place.mkdir(exist_ok=True)
-            told, timed[variant.name] = _one(variant, opened, before, place, say)
-            found.append(told)
+    figures, timed = [], {"before": before.plain}
+    with NewFolder(out) as root:
+        folders = [root if len(variants) == 1 else root / variant.name for variant in variants]
+        for variant, folder in zip(variants, folders, strict=True):
+            folder.mkdir(exist_ok=True)
+            row, timed[variant.name] = _one(variant, opened, before, folder, say)
+            figures.append(row)
         say("timing")
-        before.time(found, timed, turns=turns)
-        middle = unfinished(source, opened.step)
-        for told, variant, place in zip(found, variants, places, strict=True):
+        before.time(figures, timed, turns=turns)
+        warning = unfinished(source, opened.step)
+        for row, variant, folder in zip(figures, variants, folders, strict=True):
             text = model_card.write(
-                told,
+                row,
                 source=str(source),
                 texts=texts,
                 reads=variant.method.reads_rows,
-                quantized=told["quantized"],
-                said=once([middle, *told["notes"]]),
+                quantized=row["quantized"],
+                said=once([warning, *row["notes"]]),
             )
-            (place / "README.md").write_text(text, encoding="utf-8")
-        choice = _chosen(found, within)
-        made = summed(out if len(found) == 1 else out / choice[0], found, choice, str(source), texts)
-        made["said"] = once([middle, *(note for told in found for note in told["notes"]), *notes])
-        (beside / "compress.json").write_text(to_json(made, indent=1), encoding="utf-8")
-        page(beside)
-    return made
+            (folder / "README.md").write_text(text, encoding="utf-8")
+        choice = _chosen(figures, within)
+        summary = summed(out if len(figures) == 1 else out / choice[0], figures, choice, str(source), texts)
+        summary["said"] = once([warning, *(note for row in figures for note in row["notes"]), *notes])
+        (root / "compress.json").write_text(to_json(summary, indent=1), encoding="utf-8")
+        page(root)
+    return summary
 
 
-def once(words: Iterable[str]) -> list[str]:
-    """Each that says something, once."""
-    return list(dict.fromkeys(filter(None, words)))
+def once(notes: Iterable[str]) -> list[str]:
+    """Removes duplicates and empty notes."""
+    return list(dict.fromkeys(filter(None, notes)))
 
 
 def _require(opened: LoadedModel, variants: Sequence[Variant], source: Any) -> None:
@@ -241,11 +245,13 @@ def _require(opened: LoadedModel, variants: Sequence[Variant], source: Any) -> N
     model: Any = opened.build.trained[0]
     if isinstance(head(model), ClassHead):
         raise RecipeError(
-            f"{source}: has a head over classes, for which there is no perplexity to measure; compress the model it was made from"
+            f"{source}: has a head over classes, for which there is no perplexity to measure; compress the "
+            "model it was made from"
         )
     if beyond := beyond_transformers(model):
         raise RecipeError(
-            f"{source}: has {' and '.join(beyond)}, which no class of transformers can load; compress the model before that"
+            f"{source}: has {' and '.join(beyond)}, which no class of transformers can load; compress the "
+            "model before that"
         )
     if is_compressed(model):
         raise RecipeError(f"{source}: is compressed already; name the model it was made from")
@@ -253,33 +259,34 @@ def _require(opened: LoadedModel, variants: Sequence[Variant], source: Any) -> N
         raise RecipeError(
             f"{source}: reads images, and what is measured here is text alone; compressing such models is not done yet"
         )
-    problems = [f"--method {v.name}: {words}" for v in variants for words in v.method.check(opened.build.model)]
+    problems = [f"--method {v.name}: {problem}" for v in variants for problem in v.method.check(opened.build.model)]
     if problems:
         raise RecipeError("\n".join(problems))
 
 
-def _one(variant: Variant, opened: LoadedModel, before: Baseline, place: Path, say: Say) -> tuple[dict[str, Any], Any]:
-    """One variant applied, written, opened again, compared and measured: what is told of it, and the model, to be timed."""
+def _one(variant: Variant, opened: LoadedModel, before: Baseline, folder: Path, say: Say) -> tuple[dict[str, Any], Any]:
+    """Applies one variant, writes and reopens it, and compares; returns its figures, and the model to time."""
     from preheat.ops.quantization.serialization import quantized_modules
 
     name, method = variant.name, variant.method
     say(f"{name}: compressing")
     model: Any = copy.deepcopy(opened.build.trained[0])
     change = method.apply(model, before.texts.calibration if method.reads_rows else [])
-    notes = save_load.write_model(model, opened, place, method=name, dtype=before.dtype)
-    notes += verify.code_in(place)
-    held = held_logits(model, opened)
+    notes = save_load.write_model(model, opened, folder, method=name, dtype=before.dtype)
+    notes += verify.code_in(folder)
+    logits = held_logits(model, opened)
     del model
     say(f"{name}: opening what was written")
-    again = load_model(place)
-    if (off := verify.compare(held, held_logits(again.build.trained[0], again)).largest) != 0:
+    reopened = load_model(folder)
+    if (difference := verify.compare(logits, held_logits(reopened.build.trained[0], reopened)).largest) != 0:
         raise RunError(
-            f"{place.name}: opened again, its logits differ by up to {off:.2g} from those of the model that was written; nothing was written; please report it"
+            f"{folder.name}: opened again, its logits differ by up to {difference:.2g} from those of the "
+            "model that was written; nothing was written; please report it"
         )
     say(f"{name}: measuring")
-    told, timed = before.against(again)
-    quantized = bool(quantized_modules(again.build.trained[0]))
-    told = {
+    row, timed = before.against(reopened)
+    quantized = bool(quantized_modules(reopened.build.trained[0]))
+    row = {
         "name": name,
         "method": method.name(),
         "settings": dataclasses.asdict(method),
@@ -287,32 +294,32 @@ def _one(variant: Variant, opened: LoadedModel, before: Baseline, place: Path, s
         "detail": change.detail,
         "notes": notes,
         "quantized": quantized,
-        "bytes": sum(p.stat().st_size for p in place.glob("*.safetensors")),
-        **told,
+        "bytes": sum(p.stat().st_size for p in folder.glob("*.safetensors")),
+        **row,
     }
-    return told, timed
+    return row, timed
 
 
-def _chosen(found: Sequence[dict[str, Any]], within: float) -> tuple[str, str]:
-    """Name of the variant to take, and why."""
-    near = [v for v in found if v["perplexity_rise"] <= within]
+def _chosen(figures: Sequence[dict[str, Any]], within: float) -> tuple[str, str]:
+    """Returns the name of the variant to use, and why."""
+    near = [v for v in figures if v["perplexity_rise"] <= within]
     if near:
         best = min(near, key=lambda v: v["after"]["bytes"])
         return best["name"], f"the smallest whose perplexity is at most {within:.0%} higher"
-    best = min(found, key=lambda v: v["perplexity_rise"])
+    best = min(figures, key=lambda v: v["perplexity_rise"])
     return best["name"], f"none is within {within:.0%}: the one with the least perplexity"
 
 
 def summed(
-    path: Path, found: Sequence[dict[str, Any]], choice: tuple[str, str], source: str, texts: Texts
+    path: Path, figures: Sequence[dict[str, Any]], choice: tuple[str, str], source: str, texts: Texts
 ) -> dict[str, Any]:
-    """The whole as data: the chosen variant first, then all of them.
+    """Summarizes the results as data: the figures of the chosen variant at the top level, then all variants.
 
     Args:
-        path: of the chosen one.
-        choice: its name, and why.
+        path: folder of the chosen variant.
+        choice: its name, and why it was chosen.
     """
-    chosen = next(v for v in found if v["name"] == choice[0])
+    chosen = next(v for v in figures if v["name"] == choice[0])
     return {
         "path": str(path),
         "bytes": chosen["bytes"],
@@ -324,5 +331,5 @@ def summed(
         "source": source,
         "texts": texts.words,
         "calibration_rows": len(texts.calibration),
-        "variants": list(found),
+        "variants": list(figures),
     }

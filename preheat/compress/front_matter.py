@@ -1,4 +1,4 @@
-"""What the hub reads at the top of a model card: the base and its relation, library, licence, task, data; one writer for all cards."""
+"""YAML front matter of model cards (base model, license, task, datasets), shared by all card writers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LICENSE = ("license", "license_name", "license_link")
 
 @dataclass(frozen=True)
 class Front:
-    """The block of YAML between two lines of dashes, and what is left out of it, as a sentence."""
+    """The YAML block, and a sentence about the fields left out of it."""
 
     yaml: str
     left_out: str
@@ -29,14 +29,15 @@ class Front:
 def front_matter(
     source: str | Path, *, library: str, pipeline: str, relation: str = "quantized", tags: Sequence[str] = ()
 ) -> Front:
-    """The front matter of what was made of a model.
+    """Builds the front matter of a model made from `source`.
 
     Args:
         source: a run, one of its checkpoints, a model's folder or an adapter's.
-        library: what loads it: transformers, peft, gguf …
+        library: the library that loads it: transformers, peft, gguf …
         pipeline: the hub's name of the task.
-        relation: to the base, of what was only converted or compressed; what was trained is a finetune, or an adapter where this says so.
-        tags: beside preheat.
+        relation: to the base, for models that were only converted or compressed. A trained model is a finetune, or an
+            adapter if this says so.
+        tags: in addition to preheat.
     """
     import yaml
 
@@ -47,28 +48,28 @@ def front_matter(
         pretrained = recipe.model.path is not None and recipe.model.weights == "pretrained"
         base, relation = recipe.model.path if pretrained else None, "adapter" if relation == "adapter" else "finetune"
     values: dict[str, Any] = {"library_name": library, "pipeline_tag": pipeline}
-    left, note = [], ""
+    omitted, note = [], ""
     if base is None:
-        left.append("base_model: it was trained from new weights")
+        omitted.append("base_model: it was trained from new weights")
     else:
         name = _hub_name(base)
         if name is None:
             note = "  # a folder, not a name on the hub: put the hub's name here"
         values |= {"base_model": name or Path(base).resolve().name, "base_model_relation": relation}
-    licence = _license_of(base)
-    values |= licence
-    if not licence:
-        left.append("license: " + ("nobody stated one" if base is None else "the base's own card states none here"))
+    license_fields = _license_of(base)
+    values |= license_fields
+    if not license_fields:
+        omitted.append("license: " + ("nobody stated one" if base is None else "the base's own card states none here"))
     if names := _datasets(recipe):
         values["datasets"] = names
     values["tags"] = list(dict.fromkeys(["preheat", *tags]))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
-    text = re.sub(r"^(base_model: .*)$", lambda found: found[1] + note, text, count=1, flags=re.MULTILINE)
-    return Front(f"---\n{text}---", f"Left out above: {'; '.join(left)}." if left else "")
+    text = re.sub(r"^(base_model: .*)$", lambda match: match[1] + note, text, count=1, flags=re.MULTILINE)
+    return Front(f"---\n{text}---", f"Left out above: {'; '.join(omitted)}." if omitted else "")
 
 
 def pipeline_of(config: Any) -> str:
-    """The hub's name of the task of a language model's configuration."""
+    """Returns the hub's name of the task for a language model's configuration."""
     if any(name.endswith("SequenceClassification") for name in config.architectures or ()):
         return "text-classification"
     if getattr(config, "vision_config", None) is not None:
@@ -77,14 +78,14 @@ def pipeline_of(config: Any) -> str:
 
 
 def _hub_name(base: str) -> str | None:
-    """The name on the hub of a base; of a folder in the hub's cache, too."""
-    if found := re.search(r"models--([\w.-]+)--([\w.-]+)/snapshots/", base):
-        return f"{found[1]}/{found[2]}"
+    """Returns the hub's name of a base, also of a folder in the hub's cache; None if it has none."""
+    if match := re.search(r"models--([\w.-]+)--([\w.-]+)/snapshots/", base):
+        return f"{match[1]}/{match[2]}"
     return base if _HUB.fullmatch(base) and not Path(base).exists() else None
 
 
 def _license_of(base: str | None) -> dict[str, Any]:
-    """What the card in the base's folder says of its licence."""
+    """Returns the license fields of the card in the base's folder."""
     import yaml
 
     card = Path(base) / "README.md" if base is not None else None
@@ -92,17 +93,17 @@ def _license_of(base: str | None) -> dict[str, Any]:
         return {}
     with card.open(encoding="utf-8", errors="replace") as opened:
         text = opened.read(1 << 16)
-    found = re.match(r"---\s*\n(.*?)\n---\s*(\n|\Z)", text, re.DOTALL)
+    match = re.match(r"---\s*\n(.*?)\n---\s*(\n|\Z)", text, re.DOTALL)
     try:
-        values = yaml.safe_load(found[1]) if found and "&" not in found[1] else None
-    except (yaml.YAMLError, ValueError, RecursionError):  # somebody else's file, which nothing depends on
+        values = yaml.safe_load(match[1]) if match and "&" not in match[1] else None
+    except (yaml.YAMLError, ValueError, RecursionError):  # the base's card is not ours, and its license is optional
         return {}
     known = values if isinstance(values, dict) else {}
     return {key: known[key] for key in _LICENSE if isinstance(known.get(key), str)}
 
 
 def _datasets(recipe: Recipe | None) -> list[str]:
-    """Names on the hub of the data."""
+    """Returns the hub's names of the datasets."""
     if recipe is None:
         return []
     names = [str(part.source) for part, _ in recipe.data.parts()]

@@ -1,4 +1,4 @@
-"""How fast models read a prompt and write after it: all of them in turns, so that what else the machine does meets each alike."""
+"""Prefill and decode latency of several models, timed in alternating turns so that machine load affects all alike."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Speed:
     """Medians over the turns.
 
     Attributes:
-        prompt: tokens that were read.
-        first_token: seconds from the prompt to its first token.
-        decode: tokens a second after that, one row at a time.
+        prompt: prompt length in tokens.
+        first_token: seconds until the first token (prefill).
+        decode: tokens per second after that, batch size 1.
         low, high: the slowest and the fastest turn's `decode`.
     """
 
@@ -35,29 +35,30 @@ class Speed:
 
 
 def speeds(models: Mapping[str, Any], prompt: Tensor, *, tokens: int = 32, turns: int = 5) -> dict[str, Speed]:
-    """Times each model by its own forward with a KV cache, greedily; the first turn of each is not counted.
+    """Times greedy decoding of each model with its own forward and a KV cache; the first turn is warmup.
 
     Args:
         models: by name.
         prompt: [1, length].
-        tokens: written after it.
+        tokens: number of tokens to generate.
+        turns: timed turns per model.
 
     Example:
         >>> speeds({"before": a, "after": b}, torch.tensor([[1, 2, 3]]))["after"].decode            # doctest: +SKIP
         161.2
     """
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    timings: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     for turn in range(turns + 1):
         for name, model in models.items():
             with plainly(model):
-                once = _once(model, prompt, tokens)
+                timing = _once(model, prompt, tokens)
             if turn:
-                found[name].append(once)
-    return {name: _median(prompt.shape[1], turned) for name, turned in found.items()}
+                timings[name].append(timing)
+    return {name: _median(prompt.shape[1], measured) for name, measured in timings.items()}
 
 
 def _once(model: Any, prompt: Tensor, tokens: int) -> tuple[float, float]:
-    """Seconds to the first token, and tokens a second after it."""
+    """Returns the seconds to the first token, and tokens per second after it."""
     import torch
     from transformers import DynamicCache
 
@@ -68,7 +69,7 @@ def _once(model: Any, prompt: Tensor, tokens: int) -> tuple[float, float]:
         token = (
             model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
         )
-        int(token)  # a GPU has done it only when it is asked
+        int(token)  # synchronizes with the GPU
         first = time.perf_counter() - start
         start = time.perf_counter()
         for _ in range(tokens):
@@ -77,6 +78,6 @@ def _once(model: Any, prompt: Tensor, tokens: int) -> tuple[float, float]:
         return first, tokens / (time.perf_counter() - start)
 
 
-def _median(prompt: int, turned: Sequence[tuple[float, float]]) -> Speed:
-    first, decode = zip(*turned, strict=True)
+def _median(prompt: int, timings: Sequence[tuple[float, float]]) -> Speed:
+    first, decode = zip(*timings, strict=True)
     return Speed(prompt, statistics.median(first), statistics.median(decode), min(decode), max(decode))

@@ -1,6 +1,7 @@
-"""Runs in llm-compressor's own environment, where preheat is not installed: python llm_compressor_worker.py FOLDER.
+"""Quantizes a model inside llm-compressor's environment, which has no preheat: python llm_compressor_worker.py FOLDER.
 
-FOLDER has model/ and asked.json ({by, bits, maps: {name: group}, rows}); made/ is written, in the layout of compressed-tensors.
+FOLDER contains model/ and asked.json ({by, bits, maps: {name: group}, rows}); the result is written to made/ in the
+layout of compressed-tensors.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ def main(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     if not torch.accelerator.is_available():
-        # 0.14's AWQ pins memory without asking, which fails where there is nothing to copy to.
+        # llm-compressor 0.14's AWQ always pins memory, which fails without an accelerator.
         IntermediatesCache.pin_memory = lambda self, index: None
-    asked: dict[str, Any] = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
-    maps: dict[str, int | None] = asked["maps"]
+    request: dict[str, Any] = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
+    maps: dict[str, int | None] = request["maps"]
     groups: dict[str, Any] = {}
     for size in dict.fromkeys(maps.values()):
-        shares = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
-        weights = {"num_bits": asked["bits"], "type": "int", "symmetric": True, **shares}
-        groups[f"of_{size}"] = {"targets": [name for name, own in maps.items() if own == size], "weights": weights}
-    modifiers: list[Any] = [AWQModifier()] if asked["by"].startswith("awq") else []
-    # "static": columns in the order of their inputs' size while codes are chosen, and in their own order when they are stored.
+        granularity = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
+        weights = {"num_bits": request["bits"], "type": "int", "symmetric": True, **granularity}
+        groups[f"of_{size}"] = {"targets": [name for name, group in maps.items() if group == size], "weights": weights}
+    modifiers: list[Any] = [AWQModifier()] if request["by"].startswith("awq") else []
+    # "static": quantizes columns in the order of activation size, and stores them in their original order.
     modifiers.append(
         GPTQModifier(config_groups=groups, actorder="static")
-        if asked["by"].endswith("gptq")
+        if request["by"].endswith("gptq")
         else QuantizationModifier(config_groups=groups)
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16, local_files_only=True)
-    rows = [torch.tensor(row) for row in asked["rows"]]
+    rows = [torch.tensor(row) for row in request["rows"]]
     data: Any = DataLoader([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows], batch_size=1)  # type: ignore[arg-type]
-    # A tokenizer is demanded; rows are tokens already.
-    nothing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"": 0})))
+    # oneshot requires a tokenizer, although the rows are token ids already.
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"": 0})))
     llmcompressor.oneshot(
         model=model,
-        tokenizer=nothing,
+        tokenizer=tokenizer,
         dataset=data,
         recipe=modifiers,
         max_seq_length=max(map(len, rows)),

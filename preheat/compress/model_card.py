@@ -1,4 +1,4 @@
-"""The model card: what was done, from what, on what data, measured how."""
+"""Model card of a compressed model: method, source, data and measurements."""
 
 from __future__ import annotations
 
@@ -15,52 +15,59 @@ __all__ = ["write"]
 
 
 def write(
-    made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool, quantized: bool, said: Sequence[str] = ()
+    row: Mapping[str, Any], *, source: str, texts: Texts, reads: bool, quantized: bool, said: Sequence[str] = ()
 ) -> str:
-    """A card in Markdown.
+    """Returns a card in Markdown.
 
     Args:
-        made: a variant of `compress.compress`.
-        source: what was compressed.
+        row: figures of a variant, from `compress.compress`.
+        source: the model that was compressed.
         texts: calibration and held-out rows.
-        reads: whether the method looked at them.
-        quantized: whether weights are in a form that preheat alone reads.
-        said: what there is to know besides.
+        reads: True if the method used the calibration rows.
+        quantized: True if the weights are in a format that only preheat reads.
+        said: further notes.
     """
     from importlib.metadata import version
 
-    before, after = made["before"], made["after"]
+    before, after = row["before"], row["after"]
     low, high = after["perplexity_interval"]
     between = f" (95 % of bootstrap resamples: {low:.4f} to {high:.4f})" if low is not None else ""
-    settings = ", ".join(f"{key} {value!r}" for key, value in made["settings"].items()) or "none"
+    settings = ", ".join(f"{key} {value!r}" for key, value in row["settings"].items()) or "none"
     rows = texts.calibration
-    looked = f"{len(rows)} rows of {rows[0].shape[1]} tokens" if reads else "not looked at by this method"
+    calibration = f"{len(rows)} rows of {rows[0].shape[1]} tokens" if reads else "not looked at by this method"
     ratio = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
     library = "preheat" if quantized else "transformers"
-    notes = "".join(f"Note: {words}.\n\n" for words in said)
-    front = front_matter(source, library=library, pipeline="text-generation", tags=("compressed", made["method"]))
+    notes = "".join(f"Note: {note}.\n\n" for note in said)
+    front = front_matter(source, library=library, pipeline="text-generation", tags=("compressed", row["method"]))
     return f"""{front.yaml}
 
-# {Path(source).name}, compressed by {made["method"]}
+# {Path(source).name}, compressed by {row["method"]}
 
-What: {made["what"]}.{" " + made["detail"] + "." if made["detail"] else ""}
+What: {row["what"]}.{" " + row["detail"] + "." if row["detail"] else ""}
 
 From: `{Path(source).name}`, adapters merged, in fp32. Settings: {settings}.
 
-{notes}Calibration: {looked}. Data: {texts.words}.
+{notes}Calibration: {calibration}. Data: {texts.words}.
 
 | | before | after |
 |---|---|---|
-| perplexity on held-out text | {before["perplexity"]:.4f} | {after["perplexity"]:.4f} ({made["perplexity_rise"]:+.2%}) |
+| perplexity on held-out text | {before["perplexity"]:.4f} | {after["perplexity"]:.4f} ({row["perplexity_rise"]:+.2%}) |
 | loss, nats a token | {before["loss"]:.4f} | {after["loss"]:.4f} |
 | weights | {before["bytes"]:,} bytes in bf16 | {after["bytes"]:,} bytes |
-| decoding, one row, tokens/s | {before["decode_tokens_per_second"]:.1f} in bf16 | {after["decode_tokens_per_second"]:.1f} ({ratio:.2f}x) |
-| first token after {after["prompt_tokens"]} tokens, ms | {1e3 * before["first_token_seconds"]:.1f} in bf16 | {1e3 * after["first_token_seconds"]:.1f} |
+| decoding, one row, tokens/s | {before["decode_tokens_per_second"]:.1f} in bf16 | \
+{after["decode_tokens_per_second"]:.1f} ({ratio:.2f}x) |
+| first token after {after["prompt_tokens"]} tokens, ms | {1e3 * before["first_token_seconds"]:.1f} in bf16 | \
+{1e3 * after["first_token_seconds"]:.1f} |
 
-Measured: perplexity over {after["tokens"]:,} held-out tokens in {after["rows"]} rows{between}, before in the precision that it was trained in.
-Times are medians of turns taken alternately with the same model in bf16, by transformers' own forward with a KV cache, on the machine that
-wrote this. Logits differ by at most {made["max_logit_difference"]:.3g} (largest {made["largest_logit"]:.3g}), and the likeliest token is the
-same at {made["top_1_agreement"]:.1%} of the places. What was written was opened again and gave the very logits that it gave in memory.
+Measured: perplexity over {after["tokens"]:,} held-out tokens in {after["rows"]} rows{between}, before in the \
+precision that it was trained in.
+Times are medians of turns taken alternately with the same model in bf16, by transformers' own forward with a KV \
+cache, on the machine that
+wrote this. Logits differ by at most {row["max_logit_difference"]:.3g} (largest {row["largest_logit"]:.3g}), and the \
+likeliest token is the
+same at {row["top_1_agreement"]:.1%} of the places. What was written was opened again and gave the very logits that \
+it gave in memory.
 
-Use: `preheat generate FOLDER --prompt "…"`, `preheat eval FOLDER --data TEXT`. Written by preheat {version("preheat")}. {front.left_out}
+Use: `preheat generate FOLDER --prompt "…"`, `preheat eval FOLDER --data TEXT`. Written by preheat \
+{version("preheat")}. {front.left_out}
 """

@@ -1,4 +1,4 @@
-"""A chain: steps that make a trained model smaller one after the other, each measured on the same held-out text.
+"""Compression pipelines: a sequence of compress, train and export steps, measured on the same held-out text.
 
     name: edge
     chain:
@@ -6,8 +6,8 @@
       - {train: 0.1, techniques: {distillation: {teacher: $start}}}
       - {compress: int8}
 
-`run_chain` writes a folder with one for each step (a model's, a run's, or an export), `compress.json` as `compress.compress` writes it, with
-the steps as its variants, and so the same page.
+`run_chain` writes one subfolder per step (a model, a run or an export), and `compress.json` in the format of
+`compress.compress` with the steps as its variants, so that the same page can be made of it.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class Step:
     compress: str | None = None
     """A method of `preheat compress`."""
     train: Annotated[float, Bound(0, open_low=True)] | None = None
-    """Goes on training: over this share of the tokens that the run was trained on, or of its data once where a model's folder is begun with."""
+    """Continues training on this fraction of the run's tokens; for a model's folder, of one epoch over the data."""
     rate: Annotated[float, Bound(0, open_low=True)] = 0.25
-    """train: learning rate at its peak, as a share of the run's: a trained model that was changed wants less than a new one."""
+    """train: peak learning rate, as a fraction of the run's: a modified trained model needs less than a new one."""
     export: str | None = None
     """A format of `preheat export`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """compress: the method's; train: keys of the recipe, `optimizer.lr: 1e-4`; export: `dtype`."""
     techniques: Mapping[str, Any] = field(default_factory=dict)
-    """train: with their settings, beside those that the run was trained with. `$start` is the folder of the model that the chain begins with."""
+    """train: techniques with their settings, in addition to the run's. `$start` is the folder of the original model."""
     where_possible: tuple[str, ...] = ()
-    """train: of the techniques, those that are left out where this model cannot have them, which is said."""
+    """train: those of the techniques that are skipped, with a note, if this model does not support them."""
 
     def __post_init__(self) -> None:
         kinds = [kind for kind in ("compress", "train", "export") if getattr(self, kind) is not None]
@@ -78,8 +78,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Chain:
-    """Attributes:
-    places: where each step stands, for messages: FILE:LINE: chain.N.
+    """A named sequence of steps.
+
+    Attributes:
+        places: location of each step for error messages: FILE:LINE: chain.N.
     """
 
     name: str
@@ -88,18 +90,19 @@ class Chain:
 
 
 def load_chain(path: str | Path) -> Chain:
-    """A chain from a YAML file, or by the name of a built-in one.
+    """Reads a chain from a YAML file, or a built-in one by name.
 
     Raises:
-        RecipeError: no such file, or what is wrong in it, the settings of its steps' techniques included; a line each.
+        RecipeError: no such file; or all errors in it, including settings of the steps' techniques, one per line.
 
     Example:
-        >>> [next(k for k in ("compress", "train", "export") if getattr(s, k)) for s in load_chain("inference-speed").steps]
+        >>> kinds = ("compress", "train", "export")
+        >>> [next(kind for kind in kinds if getattr(step, kind)) for step in load_chain("inference-speed").steps]
         ['train', 'compress']
     """
     file = Path(path)
     if not file.is_file():
-        known = {name: found for name, found in recipes.built_in().items() if found.parent.name == "chains"}
+        known = {name: built_in for name, built_in in recipes.built_in().items() if built_in.parent.name == "chains"}
         if str(path) not in known:
             raise RecipeError(
                 f"--recipe {path}: no such file, and no built-in chain of that name; {nearest(str(path), list(known))}"
@@ -115,30 +118,33 @@ def load_chain(path: str | Path) -> Chain:
         if key not in ("name", "chain"):
             reader.say((key,), f"unknown key '{key}'; a chain has a name and its steps")
     steps, places = [], []
-    for n, values_of_step in enumerate(values["chain"]):
+    for n, settings in enumerate(values["chain"]):
         at = ("chain", str(n))
-        steps.append(step := reader.flat(Step, values_of_step, at))
+        steps.append(step := reader.flat(Step, settings, at))
         places.append(f"{path}:{lines[at]}: chain.{n}")
         if step is not None:
             reader.techniques(step.techniques, (*at, "techniques"))
     name = str(values.get("name", file.stem))
-    if "name" in values and (words := folder_name_problem(name)):
-        reader.say(("name",), f"name: {words}")
+    if "name" in values and (problem := folder_name_problem(name)):
+        reader.say(("name",), f"name: {problem}")
     reader.refuse()
     return Chain(name, tuple(steps), tuple(places))
 
 
 @dataclass
 class _State:
-    """Where a chain stands.
+    """State of a running chain.
 
     Attributes:
-        place: what the next step begins from: a model's folder or a run's.
-        recipe: whose data and techniques the steps that train go on with.
-        texts: to calibrate with and to measure on.
-        start: the folder of the model that the chain began with.
-        tokens: that a run was trained on; None: of one pass over the data. rate: its learning rate at the peak.
-        said: what is to be known of the steps. exports: what the writers gave.
+        place: input of the next step: a model's folder or a run's.
+        recipe: its data and techniques are used by the steps that train.
+        texts: calibration and held-out rows.
+        start: the folder of the original model.
+        out: the folder of the chain.
+        tokens: that the run was trained on; None: train on fractions of one epoch over the data.
+        rate: peak learning rate of the run.
+        notes: on the steps.
+        exports: results of the export writers.
     """
 
     place: Path
@@ -148,7 +154,7 @@ class _State:
     out: Path
     tokens: int | None
     rate: float
-    said: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     exports: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -161,90 +167,93 @@ def run_chain(
     measured: int = 64,
     turns: int = 5,
     page: compress.Page = lambda folder: None,
-    say: Callable[[str], None] = lambda words: None,
+    say: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Runs a chain on a trained model; `out` and what each step wrote stay where a later one fails.
+    """Runs a chain on a trained model; `out` and the finished steps are kept if a later step fails.
 
     Args:
-        source: a run, whose data and techniques its steps go on with; or a model's folder, with `data`.
+        source: a run, whose data and techniques the training steps reuse; or a model's folder, with `data`.
         data: a text to calibrate, train and measure with.
-        measured: held-out rows, at most.
-        turns: of the timing.
-        page: given the folder with its compress.json, to put a page there.
-        say: told what is being done.
+        measured: maximum number of held-out rows.
+        turns: timed turns per model.
+        page: called with the folder after compress.json is written, to write a page.
+        say: progress callback.
 
     Returns:
-        As `compress.compress`, of the last step; `variants` are the steps, `said` is what was left out and why, `exports` what was written for others.
+        As `compress.compress`, for the last step; `variants` are the steps, `said` lists what was skipped and why,
+        `exports` the results of the export writers.
 
     Raises:
-        RecipeError, DataError, RunError: before the first step where that can be known.
+        RecipeError, DataError, RunError: before the first step if the error can be known by then.
     """
     out = Path(out)
     require_new(out, source)
     methods = _methods(chain)
     opened = load_model(source)
     require_decoder_only(opened.build.trained[0], "preheat compress")  # type: ignore[arg-type]
-    ran, step_of_source = opened.step is not None, opened.step
-    if not ran and data is None:
+    is_run, step_of_source = opened.step is not None, opened.step
+    if not is_run and data is None:
         raise RecipeError("--data: is needed with a model's folder: name the text to calibrate, train and measure with")
     recipe = replace(alone(opened.recipe), data=replace(opened.recipe.data, tokenizer=opened.tokenizer_folder))
     if data is not None:
-        validation = recipe.data.validation if ran else 0.1
+        validation = recipe.data.validation if is_run else 0.1
         recipe = replace(recipe, data=replace(recipe.data, source=data, validation=validation))
-    # Not by parts of a named text, as `compress` does: the steps train on it, so what is measured on is what training holds out.
+    # `compress` would hold out every fifth row; here training has its own validation split, which must stay unseen.
     texts = find_texts(replace(opened, recipe=recipe, step=opened.step or 0), None, rows=128, length=None)
     start = out / "0-start"
     tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.length
     state = _State(start, recipe, texts, start, out, tokens or None, peak_learning_rate(opened.build))
     _require_possible(chain, state, opened.build.device.kind)
     say("writing the model that it begins with")
-    huggingface.write(source, start)  # makes the folder, or leaves nothing
+    huggingface.write(source, start)  # creates `out`, or leaves nothing behind
     if chain.steps[0].train is not None:
         try:
             with said_of(chain.places[0]):
                 _possible(chain.steps[0], state, plan_here)
         except PreheatError:
-            shutil.rmtree(out)  # nothing was done yet
+            shutil.rmtree(out)  # no step has run yet
             raise
     say("measuring the model that it begins with")
     before = Baseline.of(opened, texts, measured=measured)
     del opened
-    found: list[dict[str, Any]] = []
+    figures: list[dict[str, Any]] = []
     models = {"before": before.plain}
     for number, step in enumerate(chain.steps, 1):
         say(f"step {number} of {len(chain.steps)}: {_words(step)}")
         with said_of(chain.places[number - 1]):
-            name, words = _take(step, number, state, methods.get(number))
+            name, description = _take(step, number, state, methods.get(number))
         if step.export is None:
             say(f"step {number} of {len(chain.steps)}: measuring")
-            told, timed = before.against(load_model(state.place))
-            told |= {
+            row, timed = before.against(load_model(state.place))
+            row |= {
                 "name": name,
                 "method": _words(step),
                 "settings": dict(step.settings),
-                "what": words,
-                "bytes": told["after"]["bytes"],
+                "what": description,
+                "bytes": row["after"]["bytes"],
             }
             models[name] = timed
-            found.append(told)
+            figures.append(row)
     say("timing")
-    before.time(found, models, turns=turns)
-    made = compress.summed(state.place, found, (found[-1]["name"], "the last step of the chain"), str(source), texts)
-    made |= {"said": compress.once([unfinished(source, step_of_source), *state.said]), "exports": state.exports}
-    write_asked(out / "compress.json", to_json(made, indent=1), fix="free some room; the steps' folders are whole")
+    before.time(figures, models, turns=turns)
+    summary = compress.summed(
+        state.place, figures, (figures[-1]["name"], "the last step of the chain"), str(source), texts
+    )
+    summary |= {"said": compress.once([unfinished(source, step_of_source), *state.notes]), "exports": state.exports}
+    write_asked(out / "compress.json", to_json(summary, indent=1), fix="free some room; the steps' folders are whole")
     page(out)
-    return made
+    return summary
 
 
 def _methods(chain: Chain) -> dict[int, Variant]:
-    """By the step's number: what is wrong with any is said before the first begins."""
+    """Returns the compression methods by step number; reports errors of any step before the first one starts."""
     if chain.steps[0].export is not None:
         raise RecipeError(f"{chain.places[0]}: exports what the chain begins with; use preheat export")
-    found: dict[int, Variant] = {}
+    variants: dict[int, Variant] = {}
     for number, (step, place) in enumerate(zip(chain.steps, chain.places, strict=True), 1):
         with said_of(place):
             if step.compress is not None:
-                found[number] = compress.made_of(step.compress, step.settings)
+                variants[number] = compress.made_of(step.compress, step.settings)
             if step.export is not None:
                 registry.place_of(Path(), step.export, step.settings.get("dtype"))
                 registry.require_settings(step.export, step.settings)
@@ -252,12 +261,12 @@ def _methods(chain: Chain) -> dict[int, Variant]:
                     raise RecipeError(
                         f"export to {step.export} has no setting '{strange[0]}'; it has dtype, tolerance, length"
                     )
-    return found
+    return variants
 
 
 @contextlib.contextmanager
 def said_of(place: str) -> Iterator[None]:
-    """What is wrong in a step is said with where it stands."""
+    """Context manager that adds a step's location to RecipeErrors."""
     try:
         yield
     except RecipeError as error:
@@ -265,9 +274,10 @@ def said_of(place: str) -> Iterator[None]:
 
 
 def _require_possible(chain: Chain, state: _State, device: str) -> None:
-    """Raises RecipeError for what is wrong in a step that trains, whatever its model will be: keys, slots, what excludes each other.
+    """Raises RecipeError for errors of training steps that do not depend on the model.
 
-    What depends on the model is known only where the step is reached: those before it may change the model.
+    These are wrong keys, occupied slots and incompatible techniques. Everything else is checked when the step is
+    reached, since earlier steps may change the model.
     """
 
     def check(recipe: Recipe) -> None:
@@ -289,17 +299,17 @@ def _words(step: Step) -> str:
 
 
 def _take(step: Step, number: int, state: _State, variant: Variant | None) -> tuple[str, str]:
-    """Takes a step; the state's place is what it wrote. Returns its name and what was done."""
+    """Runs one step and points `state.place` at its output; returns the step's name and a description."""
     if variant is not None:
         name = f"{number}-{variant.name}"
-        made = compress.compress(state.place, [variant], state.out / name, texts=state.texts, measured=1, turns=1)
+        summary = compress.compress(state.place, [variant], state.out / name, texts=state.texts, measured=1, turns=1)
         state.place = state.out / name
-        state.said += made["said"]
-        return name, made["variants"][0]["what"]
+        state.notes += summary["said"]
+        return name, summary["variants"][0]["what"]
     if step.export is not None:
         name = f"{number}-{step.export}"
         state.exports.append(registry.write(step.export, state.place, state.out / name, **step.settings))
-        state.said.append(state.exports[-1]["note"])
+        state.notes.append(state.exports[-1]["note"])
         return name, ""
     name = f"{number}-train"
     if (state.place / "recipe.yaml").is_file():
@@ -314,33 +324,36 @@ def _take(step: Step, number: int, state: _State, variant: Variant | None) -> tu
 def _trained(step: Step, state: _State, out: Path) -> str:
     from preheat.training.loop import train
 
-    recipe, left = _possible(step, state, plan_here)
-    state.said += [f"{name} was left out: {why}" for name, why in left.items()]
-    made = train(recipe, out=out, progress=False)
-    if made["stopped"]:
+    recipe, skipped = _possible(step, state, plan_here)
+    state.notes += [f"{name} was left out: {why}" for name, why in skipped.items()]
+    result = train(recipe, out=out, progress=False)
+    if result["stopped"]:
         raise RunError(
-            f"{out}: its training was ended by {made['stopped']} at step {made['steps']:,}, so the chain ends here; preheat train "
+            f"{out}: its training was ended by {result['stopped']} at step {result['steps']:,}, so the chain "
+            "ends here; preheat train "
             f"{out}/recipe.yaml --out {out} --resume goes on with that step"
         )
-    names = ", ".join(name for name in step.techniques if name not in left)
-    return f"trained {made['steps']} steps with {names or 'no further technique'}; loss {made['validation_loss']:.4f}"
+    names = ", ".join(name for name in step.techniques if name not in skipped)
+    return (
+        f"trained {result['steps']} steps with {names or 'no further technique'}; loss {result['validation_loss']:.4f}"
+    )
 
 
 def _possible(step: Step, state: _State, check: Callable[[Recipe], object]) -> tuple[Recipe, dict[str, str]]:
-    """A step's recipe without those of `where_possible` that `check` refuses, and these with the reason."""
+    """Returns a step's recipe without the optional techniques that `check` rejects, and why each is rejected."""
     wanted = {name: _filled(settings or {}, state) for name, settings in step.techniques.items()}
-    left: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     while True:
-        recipe = _recipe(step, state, {name: wanted[name] for name in wanted if name not in left})
+        recipe = _recipe(step, state, {name: wanted[name] for name in wanted if name not in skipped})
         try:
             check(recipe)
         except TechniqueError as error:
             refused = next((p for p in error.problems if p.technique in step.where_possible), None)
             if refused is None:
                 raise
-            left[refused.technique] = refused.text
+            skipped[refused.technique] = refused.text
         else:
-            return recipe, left
+            return recipe, skipped
 
 
 def _filled(settings: Mapping[str, Any], state: _State) -> dict[str, Any]:
@@ -348,7 +361,7 @@ def _filled(settings: Mapping[str, Any], state: _State) -> dict[str, Any]:
 
 
 def _kept(recipe: Recipe) -> dict[str, Technique]:
-    """The run's techniques that a model's folder does not have in it, and that leave the objective to the step."""
+    """Returns the run's techniques that apply to any model: kernel stage or later, no objective and no parallelism."""
     return {
         name: t
         for name, t in recipe.techniques.items()
@@ -362,7 +375,7 @@ def _recipe(step: Step, state: _State, techniques: Mapping[str, Any]) -> Recipe:
     reader.refuse()
     base, share = state.recipe, step.train or 0.0
     stop = Stop(epochs=share) if state.tokens is None else Stop(tokens=max(1, round(share * state.tokens)))
-    made = replace(
+    recipe = replace(
         base,
         model=Model(path=str(state.place)),
         techniques=_kept(base) | added,
@@ -371,4 +384,4 @@ def _recipe(step: Step, state: _State, techniques: Mapping[str, Any]) -> Recipe:
         sample=Sample(),
     )
     items = [f"{key}={json.dumps(value)}" for key, value in step.settings.items()]
-    return recipes.override(made, *items, where="settings") if items else made
+    return recipes.override(recipe, *items, where="settings") if items else recipe

@@ -1,4 +1,4 @@
-"""What methods that quantize share: which maps they take, what stays high, and what was done in words. No torch at import."""
+"""Shared code of quantization methods: module selection, group sizes, and the summary. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,26 +29,31 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class High:
-    """Settings of a method that quantizes, for what it does not quantize as the rest."""
+    """Settings of quantization methods for the modules that stay in higher precision."""
 
     keep: str | tuple[str, ...] = "auto"
-    """What stays high: auto (embedding, head, and the first and last of more than two layers), or of embedding, head, first, last (layer), last parts of names (down_proj), or regular expressions for whole names."""
+    """Modules kept in higher precision: auto (embedding, head, and the first and last of more than two layers), or any
+    of embedding, head, first, last (layer), last parts of names (down_proj), or regular expressions for whole names."""
     high: Literal["int8", "bf16"] = "int8"
-    """What is kept stands in: int8 (a scale for each output, weights alone), which costs next to nothing, or bf16."""
+    """Precision of the modules in `keep`: int8 (weight-only, one scale per output), nearly lossless, or bf16."""
 
     def check(self, model: ModelFacts) -> list[str]:
         if model.experts:
             return [
-                f"method: the {model.experts} experts of a layer stand in one parameter, which is no linear map: most weights would stay as they are"
+                f"method: the {model.experts} experts of a layer stand in one parameter, which is no linear "
+                "map: most weights would stay as they are"
             ]
         return []
 
 
 def chosen_maps(model: PreTrainedModel, settings: High, method: str) -> tuple[dict[str, nn.Module], set[str]]:
-    """The linear maps that a method quantizes, by name, and the names of maps and embedding that it keeps high.
+    """Selects the linear maps that a method quantizes.
+
+    Returns:
+        The linear maps by name, and the names of the maps and the embedding kept in higher precision.
 
     Raises:
-        RecipeError: `keep` matches nothing, or leaves nothing.
+        RecipeError: `keep` matches nothing, or leaves nothing to quantize.
     """
     from torch import nn
 
@@ -58,20 +63,20 @@ def chosen_maps(model: PreTrainedModel, settings: High, method: str) -> tuple[di
     places, maps = roles(model), linear_maps(model)
     embedding = [name for name in places["embedding"] if type(model.get_submodule(name)) is nn.Embedding]
     try:
-        kept = kept_names([*maps, *embedding], settings.keep, places)
+        excluded = kept_names([*maps, *embedding], settings.keep, places)
     except ValueError as error:
         raise RecipeError(f"--method {method}: {error}") from None
-    chosen = {name: module for name, module in maps.items() if name not in kept}
+    chosen = {name: module for name, module in maps.items() if name not in excluded}
     if not chosen:
         raise RecipeError(f"--method {method}: keep: {settings.keep!r} leaves no linear map to quantize; keep less")
-    return chosen, kept
+    return chosen, excluded
 
 
 def group_for(name: str, module: nn.Module, group: int | str, method: str) -> int:
-    """Inputs of a map that share a scale.
+    """Returns the group size of a map: the number of inputs that share a scale.
 
     Raises:
-        RecipeError: the group does not divide them.
+        RecipeError: the group size does not divide the number of inputs.
     """
     from preheat.ops.quantization.linear import map_weight
     from preheat.ops.quantization.module_filter import group_of
@@ -83,18 +88,19 @@ def group_for(name: str, module: nn.Module, group: int | str, method: str) -> in
 
 
 def quantize(
-    model: PreTrainedModel, settings: High, method: str, make: Callable[[str, nn.Module], nn.Module], words: str
+    model: PreTrainedModel, settings: High, method: str, make: Callable[[str, nn.Module], nn.Module], description: str
 ) -> Change:
-    """Puts `make(name, map)` in the place of each chosen map and brings what is kept into its form, in place."""
+    """Replaces each chosen map by `make(name, map)`, and converts the modules in `keep`, in place."""
     from preheat.ops.quantization.serialization import put_in
 
-    chosen, kept = chosen_maps(model, settings, method)
-    made = {name: make(name, module) for name, module in chosen.items()}  # all of them, before the model is touched
+    chosen, excluded = chosen_maps(model, settings, method)
+    # all first, so that an error leaves the model unchanged
+    quantized = {name: make(name, module) for name, module in chosen.items()}
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    for name, module in made.items():
+    for name, module in quantized.items():
         put_in(model, name, module)
-    keep_high(model, kept, settings.high, tied=tied)
-    return told(model, list(made), words)
+    keep_high(model, excluded, settings.high, tied=tied)
+    return told(model, list(quantized), description)
 
 
 def quantize_by_inputs(
@@ -103,32 +109,32 @@ def quantize_by_inputs(
     method: str,
     rows: Sequence[Tensor],
     make: Callable[[str, nn.Module, Inputs], nn.Module],
-    words: str,
+    description: str,
 ) -> Change:
-    """As `quantize`, layer by layer, each map with its inputs over the calibration rows as the layers before, quantized, make them."""
+    """As `quantize`, layer by layer, with each map's input statistics after quantization of the preceding layers."""
     from preheat.compress.calibration import walk
     from preheat.models.layerwise import plainly
     from preheat.ops.quantization.serialization import put_in
 
-    chosen, kept = chosen_maps(model, settings, method)
+    chosen, excluded = chosen_maps(model, settings, method)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    left = dict(chosen)
+    remaining = dict(chosen)
     for layer in walk(model, rows):
-        own = {name: module for name, module in chosen.items() if name.startswith(f"{layer.name}.")}
-        found = layer.inputs(own) if own else {}
-        for name, module in own.items():
-            put_in(model, name, make(name, module, found[name]))
-            del left[name]
-    if left:
+        layer_maps = {name: module for name, module in chosen.items() if name.startswith(f"{layer.name}.")}
+        inputs = layer.inputs(layer_maps) if layer_maps else {}
+        for name, module in layer_maps.items():
+            put_in(model, name, make(name, module, inputs[name]))
+            del remaining[name]
+    if remaining:
         with plainly(model):
-            for name, seen in _inputs_of(model, left, rows).items():
-                put_in(model, name, make(name, left[name], seen))
-    keep_high(model, kept, settings.high, tied=tied)
-    return told(model, list(chosen), f"{words}; {len(rows)} rows of {rows[0].shape[1]} tokens looked at")
+            for name, statistics in _inputs_of(model, remaining, rows).items():
+                put_in(model, name, make(name, remaining[name], statistics))
+    keep_high(model, excluded, settings.high, tied=tied)
+    return told(model, list(chosen), f"{description}; {len(rows)} rows of {rows[0].shape[1]} tokens looked at")
 
 
 def _inputs_of(model: PreTrainedModel, maps: dict[str, nn.Module], rows: Sequence[Tensor]) -> dict[str, Inputs]:
-    """The inputs of maps outside the layers: the head's, where it is not kept."""
+    """Collects the inputs of maps outside the layers, such as the head if it is quantized."""
     from preheat.compress.calibration import Layer
 
     def run() -> list[Tensor]:
@@ -137,10 +143,11 @@ def _inputs_of(model: PreTrainedModel, maps: dict[str, nn.Module], rows: Sequenc
     return Layer("", model, run).inputs(maps)
 
 
-def keep_high(model: PreTrainedModel, kept: set[str], high: str, *, tied: bool) -> None:
-    """Brings embedding and what is kept into its form, in place; a head that was tied to the embedding holds the same codes.
+def keep_high(model: PreTrainedModel, excluded: set[str], high: str, *, tied: bool) -> None:
+    """Converts the embedding and the modules in `keep`, in place; a tied head shares the embedding's codes.
 
-    The embedding stands in eight bits, too, unless it (or a head that it is tied to) is kept in bf16: it is looked up and not multiplied.
+    The embedding is stored in int8, too, unless it (or a head tied to it) is kept in bf16: its rows are only looked
+    up, never multiplied.
     """
     from torch import nn
 
@@ -149,10 +156,10 @@ def keep_high(model: PreTrainedModel, kept: set[str], high: str, *, tied: bool) 
     from preheat.ops.quantization.linear import Int8Embedding, Int8Linear
     from preheat.ops.quantization.serialization import put_in
 
-    places = roles(model)
-    first, last = places["embedding"], places["head"]
-    in_half = kept if high == "bf16" else set()
-    for name in sorted(kept - set(first)):
+    names = roles(model)
+    first, last = names["embedding"], names["head"]
+    in_half = excluded if high == "bf16" else set()
+    for name in sorted(excluded - set(first)):
         if high == "int8":
             put_in(model, name, Int8Linear.of(model.get_submodule(name)))
     looked_up: Any = embedding(model)
@@ -163,29 +170,31 @@ def keep_high(model: PreTrainedModel, kept: set[str], high: str, *, tied: bool) 
             ends[1].codes, ends[1].scales = ends[0].codes, ends[0].scales
 
 
-def told(model: PreTrainedModel, names: Sequence[str], words: str) -> Change:
-    """What was done: bits of a weight over the maps that were quantized, scales included, and what stands otherwise."""
+def told(model: PreTrainedModel, names: Sequence[str], description: str) -> Change:
+    """Returns a summary: average bits per weight of the quantized maps with scales, and the precision of the rest."""
     from preheat.models.hf import embedding
     from preheat.ops.quantization.serialization import form_of, quantized_modules
 
-    weights, held = weights_and_bits(model, names)
+    weights, bits = weights_and_bits(model, names)
     looked_up = embedding(model)
     others = [m for name, m in quantized_modules(model).items() if name not in set(names) and m is not looked_up]
-    beside = f"; {len(others)} others kept in int8" if others else ""
-    beside += f"; the embedding in {'int8' if form_of(looked_up) else 'bf16'}"
+    rest = f"; {len(others)} others kept in int8" if others else ""
+    rest += f"; the embedding in {'int8' if form_of(looked_up) else 'bf16'}"
     groups: dict[int, int] = {}
     for name in names:
         form = form_of(model.get_submodule(name)) or {}
         if "group" in form:
             groups[form["group"]] = groups.get(form["group"], 0) + 1
-    of = (
+    group_sizes = (
         ", groups of " + ", ".join(f"{size} ({count} maps)" for size, count in sorted(groups.items())) if groups else ""
     )
-    return Change(f"{len(names)} linear maps in {words}{of}: {held / weights:.2f} bits a weight{beside}", len(names))
+    return Change(
+        f"{len(names)} linear maps in {description}{group_sizes}: {bits / weights:.2f} bits a weight{rest}", len(names)
+    )
 
 
 def weights_and_bits(model: nn.Module, names: Sequence[str]) -> tuple[int, int]:
-    """Weights of some linear maps, and the bits that they take, scales, zeros and factors included, biases not."""
+    """Returns the number of weights of linear maps, and their bits with scales, zeros and factors, without biases."""
     from preheat.ops.quantization.linear import QuantizedMap
     from preheat.ops.quantization.nf4 import PackedMap
 

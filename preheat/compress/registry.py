@@ -1,4 +1,4 @@
-"""A way to make a trained model smaller, and the registry of them. No torch."""
+"""Compression methods and their registry. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["Method", "methods"]
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """One way to make a trained model smaller: one file in `preheat/compress/methods/`, found by its name.
+    """A compression method: one file in `preheat/compress/methods/`, found by its name.
 
-    A subclass's fields are its settings (`--set key=value`); the text under each field is its help. The module's docstring says what it
-    does, when it helps, when it hurts, and its source.
+    The fields of a subclass are its settings (`--set key=value`); the text under each field is its help. The module's
+    docstring says what it does, when it helps, when it hurts, and its source.
     """
 
     reads_rows: ClassVar[bool] = False
-    """Whether it looks at rows of the recipe's data."""
+    """True if it needs calibration rows."""
 
     @classmethod
     def name(cls) -> str:
-        """What `--method` calls it: the module's name."""
+        """Returns the name for `--method`: the module's name."""
         return cls.__module__.rpartition(".")[2]
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -38,19 +38,19 @@ class Method(ABC):
         _REGISTRY[cls.name()] = cls
 
     def check(self, model: ModelFacts) -> list[str]:
-        """Why this cannot serve for the model, in words that begin with the knob; empty when it can."""
+        """Returns why the method cannot be applied to the model; each reason starts with the setting at fault."""
         return []
 
     @abstractmethod
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
-        """Changes the model in place by the plain functions of the module.
+        """Compresses the model in place.
 
         Args:
-            model: with all its weights in fp32, adapters merged.
-            rows: calibration rows, [1, length] tokens each; empty where the method reads none.
+            model: with all weights in fp32, adapters merged.
+            rows: calibration rows, [1, length] tokens each; empty if the method reads none.
 
         Raises:
-            RecipeError: a layer that it cannot serve for, by name, with what would.
+            RecipeError: the method cannot be applied to a layer, which is named.
         """
 
 
@@ -65,6 +65,6 @@ def _load() -> None:
 
 
 def methods() -> Mapping[str, type[Method]]:
-    """Every method by name, in alphabetical order."""
+    """Returns all methods by name, in alphabetical order."""
     _load()
     return {name: _REGISTRY[name] for name in sorted(_REGISTRY)}

@@ -1,4 +1,4 @@
-"""A compressed model as a folder: weights, what says how they stand, tokenizer and generation settings; opened again and compared."""
+"""Saves a compressed model: weights, quantization config, tokenizer and generation settings."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ WEIGHTS = "model.safetensors"
 
 
 def finish(model: Any) -> bool:
-    """Brings what is not quantized into bf16, in place, where anything is; returns whether."""
+    """Casts everything that is not quantized to bf16, in place, if anything is quantized; returns True if so."""
     from preheat.ops.quantization.serialization import quantized_modules, to_half
 
-    found = bool(quantized_modules(model))
-    if found:
+    quantized = bool(quantized_modules(model))
+    if quantized:
         to_half(model)
-    return found
+    return quantized
 
 
 def write_model(model: Any, opened: LoadedModel, folder: Path, *, method: str, dtype: torch.dtype) -> list[str]:
-    """Writes a model into a folder that `open_model` opens, and leaves it as the folder gives it, in place.
+    """Writes a model to a folder that `open_model` can open; the model is left with the saved weights, in place.
 
-    With quantized weights the rest is in bf16. Without any it is a plain folder of transformers', which may be trained further.
+    A quantized model has its other weights in bf16. Without quantized weights, the folder is an ordinary transformers
+    model, which may be trained further.
 
     Args:
-        opened: what it was made of, whose tokenizer and generation settings it goes on with.
-        method: the name of what compressed it.
-        dtype: of the weights, where none is quantized.
+        opened: the original model, whose tokenizer and generation settings are reused.
+        method: name of the compression method.
+        dtype: of the weights, if none is quantized.
 
     Returns:
-        What there is to say of how its texts end.
+        Notes on its end-of-text tokens and its tokenizer.
     """
     from safetensors.torch import save_file
 
@@ -46,18 +47,22 @@ def write_model(model: Any, opened: LoadedModel, folder: Path, *, method: str, d
     from preheat.ops.quantization.serialization import stored
 
     quantized = finish(model)
-    attention, kept = model.config._attn_implementation, model.config.use_cache
+    attention, use_cache = model.config._attn_implementation, model.config.use_cache
     model.set_attn_implementation("eager")  # the folder must not name our own attention
     model.config.use_cache = True
     ends = name_ends(model, opened)
     if quantized:
-        places = roles(model)
-        told = stored(model, method, (places["embedding"][0], places["head"][0]))
+        names = roles(model)
+        quantization = stored(model, method, (names["embedding"][0], names["head"][0]))
         config = type(model.config).from_dict(model.config.to_dict())
-        config.architectures, config.dtype, config.quantization_config = [type(model).__name__], torch.bfloat16, told
+        config.architectures, config.dtype, config.quantization_config = (
+            [type(model).__name__],
+            torch.bfloat16,
+            quantization,
+        )
         config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
-        # Parameters that two modules share are told once; `named_parameters` gives the first of their names, as reading does.
+        # Shared parameters are stored once; `named_parameters` yields the first of their names, as loading expects.
         weights = {name: p.detach().contiguous().cpu() for name, p in model.named_parameters()}
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     else:
@@ -65,7 +70,7 @@ def write_model(model: Any, opened: LoadedModel, folder: Path, *, method: str, d
             p.data = p.data.to(dtype)
         model.save_pretrained(folder)
     ends.tokenizer.save_pretrained(folder)
-    words = rebuilt_by_transformers(folder)
+    note = rebuilt_by_transformers(folder)
     model.set_attn_implementation(attention)
-    model.config.use_cache = kept
-    return [*ends.notes, *([words] if words else [])]
+    model.config.use_cache = use_cache
+    return [*ends.notes, *([note] if note else [])]

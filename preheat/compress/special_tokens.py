@@ -1,4 +1,4 @@
-"""The tokens that begin, end and pad a text, named in a folder where other tools look: tokenizer, configuration, generation settings."""
+"""BOS, EOS and padding tokens, written to the tokenizer, config and generation settings of a folder."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Ends", "end_texts", "name_ends", "require_same_tokens"]
 
 @dataclass
 class Ends:
-    """How a model's texts end.
+    """End-of-text tokens of a model.
 
     Attributes:
-        tokenizer: to be written; its end of text is the end of a turn where the model was trained on chats.
-        tokens: each ends a text.
-        turn: the one that ends an assistant's turn; None: the model was trained on texts, or its turns end in no token.
-        notes: what there is to say.
-        chats: the model was trained on chats, laid out by the tokenizer's template.
-        string: what ends an answer where no token does; '' otherwise.
+        tokenizer: to be saved; for a chat model its EOS token is the end of a turn.
+        tokens: all tokens that end a text.
+        turn: the token that ends an assistant's turn; None: no chat model, or its turns end in no token.
+        notes: messages for the user.
+        chats: True if the model was trained on chats, rendered by the tokenizer's template.
+        string: the string that ends an answer if no token does; else ''.
     """
 
     tokenizer: Any
@@ -42,10 +42,12 @@ class Ends:
 
 
 def name_ends(model: Any, opened: LoadedModel) -> Ends:
-    """Gives configuration and generation settings the tokens that begin, end and pad, in place.
+    """Sets BOS, EOS and padding tokens in the config and the generation settings, in place.
 
-    What the base states stays; a new model has the tokenizer's. Generation also ends at the tokenizer's own end and, after training on
-    chats, at the token that ended each turn: without it, a base's end that no turn contained is waited for.
+    Values stated by the base are kept; a new model gets the tokenizer's. Generation also stops at the tokenizer's own
+    EOS
+    and, after training on chats, at the token that ended each turn: otherwise it would wait for a base's EOS that no
+    turn contained.
 
     Raises:
         RunError: the base's generation settings are damaged.
@@ -55,25 +57,25 @@ def name_ends(model: Any, opened: LoadedModel) -> Ends:
     settings, notes = read_generation(opened.build.weights.folder)
     if settings is None:
         settings = GenerationConfig.from_model_config(model.config)
-        settings._from_model_config = False  # what follows is stated, and no default that a reader may derive anew
+        settings._from_model_config = False  # or transformers would derive them from the config again on load
     model.generation_config = settings
-    tokenizer, turn, string, words = _end_turns(opened)
+    tokenizer, turn, string, turn_notes = _end_turns(opened)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         own = getattr(opened.tokenizer, key)
-        for place in (model.config, settings):
-            if getattr(place, key, None) is None and own is not None:
-                setattr(place, key, own)
+        for target in (model.config, settings):
+            if getattr(target, key, None) is None and own is not None:
+                setattr(target, key, own)
     ends = ends_of(settings)
     ends += [n for n in (opened.tokenizer.eos_token_id, turn) if n is not None and n not in ends]
     if turn is not None and tokenizer.eos_token_id == turn:
         model.config.eos_token_id = turn
-        ends = [turn, *(n for n in ends if n != turn)]  # readers of a single one take the first
+        ends = [turn, *(n for n in ends if n != turn)]  # readers that support a single EOS take the first
     settings.eos_token_id = ends if len(ends) > 1 else ends[0]
-    return Ends(tokenizer, ends, turn, notes + words, opened.template is not None, string)
+    return Ends(tokenizer, ends, turn, notes + turn_notes, opened.template is not None, string)
 
 
 def _end_turns(opened: LoadedModel) -> tuple[Any, int | None, str, list[str]]:
-    """A tokenizer that ends texts as the turns of the run's chats ended, their last token or else string, and what there is to say."""
+    """Returns a tokenizer whose EOS ends a chat turn, the token and else the string that ends a turn, and notes."""
     tokenizer = copy.deepcopy(opened.tokenizer)
     if opened.template is None:
         return tokenizer, None, "", []
@@ -84,11 +86,13 @@ def _end_turns(opened: LoadedModel) -> tuple[Any, int | None, str, list[str]]:
     if turn is None and strings:
         turn = added.get(strings[0])
         if turn is None:
-            words = (
-                f"each answer ends with the text {quoted(strings[0], 40)}, which is no token of its own: other tools stop there only when "
-                "told to (transformers: stop_strings; llama.cpp: --reverse-prompt), or train with it in model.add_tokens"
+            note = (
+                f"each answer ends with the text {quoted(strings[0], 40)}, which is no token of its own: "
+                "other tools stop there only when "
+                "told to (transformers: stop_strings; llama.cpp: --reverse-prompt), or train with it in "
+                "model.add_tokens"
             )
-            return tokenizer, None, strings[0], [words]
+            return tokenizer, None, strings[0], [note]
     if turn is None or turn == tokenizer.eos_token_id:
         return tokenizer, turn, "", []
     before = _behaviour(tokenizer, template)
@@ -99,25 +103,26 @@ def _end_turns(opened: LoadedModel) -> tuple[Any, int | None, str, list[str]]:
         _behaviour(ending, Template(template.text, template.name, variables, template.special, template.with_tools))
         != before
     ):
-        words = (
-            f"each answer ends with {ending.eos_token!r}; the tokenizer's eos_token stays {tokenizer.eos_token!r}, since texts and its "
+        note = (
+            f"each answer ends with {ending.eos_token!r}; the tokenizer's eos_token stays "
+            f"{tokenizer.eos_token!r}, since texts and its "
             "template are written with it: stop at what generation_config.json names"
         )
-        return tokenizer, turn, "", [words]
+        return tokenizer, turn, "", [note]
     return ending, turn, "", []
 
 
 def _behaviour(tokenizer: Any, template: Template) -> list[Any]:
-    """What a change of the end of text must not change: how texts are cut, and how chats are laid out."""
+    """Returns how texts are tokenized and a chat is rendered; a new EOS token must not change either."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]
     return [tokenizer.encode(text) for text in TEXTS] + [template.prompt(chat)]
 
 
 def end_texts(tokenizer: Any) -> Any:
-    """A tokenizer that puts the end of text behind each text by itself, as a classifier's texts had it in training; a copy.
+    """Returns a copy of a tokenizer that appends EOS to each text, as in a classifier's training data.
 
     Raises:
-        RunError: what it writes behind a text cannot be changed.
+        RunError: the tokenizer's post-processing cannot be changed.
     """
     from tokenizers import processors
 
@@ -129,14 +134,12 @@ def end_texts(tokenizer: Any) -> Any:
     if beginning(tokenizer):
         begin, marks = f"{tokenizer.bos_token} ", [*marks, (tokenizer.bos_token, tokenizer.bos_token_id)]
     one = f"{begin}$A {tokenizer.eos_token}"
-    # In place of the tokenizer's own: of two in a sequence the second does not see what the first put there.
+    # Replaces the tokenizer's own post-processor: in a sequence of two, the second does not see the first's tokens.
     changed.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=one, pair=f"{one} $B:1 {tokenizer.eos_token}:1", special_tokens=marks
     )
-    if {
-        "add_bos_token",
-        "add_eos_token",
-    } & changed.init_kwargs.keys():  # with these, readers make the post-processor anew
+    # With these, transformers rebuilds the post-processor when it loads the tokenizer.
+    if {"add_bos_token", "add_eos_token"} & changed.init_kwargs.keys():
         changed.init_kwargs["add_eos_token"] = True
     if not _ended(changed, tokenizer):
         raise RunError(
@@ -146,27 +149,28 @@ def end_texts(tokenizer: Any) -> Any:
 
 
 def _ended(changed: Any, plain: Any) -> bool:
-    """Whether texts are as in training: plain tokens, a beginning where the tokenizer puts one, and the end of text."""
+    """Returns True if texts are encoded as in training: BOS if the tokenizer adds one, plain tokens, EOS."""
     return all(changed.encode(text) == _document(plain, text) for text in TEXTS)
 
 
 def _document(tokenizer: Any, text: str) -> list[int]:
-    """A text's tokens as a document has them in training."""
+    """Returns a text's tokens as a training document."""
     return [*beginning(tokenizer), *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
 def require_same_tokens(tokenizer: Any, folder: Path) -> None:
-    """Checks that transformers reads the tokenizer from a folder that was written there.
+    """Checks that transformers loads the same tokenizer from the saved folder.
 
     Raises:
-        RunError: it reads another.
+        RunError: it loads a different one.
     """
     from transformers import AutoTokenizer
 
-    again = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code.allowed())
+    reloaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code.allowed())
     for text in (*TEXTS, "a"):
-        if again.encode(text) != tokenizer.encode(text):
+        if reloaded.encode(text) != tokenizer.encode(text):
             raise RunError(
-                f"{folder.name}: transformers reads its tokenizer so that it cuts {quoted(text, 30)} otherwise than the model was trained "
+                f"{folder.name}: transformers reads its tokenizer so that it cuts {quoted(text, 30)} "
+                "otherwise than the model was trained "
                 "on; nothing was written; please report it"
             )

@@ -1,4 +1,4 @@
-"""Structured pruning: what each head, channel, stream dimension and layer does over calibration rows, and the model without the least of them.
+"""Structured pruning: importance of heads, channels, hidden dimensions and layers over calibration rows, and slicing.
 
 The methods `width`, `depth` and `lottery` are settings over these functions.
 """
@@ -41,16 +41,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Importance:
-    """What the parts of a model do over calibration rows; the more the higher.
+    """Importance scores of a model's parts over calibration rows; higher is more important.
 
     Attributes:
-        heads: what each query head adds to the stream, squared and summed over tokens: [heads] for each layer.
-        channels: the same of each feed-forward channel: [channels] for each layer.
-        hidden: size of each dimension of the stream behind its norms, root mean square over tokens, summed over the norms: [width].
-        layers: how much each layer turns the stream (block influence): [layers].
-        streams: mean square of what each norm over the stream reads, by the norm's name: [width].
-        products: of the inputs of each map that reads heads or channels with one another, summed over tokens, by its name: [in, in]. For all
-            layers they take about the memory that the model's weights take in fp32; empty where they were not asked for.
+        heads: squared contribution of each query head to the residual stream, summed over tokens: [heads] per layer.
+        channels: the same for each feed-forward channel: [channels] per layer.
+        hidden: RMS of each residual dimension after its norms, over tokens, summed over the norms: [width].
+        layers: how much each layer rotates the residual stream (block influence): [layers].
+        streams: mean square of each norm's input, by the norm's name: [width].
+        products: Gram matrix of the inputs of each map that reads heads or channels, summed over tokens, by its name:
+            [in, in]. For all layers they take about the memory of the model's weights in fp32; empty unless requested.
     """
 
     heads: list[Tensor]
@@ -62,7 +62,7 @@ class Importance:
 
 
 class _Mean:
-    """A mean over tokens that come row by row."""
+    """A running mean over tokens."""
 
     def __init__(self) -> None:
         self.total: Any = 0.0
@@ -76,14 +76,15 @@ class _Mean:
 
 
 def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = False) -> Importance:
-    """Passes the rows through the model once and looks at all its parts. `model` is one of `slicing.FAMILIES`.
+    """Computes the importance of all parts in one forward pass over the rows. `model` is one of `slicing.FAMILIES`.
 
-    Heads and channels count by what they add to the stream, the map behind them included, where Minitron (arXiv:2407.14679) looks at
-    the activations before that map; stream dimensions as there, by the norms' outputs.
+    Heads and channels are scored by their contribution to the residual stream, including the following map, whereas
+    Minitron (arXiv:2407.14679) scores the activations before that map. Residual dimensions are scored as there, by the
+    outputs of the norms.
 
     Args:
         rows: calibration rows, [1, length] tokens each.
-        products: keep the inputs' products too, which a refit needs.
+        products: keep the Gram matrices of the inputs, too, which a refit needs.
 
     Raises:
         RecipeError: another family.
@@ -92,47 +93,47 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = 
     hooks: list[Any] = []
 
     def watch(units: int) -> tuple[_Mean, Any]:
-        mean = _Mean()  # one unit of all inputs: products of everything with everything
+        mean = _Mean()  # 1 unit: the full Gram matrix of all inputs
         return mean, lambda before, after: mean.add(moments(before.float(), 1 if products else units), 1)
 
-    found: dict[str, list[tuple[str, _Mean, Any]]] = {"heads": [], "channels": []}
+    parts: dict[str, list[tuple[str, _Mean, Any]]] = {"heads": [], "channels": []}
     units = {"heads": sizes.heads, "channels": sizes.channels}
     for what, count in units.items():
         for _, name, module in slicing.readers(model, what):
-            mean, tell_products = watch(count)
-            hooks.append((module, tell_products))
-            found[what].append((name, mean, module))
+            mean, record_products = watch(count)
+            hooks.append((module, record_products))
+            parts[what].append((name, mean, module))
     outs, streams = {}, {}
     for name, norm in slicing.norms_over_stream(model).items():
         outs[name], streams[name] = _Mean(), _Mean()
         centred = isinstance(norm, torch.nn.LayerNorm)
 
-        def tell(before: Tensor, after: Tensor, name: str = name, centred: bool = centred) -> None:
+        def record(before: Tensor, after: Tensor, name: str = name, centred: bool = centred) -> None:
             before = before.float() - (before.float().mean(-1, keepdim=True) if centred else 0)
             for mean, x in ((outs[name], after.float()), (streams[name], before)):
                 mean.add(x.square().flatten(0, -2).sum(0), x.shape[:-1].numel())
 
-        hooks.append((norm, tell))
-    turns, more = _influence_hooks(model)
-    with plainly(model), hooked(hooks + more):
+        hooks.append((norm, record))
+    layer_means, layer_hooks = _influence_hooks(model)
+    with plainly(model), hooked(hooks + layer_hooks):
         run(model, rows)
-    scores: dict[str, list[Tensor]] = {what: [] for what in found}
-    for what, parts in found.items():
-        for _, mean, module in parts:
+    scores: dict[str, list[Tensor]] = {what: [] for what in parts}
+    for what, entries in parts.items():
+        for _, mean, module in entries:
             second = blocks(mean.total[0], units[what]) if products else mean.total
             scores[what].append(added(matrix(module), second).cpu())
     return Importance(
         heads=scores["heads"],
         channels=scores["channels"],
         hidden=torch.stack([mean.value().sqrt() for mean in outs.values()]).sum(0).cpu(),
-        layers=torch.stack([mean.value() for mean in turns]).cpu(),
+        layers=torch.stack([mean.value() for mean in layer_means]).cpu(),
         streams={name: mean.value().cpu() for name, mean in streams.items()},
-        products={name: mean.total[0] for parts in found.values() for name, mean, _ in parts} if products else {},
+        products={name: mean.total[0] for entries in parts.values() for name, mean, _ in entries} if products else {},
     )
 
 
 def influences(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
-    """How much each layer turns the stream, [layers]; of a model of any family."""
+    """Returns the block influence of each layer, [layers]; works for any family."""
     means, hooks = _influence_hooks(model)
     with plainly(model), hooked(hooks):
         run(model, rows)
@@ -142,68 +143,70 @@ def influences(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
 def _influence_hooks(model: PreTrainedModel) -> tuple[list[_Mean], list[Any]]:
     means = [_Mean() for _ in anatomy(model).layers]
 
-    def tell(mean: _Mean) -> Any:
+    def record(mean: _Mean) -> Any:
         return lambda before, after: mean.add(
             influence(before.float(), after.float()) * before.shape[-2], before.shape[-2]
         )
 
-    return means, [(layer, tell(mean)) for layer, mean in zip(anatomy(model).layers, means, strict=True)]
+    return means, [(layer, record(mean)) for layer, mean in zip(anatomy(model).layers, means, strict=True)]
 
 
-def chosen(importance: Importance, now: Sizes, wanted: Sizes) -> Kept:
-    """The most important parts for the wanted sizes: layers and stream dimensions of the model, heads and channels of each layer by itself.
+def chosen(importance: Importance, current: Sizes, wanted: Sizes) -> Kept:
+    """Selects the most important parts for the target sizes: layers and residual dimensions globally, heads and
+    channels per layer.
 
-    Key-value heads go with all their query heads, by the sum of what these add; where fewer query heads to each are wanted, those of each
-    key-value head are compared with one another.
+    Key-value heads are scored by the sum of their query heads, and keep all of them. If fewer query heads per key-value
+    head are wanted, the query heads of each group compete with each other.
     """
-    kept = Kept()
-    if wanted.layers < now.layers:
-        kept = replace(kept, layers=highest(importance.layers, wanted.layers))
-    if wanted.hidden < now.hidden:
-        kept = replace(kept, hidden=highest(importance.hidden, wanted.hidden))
-    if wanted.channels < now.channels:
-        kept = replace(kept, channels=[highest(scores, wanted.channels) for scores in importance.channels])
-    if (wanted.heads, wanted.kv_heads) != (now.heads, now.kv_heads):
-        group = now.heads // now.kv_heads
+    selection = Kept()
+    if wanted.layers < current.layers:
+        selection = replace(selection, layers=highest(importance.layers, wanted.layers))
+    if wanted.hidden < current.hidden:
+        selection = replace(selection, hidden=highest(importance.hidden, wanted.hidden))
+    if wanted.channels < current.channels:
+        selection = replace(selection, channels=[highest(scores, wanted.channels) for scores in importance.channels])
+    if (wanted.heads, wanted.kv_heads) != (current.heads, current.kv_heads):
+        group = current.heads // current.kv_heads
         heads, kv_heads = [], []
         for scores in importance.heads:
-            by_group = scores.view(now.kv_heads, group)
+            by_group = scores.view(current.kv_heads, group)
             groups = highest(by_group.sum(1), wanted.kv_heads)
             within = [g * group + highest(by_group[g], wanted.heads // wanted.kv_heads) for g in groups.tolist()]
             heads.append(torch.cat(within))
             kv_heads.append(groups)
-        kept = replace(kept, heads=heads, kv_heads=kv_heads)
-    return kept
+        selection = replace(selection, heads=heads, kv_heads=kv_heads)
+    return selection
 
 
 def pruned(model: PreTrainedModel, importance: Importance, wanted: Sizes, *, refit: bool = False) -> PreTrainedModel:
-    """A new model of the wanted sizes from the most important parts of `model`, which stays as it is.
+    """Returns a new model of the target sizes with the most important parts of `model`, which is unchanged.
 
-    A norm over fewer dimensions divides by their own size: its weight is scaled by what the size of the stream changes over the
-    calibration rows, so that what is left of it stays as large as it was.
+    A norm over fewer dimensions divides by a different RMS. Its weight is scaled by the ratio over the calibration
+    rows, so that the remaining dimensions keep their magnitude.
 
     Args:
-        refit: fit what the heads and channels that stay write to the stream to what all of them wrote, by least squares; else slices alone.
+        refit: fit the maps that read the remaining heads and channels to the outputs of the full model, by least
+            squares; else only slice.
     """
-    kept = chosen(importance, slicing.sizes_of(model.config), wanted)
-    made = slicing.smaller(model, kept)
-    if kept.hidden is not None:
-        before = slicing.origin(model, kept)
+    selection = chosen(importance, slicing.sizes_of(model.config), wanted)
+    smaller = slicing.smaller(model, selection)
+    if selection.hidden is not None:
+        before = slicing.origin(model, selection)
         with torch.no_grad():
-            for name, norm in slicing.norms_over_stream(made).items():
+            for name, norm in slicing.norms_over_stream(smaller).items():
                 squares = importance.streams[before(name)[1]]
-                norm.weight.mul_((squares[kept.hidden].mean() / squares.mean()).sqrt())  # type: ignore[operator,union-attr]
+                norm.weight.mul_((squares[selection.hidden].mean() / squares.mean()).sqrt())  # type: ignore[operator,union-attr]
     if refit:
         with torch.no_grad():
-            _refit(model, made, kept, importance.products)
-    return made
+            _refit(model, smaller, selection, importance.products)
+    return smaller
 
 
-def _refit(model: PreTrainedModel, made: PreTrainedModel, kept: Kept, products: Mapping[str, Tensor]) -> None:
-    """Fits the maps of `made` that read heads and channels, in place."""
-    before, indices = slicing.origin(model, kept), slicing.Indices(model, kept)
+def _refit(model: PreTrainedModel, smaller: PreTrainedModel, selection: Kept, products: Mapping[str, Tensor]) -> None:
+    """Refits the maps of the smaller model that read heads and channels, in place."""
+    before, indices = slicing.origin(model, selection), slicing.Indices(model, selection)
     for what in ("heads", "channels"):
-        for _, name, module in slicing.readers(made, what):
+        for _, name, module in slicing.readers(smaller, what):
             layer, source = before(name)
             index = indices.of(what, layer) if indices.narrow else None
             if index is None:
@@ -211,88 +214,93 @@ def _refit(model: PreTrainedModel, made: PreTrainedModel, kept: Kept, products: 
             fitted = fitted_map(
                 matrix(model.get_submodule(source)), products[source], index.to(products[source].device)
             )
-            matrix(module).copy_(fitted if kept.hidden is None else fitted[kept.hidden.to(fitted.device)])
+            matrix(module).copy_(fitted if selection.hidden is None else fitted[selection.hidden.to(fitted.device)])
 
 
-def heads_at_once(now: Sizes) -> int:
-    """Query heads that come and go together: those of a key-value head; where one serves all, any by itself."""
-    return now.heads // now.kv_heads if now.kv_heads > 1 else 1
+def heads_at_once(current: Sizes) -> int:
+    """Returns the number of query heads pruned together: those of a key-value head, or 1 if one key-value head serves
+    all."""
+    return current.heads // current.kv_heads if current.kv_heads > 1 else 1
 
 
 def shares(
-    now: Sizes, config: Any, *, heads: float = 1.0, channels: float = 1.0, hidden: float = 1.0, multiple: int = 8
+    current: Sizes, config: Any, *, heads: float = 1.0, channels: float = 1.0, hidden: float = 1.0, multiple: int = 8
 ) -> Sizes:
-    """The sizes that shares ask for: heads by key-value groups, channels and stream dimensions by multiples; the nearest that there is.
+    """Returns the sizes nearest to the given fractions: heads in key-value groups, channels and hidden dimensions in
+    multiples.
 
     Raises:
-        RecipeError: a share leaves nothing, or transformers has no such model of the family.
+        RecipeError: a fraction leaves nothing, or transformers does not support such a model of the family.
     """
-    group = heads_at_once(now)
-    each = f"of each of the {now.layers} layers"
+    group = heads_at_once(current)
+    each = f"of each of the {current.layers} layers"
     what = f"heads {each}" if group == 1 else f"groups of {group} query heads on a key-value head {each}"
-    kept = count_of("heads", heads, now.heads // group, what)
+    groups = count_of("heads", heads, current.heads // group, what)
     wanted = replace(
-        now,
-        hidden=count_of("hidden", hidden, now.hidden, "dimensions of the stream", multiple),
-        heads=kept * group,
-        kv_heads=kept if now.kv_heads > 1 else 1,
-        channels=count_of("channels", channels, now.channels, f"channels {each}", multiple),
+        current,
+        hidden=count_of("hidden", hidden, current.hidden, "dimensions of the stream", multiple),
+        heads=groups * group,
+        kv_heads=groups if current.kv_heads > 1 else 1,
+        channels=count_of("channels", channels, current.channels, f"channels {each}", multiple),
     )
     if problem := slicing.misfit(config, wanted):
         raise RecipeError(f"heads: {heads}, hidden: {hidden}: {problem}")
     return wanted
 
 
-def told(now: Sizes, made: Sizes, before: int, after: int) -> str:
-    """What became of the sizes, in words."""
+def told(old: Sizes, new: Sizes, before: int, after: int) -> str:
+    """Describes the change of the sizes."""
     pairs = [
-        ("layers", now.layers, made.layers),
-        ("width", now.hidden, made.hidden),
-        ("query heads", now.heads, made.heads),
-        ("key-value heads", now.kv_heads, made.kv_heads),
-        ("channels", now.channels, made.channels),
+        ("layers", old.layers, new.layers),
+        ("width", old.hidden, new.hidden),
+        ("query heads", old.heads, new.heads),
+        ("key-value heads", old.kv_heads, new.kv_heads),
+        ("channels", old.channels, new.channels),
     ]
     changed = ", ".join(f"{what} {a:,} -> {b:,}" for what, a, b in pairs if a != b)
     return f"{changed}; {before:,} -> {after:,} parameters ({after / before:.1%})"
 
 
-def count_of(knob: str, share: float, now: int, what: str, multiple: int = 1) -> int:
-    """The multiple nearest to a share of `now`; all of it for 1.
+def count_of(knob: str, share: float, current: int, what: str, multiple: int = 1) -> int:
+    """Returns the multiple nearest to a fraction of `current`; all of it for 1.
 
     Raises:
-        RecipeError: none is left; the words name the share that leaves one.
+        RecipeError: none is left; the message names the fraction that leaves one.
     """
-    count = now if share == 1 else min(int(share * now / multiple + 0.5) * multiple, now)
+    count = current if share == 1 else min(int(share * current / multiple + 0.5) * multiple, current)
     if count < 1:
         by = f" by multiples of {multiple}" if multiple > 1 else ""
         raise RecipeError(
-            f"{knob}: {share:g} leaves none of the {now:,} {what}{by}; {math.ceil(multiple / now * 1000) / 1000:g} leaves {multiple}"
+            f"{knob}: {share:g} leaves none of the {current:,} {what}{by}; "
+            f"{math.ceil(multiple / current * 1000) / 1000:g} leaves {multiple}"
         )
     return count
 
 
 def losses_without(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
-    """The loss over the rows without each layer, [layers]."""
+    """Returns the loss over the rows without each layer, [layers]."""
     with plainly(model):
-        found = []
+        losses = []
         for layer in anatomy(model).layers:
             with skipping([layer]):
-                found.append(loss(model, rows))
-    return torch.tensor(found)
+                losses.append(loss(model, rows))
+    return torch.tensor(losses)
 
 
-def require_skipped(model: PreTrainedModel, made: PreTrainedModel, kept: Tensor, rows: Sequence[Tensor]) -> None:
-    """Raises RecipeError where a model of fewer layers is not the larger one with the others skipped, to rounding.
+def require_skipped(model: PreTrainedModel, smaller: PreTrainedModel, kept: Tensor, rows: Sequence[Tensor]) -> None:
+    """Raises RecipeError unless the pruned model computes the same as the original with the removed layers skipped.
 
-    So families are found out that tell their layers apart by number in a way of their own.
+    This detects families whose layers depend on their index, for example for alternating attention windows.
     """
-    gone = [layer for n, layer in enumerate(anatomy(model).layers) if n not in kept.tolist()]
+    removed = [layer for n, layer in enumerate(anatomy(model).layers) if n not in kept.tolist()]
     row = max(rows, key=lambda row: row.shape[-1]).to(model.device)
-    with plainly(model), plainly(made), skipping(gone):
-        wanted, found = model(input_ids=row).logits, made(input_ids=row).logits
-    off = float((found - wanted).norm() / wanted.norm())
-    if not off < 1e-3:
+    with plainly(model), plainly(smaller), skipping(removed):
+        expected, logits = model(input_ids=row).logits, smaller(input_ids=row).logits
+    difference = float((logits - expected).norm() / expected.norm())
+    if not difference < 1e-3:
         raise RecipeError(
-            f"model: {model.config.model_type} tells its layers apart by their number, so that without some of them the others compute "
-            f"something else (logits differ by {off:.1%}); make it narrower by the method width, or name another model"
+            f"model: {model.config.model_type} tells its layers apart by their number, so that without some "
+            "of them the others compute "
+            f"something else (logits differ by {difference:.1%}); make it narrower by the method width, or "
+            "name another model"
         )

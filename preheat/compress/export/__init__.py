@@ -1,1 +1,1 @@
-"""One writer a format; each export is read again by its own reader and compared at the logits."""
+"""Writers of model formats (Hugging Face, PEFT, GGUF, ONNX, ExecuTorch, AOTInductor, vLLM, torchchat)."""

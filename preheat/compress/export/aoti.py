@@ -1,7 +1,8 @@
-"""A model compiled ahead of time into one .pt2 package (AOTInductor), for PyTorch without Python's interpreter; loaded again and compared.
+"""Export to AOTInductor: a .pt2 package compiled ahead of time, which PyTorch runs without the Python interpreter.
 
-The package has machine code for the kind of processor that it was compiled on. Whole sequences go in and logits come out, batch and
-length open. Compiling takes minutes and a C++ compiler.
+The package contains machine code for the kind of processor that compiled it. Input: whole sequences with dynamic batch
+and length; output: logits. Compiling takes minutes and a C++ compiler. The package is loaded again and its logits
+compared.
 Source: torch.export and torch._inductor.aoti_compile_and_package (PyTorch's page "AOTInductor").
 """
 
@@ -42,14 +43,14 @@ def write(
     Args:
         run: a run, a model's folder, or an adapter's.
         dtype: float32 or bfloat16, of weights and activations.
-        tolerance: largest difference of a logit, as a share of the largest logit; `verify.BOUNDS` when None.
+        tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `open_model`.
 
     Returns:
         {path, bytes, dtype, merged, read_by, note} and `verify.figures`
 
     Raises:
-        RunError: no C++ compiler; beyond the bound.
+        RunError: no C++ compiler; the difference exceeds the bound.
     """
     from transformers import AutoModelForCausalLM
 
@@ -62,7 +63,7 @@ def write(
         with plain(run, folder, base=base) as model:
             file = folder / "model.pt2"
             positions = facts(model.model.config).positions
-            # Read anew: casting a model casts the frequencies of its rotary positions, too.
+            # Loaded again in that dtype: `model.to(dtype)` would also cast the rotary frequencies.
             cast = AutoModelForCausalLM.from_pretrained(
                 model.folder,
                 dtype=getattr(torch, dtype),
@@ -70,27 +71,32 @@ def write(
                 trust_remote_code=remote_code.allowed(),
             )
             compile_package(Logits(cast), file, positions)
-            found = verify.compare(model.wanted, replay(file, model.rows), model.rows)
-            verify.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
+            difference = verify.compare(model.wanted, replay(file, model.rows), model.rows)
+            verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
-            made = {"path": str(out), "bytes": verify.size(folder, file.name), "dtype": dtype, "merged": model.merged}
-            made |= {"read_by": model_card.version_of("torch"), **verify.figures(found, bound)}
-            made |= {**model.held.told(found, partial(replay, file)), "note": "; ".join(model.notes)}
+            summary = {
+                "path": str(out),
+                "bytes": verify.size(folder, file.name),
+                "dtype": dtype,
+                "merged": model.merged,
+            }
+            summary |= {"read_by": model_card.version_of("torch"), **verify.figures(difference, bound)}
+            summary |= {**model.held.told(difference, partial(replay, file)), "note": "; ".join(model.notes)}
             use = model.use(_LOAD, _STEP)
-        model_card.write(folder, run, made, title=f"AOTInductor package, {dtype}", use=use, library="pytorch")
-    return made
+        model_card.write(folder, run, summary, title=f"AOTInductor package, {dtype}", use=use, library="pytorch")
+    return summary
 
 
 def compile_package(module: torch.nn.Module, file: Path, positions: int) -> None:
-    """Compiles a module of `Logits`' inputs and output for this machine's processor."""
+    """Compiles a module with the inputs and output of `Logits` for this machine's processor."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"`torch\.jit\.")  # which the compiler itself uses
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.")  # raised by the compiler itself
         warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")
         torch._inductor.aoti_compile_and_package(trace(module, positions), package_path=str(file))
 
 
 def replay(file: Path, rows: list[Tensor]) -> list[Tensor]:
-    """Logits [1, length, vocabulary] of rows of tokens, in fp32, by the loaded package."""
+    """Returns the logits [1, length, vocabulary] of rows of tokens from the loaded package, in fp32."""
     model = torch._inductor.aoti_load_package(str(file))
     with torch.no_grad():
         return [model(row, torch.ones_like(row)).float() for row in rows]

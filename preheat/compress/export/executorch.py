@@ -1,9 +1,11 @@
-"""A model as an ExecuTorch program (.pte) on XNNPACK with a static cache of keys and values; run again by its Python runtime and compared.
+"""Export to ExecuTorch: a .pte program on XNNPACK with a static KV cache, for phones and small boards.
 
-For phones and small boards. `forward(input_ids [1, n], cache_position [n])` gives logits [1, n, vocabulary] and keeps keys and values
-in the program: a prompt goes in at once, then a token at a time. 8da4w: weights of the layers' matrices in 4 bits by groups of 32,
-activations in 8 bits by token as they come; embedding and head stay in fp32.
-Source: transformers' integrations/executorch.py (the module that is exported); torchao's quantize_; ExecuTorch's XNNPACK backend.
+`forward(input_ids [1, n], cache_position [n])` returns logits [1, n, vocabulary] and updates the KV cache inside the
+program: first the whole prompt, then one token at a time. 8da4w: weights of the layers' matrices in 4 bits in groups
+of 32, activations dynamically quantized to 8 bits per token; embedding and head stay in fp32. The program is run again
+by ExecuTorch's Python runtime and its logits compared.
+Source: transformers' integrations/executorch.py (the exported module); torchao's quantize_; ExecuTorch's XNNPACK
+backend.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from preheat.models.hf import facts, head
 
 __all__ = ["lower", "quantize", "replay", "write"]
 
-GROUP = 32
-_LENGTH = 2048
+GROUP = 32  # weights that share a scale, as 8da4w defines it
+_LENGTH = 2048  # default limit of the cache, in positions
 _LOAD = """\
 import torch, transformers
 from executorch.runtime import Runtime
@@ -50,17 +52,17 @@ def write(
 
     Args:
         run: a run, a model's folder, or an adapter's.
-        dtype: float32 or 8da4w. A matrix whose rows are no whole groups of 32 stays in fp32.
-        tolerance: largest difference of a logit, as a share of the largest logit; `verify.BOUNDS` when None.
+        dtype: float32 or 8da4w. A matrix whose rows are not divisible by 32 stays in fp32.
+        tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `open_model`.
-        length: positions of the cache; the model's, up to 2,048, when None.
+        length: size of the cache in positions; None: the model's, up to 2,048.
 
     Returns:
         {path, bytes, dtype, length, merged, read_by, note} and `verify.figures`
 
     Raises:
-        RunError: executorch is not installed; an operator has no form there; beyond the bound.
-        RecipeError: a length beyond the model's positions.
+        RunError: executorch is not installed; an operator is not supported; the difference exceeds the bound.
+        RecipeError: `length` exceeds the model's positions.
     """
     out = Path(out)
     require_new(out, run)
@@ -73,63 +75,68 @@ def write(
             if positions and length > positions:
                 raise RecipeError(f"--length: {length:,} is more than the model's {positions:,} positions")
             notes = list(model.notes)
-            if dtype == "8da4w" and (left := quantize(model.model)):
+            if dtype == "8da4w" and (skipped := quantize(model.model)):
                 notes.append(
-                    f"{len(left)} matrices stay in fp32: their rows are no whole groups of {GROUP} ({left[0]})"
+                    f"{len(skipped)} matrices stay in fp32: their rows are no whole groups of {GROUP} ({skipped[0]})"
                 )
             file = folder / "model.pte"
             lower(model.model, file, length, quantized=dtype == "8da4w")
             rows = [row[:, : length - 1] for row in model.rows]
             wanted = [row[:, : length - 1] for row in model.wanted]
-            found = verify.compare(wanted, replay(file, rows), rows)
-            verify.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
+            difference = verify.compare(wanted, replay(file, rows), rows)
+            verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
-            made = {"path": str(out), "bytes": verify.size(folder, file.name), "dtype": dtype, "length": length}
-            made |= {
+            summary = {"path": str(out), "bytes": verify.size(folder, file.name), "dtype": dtype, "length": length}
+            summary |= {
                 "merged": model.merged,
                 "read_by": model_card.version_of("executorch"),
-                **verify.figures(found, bound),
+                **verify.figures(difference, bound),
             }
-            made |= {**model.held.told(found, partial(replay, file), longest=length - 1), "note": "; ".join(notes)}
+            summary |= {
+                **model.held.told(difference, partial(replay, file), longest=length - 1),
+                "note": "; ".join(notes),
+            }
             use = model.use(_LOAD, _STEP, positions=length)
-        model_card.write(folder, run, made, title=f"ExecuTorch program, {dtype}", use=use, library="executorch")
-    return made
+        model_card.write(folder, run, summary, title=f"ExecuTorch program, {dtype}", use=use, library="executorch")
+    return summary
 
 
 def quantize(model: Any) -> list[str]:
-    """Quantizes the linear maps but the head to 4 bits by groups, activations to 8 bits by token, in place.
+    """Quantizes all linear maps except the head to 4-bit groups with 8-bit activations per token, in place.
 
     Returns:
-        Names of the maps whose rows are no whole groups, which stay as they are.
+        Names of the maps whose inputs are not divisible by the group size, which are unchanged.
     """
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
     from torchao.quantization.granularity import PerGroup
     from torchao.utils import unwrap_tensor_subclass
 
-    left = []
-    top = head(model)
+    skipped = []
+    output_head = head(model)
 
-    def chosen(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or module is top:
+    def is_quantized(module: nn.Module, name: str) -> bool:
+        if not isinstance(module, nn.Linear) or module is output_head:
             return False
         if module.in_features % GROUP:
-            left.append(name)
+            skipped.append(name)
             return False
         return True
 
-    four: Any = torch.int4  # type: ignore[attr-defined]
+    int4: Any = torch.int4  # type: ignore[attr-defined]
     quantize_(
-        model, Int8DynamicActivationIntxWeightConfig(weight_dtype=four, weight_granularity=PerGroup(GROUP)), chosen
+        model,
+        Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(GROUP)),
+        is_quantized,
     )
     unwrap_tensor_subclass(model)
-    return left
+    return skipped
 
 
 def lower(model: Any, file: Path, length: int, *, quantized: bool = False) -> None:
     """Exports a model with a static cache of `length` positions and lowers it to XNNPACK.
 
     Raises:
-        RunError: an operator has no form there.
+        RunError: an operator is not supported.
     """
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
         XnnpackDynamicallyQuantizedPartitioner,
@@ -149,36 +156,35 @@ def lower(model: Any, file: Path, length: int, *, quantized: bool = False) -> No
         [XnnpackDynamicallyQuantizedPartitioner(), XnnpackPartitioner()] if quantized else [XnnpackPartitioner()]
     )
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # torch's own
-        warnings.filterwarnings(
-            "ignore", message="While compiling, we found certain side effects"
-        )  # transformers' hooks, unused
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # raised inside torch
+        # Side effects of transformers' hooks, which are not used here.
+        warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
         program = module.export(
             input_ids=ids,
             cache_position=torch.arange(3),
             dynamic_shapes={"input_ids": {1: tokens}, "cache_position": {0: tokens}},
-            strict=True,  # else the cache is in the graph twice
+            strict=True,  # non-strict export puts the cache into the graph twice
         )
         try:
             lowered = to_edge_transform_and_lower(program, partitioner=partitioners).to_executorch()
         except (RuntimeError, SpecViolationError) as error:
-            known = refused(error, "executorch", "use --to gguf for llama.cpp on a device, or --to onnx")
-            if known is None:
+            unsupported = refused(error, "executorch", "use --to gguf for llama.cpp on a device, or --to onnx")
+            if unsupported is None:
                 raise
-            raise known from None
-    with file.open("wb") as written:
-        lowered.write_to_file(written)
+            raise unsupported from None
+    with file.open("wb") as stream:
+        lowered.write_to_file(stream)
 
 
 def replay(file: Path, rows: list[Tensor]) -> list[Tensor]:
-    """Logits [1, length, vocabulary] of rows of tokens: their first half at once, the others one by one, so that the cache is used."""
+    """Returns the logits [1, length, vocabulary] of rows; the second half runs token by token, to test the cache."""
     from executorch.runtime import Runtime
 
     forward = Runtime.get().load_program(file).load_method("forward")
-    found = []
+    logits = []
     for row in rows:
         half = (row.shape[1] + 1) // 2
         steps = [(0, half), *((n, n + 1) for n in range(half, row.shape[1]))]
         parts = [forward.execute((row[:, a:b].contiguous(), torch.arange(a, b)))[0].clone() for a, b in steps]
-        found.append(torch.cat(parts, dim=1))
-    return found
+        logits.append(torch.cat(parts, dim=1))
+    return logits

@@ -1,8 +1,9 @@
-"""A model as one GGUF file, for llama.cpp and what is built on it, read back by transformers and compared.
+"""Export to a single GGUF file, for llama.cpp and tools built on it.
 
-What is written: weights by llama.cpp's names (rows of q and k in its order for llama), in a float format or in blocks of 32 by gguf's own
-quantizers; sizes, rotary positions and their scaling; the tokenizer with its special tokens and chat template. Norms and biases stay
-in fp32. K-quants are made by llama.cpp's `llama-quantize`, where that is on the PATH. With llama.cpp's wheel installed (xllamacpp, the
+The file contains: weights under llama.cpp's names (rows of q and k permuted to its order for llama), in a float format
+or in blocks of 32 by gguf's own quantizers; sizes, rotary embedding and its scaling; the tokenizer with special tokens
+and chat template. Norms and biases stay in fp32. K-quants are made by llama.cpp's `llama-quantize`, if it is on the
+PATH. The file is read back by transformers and its logits compared; with llama.cpp's wheel installed (xllamacpp, the
 extra llama-cpp), llama.cpp runs the file, too.
 Source: the GGUF specification (ggml's docs/gguf.md); names of tensors and keys: the `gguf` package.
 """
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["write"]
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2"}
-_ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh"}  # of the others: silu
+_ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh"}  # all others: silu
 _TOOL = "llama-quantize"
-_BLOCK = 32
+_BLOCK = 32  # weights per block of q8_0 and q4_0
 _HINT = "use --dtype q8_0 or f16, or raise --tolerance"
 
 
@@ -41,17 +42,18 @@ def write(
 
     Args:
         run: a run, a model's folder, or an adapter's.
-        dtype: f32, f16, bf16, q8_0, q4_0; q4_k_m, q5_k_m, q6_k with llama.cpp's `llama-quantize` on the PATH. A matrix whose rows are no
-            whole blocks of 32 stays in f16; with q4_0, embedding and head are q8_0.
-        tolerance: largest difference of a logit, as a share of the largest logit; `verify.BOUNDS` when None.
+        dtype: f32, f16, bf16, q8_0, q4_0; q4_k_m, q5_k_m, q6_k with llama.cpp's `llama-quantize` on the PATH. A matrix
+            whose rows are not divisible by 32 stays in f16; with q4_0, embedding and head are q8_0.
+        tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `open_model`.
 
     Returns:
-        {path, file, bytes, dtype, types: {type: tensors}, merged, read_by, note}, `verify.figures`, and llama_cpp: {version,
-        max_logprob_difference, mean_logprob_difference, top1_agreement, places} where it ran the file
+        {path, file, bytes, dtype, types: {type: tensors}, merged, read_by, note}, `verify.figures`, and llama_cpp:
+        {version, max_logprob_difference, mean_logprob_difference, top1_agreement, places} if it ran the file
 
     Raises:
-        RunError: a model, a tokenizer or a scaling that llama.cpp has no name for; no `gguf` package or tool; beyond the bound.
+        RunError: a model, tokenizer or rope scaling that llama.cpp does not support; no `gguf` package or tool; the
+            difference exceeds the bound.
 
     Example:
         >>> write("runs/demo", "demo-gguf", dtype="q8_0")["top1_agreement"]      # doctest: +SKIP
@@ -69,66 +71,78 @@ def write(
             if tool is None:
                 types = _write(model, file, dtype, name)
             else:
-                whole = folder / f"{name}-f32.gguf"
-                _write(model, whole, "f32", name)
-                _quantize(tool, whole, file, dtype)
-                whole.unlink()
+                unquantized = folder / f"{name}-f32.gguf"
+                _write(model, unquantized, "f32", name)
+                _quantize(tool, unquantized, file, dtype)
+                unquantized.unlink()
                 types = gguf_reader.types_of(file)
-            found, again = gguf_reader.compare(model, file)
-            verify.refuse_beyond(found, bound, str(out), _HINT)
-            others = _by_llama_cpp(model, file, dtype, tolerance)
+            difference, reloaded = gguf_reader.compare(model, file)
+            verify.refuse_beyond(difference, bound, str(out), _HINT)
+            llama_cpp_figures = _by_llama_cpp(model, file, dtype, tolerance)
             notes = [*model.notes, *_notes(model, types, dtype)]
-            if not others:
+            if not llama_cpp_figures:
                 notes.append(
-                    f"compared by {model_card.version_of('transformers')} alone: llama.cpp did not run the file, since its wheel is not installed "
+                    f"compared by {model_card.version_of('transformers')} alone: llama.cpp did not run the "
+                    "file, since its wheel is not installed "
                     "here (pip install 'preheat[llama-cpp]')"
                 )
-            made = {"path": str(out), "file": file.name, "bytes": file.stat().st_size, "dtype": dtype, "types": types}
-            made |= {"merged": model.merged, "read_by": model_card.version_of("transformers"), **others}
-            made |= {**verify.figures(found, bound), **model.held.by(again, found), "note": "; ".join(notes)}
-        use = f"llama-cli -m {made['file']} -p 'Once upon a time'"
-        model_card.write(folder, run, made, title=f"GGUF, {dtype}", use=use, library="gguf")
-    return made
+            summary = {
+                "path": str(out),
+                "file": file.name,
+                "bytes": file.stat().st_size,
+                "dtype": dtype,
+                "types": types,
+            }
+            summary |= {"merged": model.merged, "read_by": model_card.version_of("transformers"), **llama_cpp_figures}
+            summary |= {
+                **verify.figures(difference, bound),
+                **model.held.by(reloaded, difference),
+                "note": "; ".join(notes),
+            }
+        use = f"llama-cli -m {summary['file']} -p 'Once upon a time'"
+        model_card.write(folder, run, summary, title=f"GGUF, {dtype}", use=use, library="gguf")
+    return summary
 
 
 def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None) -> dict[str, Any]:
-    """The same by llama.cpp itself, where it is installed."""
+    """Compares logprobs with llama.cpp's, if it is installed."""
     if not llama_cpp.installed():
         return {}
-    found = llama_cpp.compare(file, model.tokenizer, model.rows, model.wanted)
+    difference = llama_cpp.compare(file, model.tokenizer, model.rows, model.wanted)
     bound = verify.BOUNDS["llama.cpp"][dtype]
     if tolerance is not None:
         bound = verify.Bound(max(tolerance, bound.largest))
-    verify.refuse_beyond(found, bound, f"{file.name}, run by llama.cpp", _HINT)
+    verify.refuse_beyond(difference, bound, f"{file.name}, run by llama.cpp", _HINT)
     return {
         "llama_cpp": {
             "version": model_card.version_of("xllamacpp"),
-            "max_logprob_difference": found.largest,
-            "mean_logprob_difference": found.mean,
-            "top1_agreement": found.agreement,
-            "places": found.tokens,
+            "max_logprob_difference": difference.largest,
+            "mean_logprob_difference": difference.mean,
+            "top1_agreement": difference.agreement,
+            "places": difference.tokens,
         }
     }
 
 
 def _tool(dtype: str) -> str:
-    found = shutil.which(_TOOL)
-    if found is None:
+    executable = shutil.which(_TOOL)
+    if executable is None:
         raise RunError(
-            f"--dtype {dtype}: K-quants are made by llama.cpp's {_TOOL}, which is not on the PATH; build llama.cpp, or use --dtype q4_0 or q8_0"
+            f"--dtype {dtype}: K-quants are made by llama.cpp's {_TOOL}, which is not on the PATH; build "
+            "llama.cpp, or use --dtype q4_0 or q8_0"
         )
-    return found
+    return executable
 
 
-def _quantize(tool: str, whole: Path, file: Path, dtype: str) -> None:
-    done = subprocess.run(tethered([tool, str(whole), str(file), dtype.upper()]), capture_output=True, text=True)
-    if done.returncode or not file.is_file():
-        last = ((done.stderr or done.stdout).strip().splitlines() or ["it said nothing"])[-1]
-        raise RunError(f"--dtype {dtype}: {tool} failed ({done.returncode}): {last}")
+def _quantize(tool: str, source: Path, file: Path, dtype: str) -> None:
+    process = subprocess.run(tethered([tool, str(source), str(file), dtype.upper()]), capture_output=True, text=True)
+    if process.returncode or not file.is_file():
+        message = ((process.stderr or process.stdout).strip().splitlines() or ["it said nothing"])[-1]
+        raise RunError(f"--dtype {dtype}: {tool} failed ({process.returncode}): {message}")
 
 
 def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
-    """Writes the file; returns how many tensors have which type."""
+    """Writes the file; returns the number of tensors per type."""
     import gguf
 
     config = plain.model.config
@@ -157,7 +171,7 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
 
 
 def _writer(file: Path, architecture: str) -> Any:
-    """gguf's writer, which writes empty lists too: llama.cpp asks for the merges of a tokenizer that has none."""
+    """Returns a gguf writer that also writes empty lists: llama.cpp requires merges even of a tokenizer without any."""
     import gguf
 
     class Writer(gguf.GGUFWriter):
@@ -176,24 +190,27 @@ def _finite(data: np.ndarray) -> Any:
 
 
 def _architecture(config: Any) -> str:
-    """llama.cpp's name of the family.
+    """Returns llama.cpp's name of the family.
 
     Raises:
-        RunError: it has none that computes the same.
+        RunError: llama.cpp has no architecture that computes the same.
     """
     family = config.model_type
     if family not in _ARCHITECTURES:
         raise RunError(
-            f"--to gguf: writes {', '.join(_ARCHITECTURES)}, and this is a {family}; use --to hf and llama.cpp's converter"
+            f"--to gguf: writes {', '.join(_ARCHITECTURES)}, and this is a {family}; use --to hf and "
+            "llama.cpp's converter"
         )
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if activation != _ACTIVATIONS.get(family, "silu"):
         raise RunError(
-            f"--to gguf: llama.cpp's {family} has {_ACTIVATIONS.get(family, 'silu')}, and this model {activation}; use --to hf"
+            f"--to gguf: llama.cpp's {family} has {_ACTIVATIONS.get(family, 'silu')}, and this model "
+            f"{activation}; use --to hf"
         )
     if family == "gemma2" and config.query_pre_attn_scalar != config.head_dim:
         raise RunError(
-            f"--to gguf: llama.cpp scales gemma2's scores by its head size {config.head_dim}, and this model by {config.query_pre_attn_scalar}; use --to hf"
+            f"--to gguf: llama.cpp scales gemma2's scores by its head size {config.head_dim}, and this model "
+            f"by {config.query_pre_attn_scalar}; use --to hf"
         )
     if family != "gemma2" and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise RunError(f"--to gguf: some layers attend in a window, which llama.cpp's {family} does not; use --to hf")
@@ -222,7 +239,7 @@ def _add_sizes(writer: Any, config: Any, gguf: Any) -> None:
 
 
 def _add_rope(writer: Any, model: Any, gguf: Any) -> Any:
-    """Adds rotary positions; returns what divides their frequencies one by one, [head_dim / 2], where the kind of scaling asks for it."""
+    """Adds the rotary embedding; returns the divisors of its frequencies, [head_dim / 2], if the scaling needs them."""
     config = model.config
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
@@ -250,8 +267,8 @@ def _add_rope(writer: Any, model: Any, gguf: Any) -> Any:
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
         return None
-    own = "yarn with an attention factor of its own" if kind == "yarn" else kind
-    raise RunError(f"--to gguf: rotary scaling {own} has no place there; linear, yarn and llama3 have; use --to hf")
+    name = "yarn with an attention factor of its own" if kind == "yarn" else kind
+    raise RunError(f"--to gguf: rotary scaling {name} has no place there; linear, yarn and llama3 have; use --to hf")
 
 
 def _arange(size: int) -> Any:
@@ -261,7 +278,7 @@ def _arange(size: int) -> Any:
 
 
 def _tensors(model: Any, architecture: str, gguf: Any, factors: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of the file, in fp32, by llama.cpp's names and in its layout."""
+    """Yields every tensor of the file in fp32, with llama.cpp's names and layout."""
     config = model.config
     names = gguf.get_tensor_name_map(
         next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_hidden_layers
@@ -269,7 +286,7 @@ def _tensors(model: Any, architecture: str, gguf: Any, factors: Any) -> Iterator
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     for name, value in model.state_dict().items():
         if tied and name == "lm_head.weight":
-            continue  # llama.cpp takes the embedding where there is no head
+            continue  # llama.cpp uses the embedding if there is no head
         stem, _, last = name.rpartition(".")
         title = names.get_name(stem)
         if title is None:
@@ -279,19 +296,19 @@ def _tensors(model: Any, architecture: str, gguf: Any, factors: Any) -> Iterator
             heads = config.num_attention_heads if title.endswith("attn_q") else config.num_key_value_heads
             data = _interleaved(data, heads)
         if architecture == "gemma2" and title.endswith("norm"):
-            data = data + 1  # transformers' gemma adds the one as it multiplies
+            data = data + 1  # transformers' gemma computes (1 + weight) at run time
         yield f"{title}.{last}", data.contiguous().numpy()
     if factors is not None:
         yield "rope_freqs.weight", factors
 
 
 def _interleaved(rows: Any, heads: int) -> Any:
-    """Rows of q or k, [heads * head_dim, ...], from halves that rotate together (i, i + head_dim / 2) to neighbours (2 i, 2 i + 1)."""
+    """Permutes rows of q or k, [heads * head_dim, ...]: rotary pairs (i, i + head_dim / 2) become (2 i, 2 i + 1)."""
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _type(title: str, data: np.ndarray, dtype: str) -> str:
-    """The type of one tensor."""
+    """Returns the type of one tensor."""
     if data.ndim == 1:
         return "F32"
     if dtype.startswith("q") and data.shape[-1] % _BLOCK:
@@ -303,9 +320,9 @@ def _type(title: str, data: np.ndarray, dtype: str) -> str:
 
 def _notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]:
     notes = []
-    if left := ends_left(plain.tokenizer.eos_token_id, plain.ends, plain.turn)[2]:
-        pieces = ", ".join(map(repr, plain.tokenizer.convert_ids_to_tokens(left)))
-        notes.append(f"a GGUF file names three tokens that end a text, so {pieces} ends none there")
+    if unnamed := ends_left(plain.tokenizer.eos_token_id, plain.ends, plain.turn)[2]:
+        tokens = ", ".join(map(repr, plain.tokenizer.convert_ids_to_tokens(unnamed)))
+        notes.append(f"a GGUF file names three tokens that end a text, so {tokens} ends none there")
     if dtype.startswith("q") and types.get("F16"):
         notes.append(f"{types['F16']} matrices stay in f16: their rows are no whole blocks of {_BLOCK}")
     if plain.model.config.model_type == "mistral" and (window := plain.model.config.sliding_window):

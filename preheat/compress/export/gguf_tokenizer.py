@@ -1,8 +1,9 @@
-"""A fast tokenizer as GGUF's fields: pieces, their types, scores or merges, and how text is cut before.
+"""GGUF metadata of a fast tokenizer: tokens, their types, scores or merges, and the pre-tokenizer.
 
-llama.cpp has two kinds of byte-pair encoding. `gpt2` works on bytes spelled in 256 letters: it needs the merges, and the name of the
-rule that cuts text into words, which is compiled into llama.cpp. `llama` (SentencePiece's) works on characters with bytes to fall
-back on: it joins the neighbours whose union has the highest score, so a piece's score is minus the rank of the merge that makes it.
+llama.cpp has two kinds of byte-pair encoding. `gpt2` works on bytes spelled in 256 characters: it needs the merges,
+and the name of the pre-tokenizer, which is compiled into llama.cpp. `llama` (SentencePiece's) works on characters with
+byte fallback: it joins the neighbours whose union has the highest score, so a token's score is minus the rank of its
+merge.
 Source: the GGUF specification (ggml's docs/gguf.md) and llama.cpp's llama-vocab.cpp.
 """
 
@@ -17,66 +18,71 @@ from preheat.model_folder import beginning
 
 __all__ = ["add_vocabulary", "ends_left", "scores_of"]
 
-_WORDS = {  # the expression of a tokenizer.json -> llama.cpp's name of the rule
+_PRE_TOKENIZERS = {  # split regex of a tokenizer.json -> llama.cpp's name of the pre-tokenizer
     "": "gpt-2",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
 }
 _SPACE = "▁"
 
 
 def add_vocabulary(writer: Any, tokenizer: Any, rows: int, ends: list[int], turn: int | None = None) -> None:
-    """Adds a tokenizer's fields to a `gguf.GGUFWriter`.
+    """Adds a tokenizer's metadata to a `gguf.GGUFWriter`.
 
     Args:
         tokenizer: transformers' fast tokenizer.
-        rows: of the model's embedding; those that no piece has are written as unused.
+        rows: number of rows of the model's embedding; rows without a token are written as unused.
         ends: tokens that end a text.
-        turn: the one that ends an answer, where the model was trained on chats.
+        turn: the token that ends an answer, if the model was trained on chats.
 
     Raises:
-        RunError: a tokenizer that llama.cpp has no name for.
+        RunError: a tokenizer that llama.cpp does not support.
     """
     from gguf import GGUFValueType, TokenType
 
-    told = json.loads(tokenizer.backend_tokenizer.to_str())
-    model = told["model"]
+    serialized = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = serialized["model"]
     if model["type"] != "BPE":
         raise RunError(
-            f"--to gguf: its tokenizer is of kind {model['type']}, and BPE alone is written; use --to hf and llama.cpp's converter"
+            f"--to gguf: its tokenizer is of kind {model['type']}, and BPE alone is written; use --to hf and "
+            "llama.cpp's converter"
         )
-    pieces, kinds = [f"[PAD{n}]" for n in range(rows)], [TokenType.UNUSED] * rows
-    for piece, n in model["vocab"].items():
-        pieces[n], kinds[n] = piece, TokenType.NORMAL
-    by_bytes = model["byte_fallback"]
-    if by_bytes:
-        for n, piece in enumerate(pieces):
-            if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+    tokens, kinds = [f"[PAD{n}]" for n in range(rows)], [TokenType.UNUSED] * rows
+    for token, n in model["vocab"].items():
+        tokens[n], kinds[n] = token, TokenType.NORMAL
+    byte_fallback = model["byte_fallback"]
+    if byte_fallback:
+        for n, token in enumerate(tokens):
+            if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
                 kinds[n] = TokenType.BYTE
-    for added in told["added_tokens"]:
-        pieces[added["id"]] = added["content"]
+    for added in serialized["added_tokens"]:
+        tokens[added["id"]] = added["content"]
         kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    if by_bytes:
+    if byte_fallback:
         if tokenizer.unk_token_id is not None and model["unk_token"] == tokenizer.unk_token:
             kinds[tokenizer.unk_token_id] = TokenType.UNKNOWN
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_token_scores(scores_of(pieces, merges, [kind == TokenType.NORMAL for kind in kinds]))
-        writer.add_add_space_prefix(_prefixed(told))
+        writer.add_token_scores(scores_of(tokens, merges, [kind == TokenType.NORMAL for kind in kinds]))
+        writer.add_add_space_prefix(_prefixed(serialized))
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_rule(told))
-        # Not by add_token_merges, which leaves an empty list out.
-        listed = [" ".join(merge) for merge in merges]
-        writer.add_key_value("tokenizer.ggml.merges", listed, GGUFValueType.ARRAY, sub_type=GGUFValueType.STRING)
-    writer.add_token_list(pieces)
+        writer.add_tokenizer_pre(_rule(serialized))
+        # `add_token_merges` would skip an empty list.
+        lines = [" ".join(merge) for merge in merges]
+        writer.add_key_value("tokenizer.ggml.merges", lines, GGUFValueType.ARRAY, sub_type=GGUFValueType.STRING)
+    writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     _add_marks(writer, tokenizer, ends, turn)
 
 
 def ends_left(eos: int, ends: list[int], turn: int | None) -> tuple[int | None, int | None, list[int]]:
-    """How ends beside `eos` are named: end of turn, end of message, and those that GGUF has no name for. llama.cpp stops at all three.
+    """Assigns the end tokens other than `eos`: end of turn, end of message, and those without a GGUF key.
+
+    llama.cpp stops at `eos` and the first two.
 
     Example:
         >>> ends_left(7, [7, 0, 5, 6], turn=7), ends_left(0, [0], None)
@@ -88,7 +94,7 @@ def ends_left(eos: int, ends: list[int], turn: int | None) -> tuple[int | None, 
 
 
 def _add_marks(writer: Any, tokenizer: Any, ends: list[int], turn: int | None) -> None:
-    """Tokens that begin, end and pad, whether text is given them, and the chat template."""
+    """Adds the special tokens, the flags for adding BOS and EOS, and the chat template."""
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
@@ -111,8 +117,8 @@ def _add_marks(writer: Any, tokenizer: Any, ends: list[int], turn: int | None) -
         writer.add_chat_template(template)
 
 
-def scores_of(pieces: list[str], merges: list[list[str]], normal: list[bool]) -> list[float]:
-    """Minus the rank of the first merge that makes a piece; pieces that none makes come after them all, others have 0.
+def scores_of(tokens: list[str], merges: list[list[str]], normal: list[bool]) -> list[float]:
+    """Returns minus the rank of the first merge of each normal token; those without a merge rank last, others get 0.
 
     Example:
         >>> scores_of(["<s>", "a", "b", "ab"], [["a", "b"]], [False, True, True, True])
@@ -121,25 +127,26 @@ def scores_of(pieces: list[str], merges: list[list[str]], normal: list[bool]) ->
     ranks: dict[str, int] = {}
     for rank, (a, b) in enumerate(merges):
         ranks.setdefault(a + b, rank)
-    return [-float(ranks.get(piece, len(merges) + n)) + 0.0 if normal[n] else 0.0 for n, piece in enumerate(pieces)]
+    return [-float(ranks.get(token, len(merges) + n)) + 0.0 if normal[n] else 0.0 for n, token in enumerate(tokens)]
 
 
 def _parts(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, those of a sequence one by one."""
+    """Returns the steps of a normalizer or pre-tokenizer; sequences are flattened."""
     if step is None:
         return []
     return [part for one in step[inner] for part in _parts(one, inner)] if step["type"] == "Sequence" else [step]
 
 
-def _prefixed(told: dict[str, Any]) -> bool:
-    """Whether a space is put before the text."""
-    parts = _parts(told["normalizer"], "normalizers") + _parts(told["pre_tokenizer"], "pretokenizers")
+def _prefixed(serialized: dict[str, Any]) -> bool:
+    """Returns True if the tokenizer adds a space before the text."""
+    parts = _parts(serialized["normalizer"], "normalizers") + _parts(serialized["pre_tokenizer"], "pretokenizers")
     spaces = [
         part for part in parts if part["type"] == "Metaspace" or _SPACE in (part.get("content"), part.get("prepend"))
     ]
     if not spaces:
         raise RunError(
-            "--to gguf: its tokenizer falls back on bytes but does not write spaces as ▁, which llama.cpp has no name for"
+            "--to gguf: its tokenizer falls back on bytes but does not write spaces as ▁, which llama.cpp "
+            "has no name for"
         )
     return any(
         part["type"] == "Prepend" or (part["type"] == "Metaspace" and part.get("prepend_scheme", "always") != "never")
@@ -147,20 +154,21 @@ def _prefixed(told: dict[str, Any]) -> bool:
     )
 
 
-def _rule(told: dict[str, Any]) -> str:
-    """llama.cpp's name of how a byte-level tokenizer cuts text into words."""
-    parts = _parts(told["pre_tokenizer"], "pretokenizers")
+def _rule(serialized: dict[str, Any]) -> str:
+    """Returns llama.cpp's name of a byte-level tokenizer's pre-tokenizer."""
+    parts = _parts(serialized["pre_tokenizer"], "pretokenizers")
     levels = [part for part in parts if part["type"] == "ByteLevel"]
     others = [part for part in parts if part["type"] != "ByteLevel"]
-    found = None
+    pattern = None
     if len(levels) == 1 and not levels[0]["add_prefix_space"]:
         if not others and levels[0]["use_regex"]:
-            found = ""
+            pattern = ""
         elif len(others) == 1 and others[0]["type"] == "Split" and not levels[0]["use_regex"]:
-            found = others[0]["pattern"].get("Regex")
-    if found not in _WORDS:
+            pattern = others[0]["pattern"].get("Regex")
+    if pattern not in _PRE_TOKENIZERS:
         raise RunError(
-            f"--to gguf: how its tokenizer cuts text into words ({', '.join(part['type'] for part in parts) or 'nothing'}) is none of "
-            f"{', '.join(sorted(_WORDS.values()))}, which are written; use --to hf and llama.cpp's converter"
+            "--to gguf: how its tokenizer cuts text into words "
+            f"({', '.join(part['type'] for part in parts) or 'nothing'}) is none of "
+            f"{', '.join(sorted(_PRE_TOKENIZERS.values()))}, which are written; use --to hf and llama.cpp's converter"
         )
-    return _WORDS[found]
+    return _PRE_TOKENIZERS[pattern]

@@ -1,4 +1,4 @@
-"""What an export's perplexity is of: the run's own validation rows, as its evaluations measure them, or sample texts."""
+"""Text for an export's perplexity: the run's own validation rows, as in its evaluations, or sample texts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ __all__ = ["SAMPLES", "Held", "held_of"]
 
 SAMPLES = "the sample texts that logits are compared over (prose, code, arithmetic, JSON)"
 Replay = Callable[[list[Tensor]], list[Tensor]]
-"""Logits [1, n, vocabulary] of each of some rows of tokens [1, n]."""
+"""Returns the logits [1, n, vocabulary] of rows of tokens [1, n]."""
 _AT_ONCE = 2048
+"""Tokens per call of `Replay`."""
 _TOKENS = 1 << 16
-"""Of validation rows, at most: as many as 256 rows of 256, which is what evaluations read by default."""
+"""Maximum number of validation tokens: 256 rows of 256, the default of evaluations."""
 
 
 @dataclass
@@ -33,10 +34,10 @@ class Held:
     """Text to measure perplexity on.
 
     Attributes:
-        words: what it is; how much of it is said where it stands.
-        before: the run's perplexity; None: that of the compared texts is told.
-        documents: tokens and labels, [1, n] each, as a model reads them that knows nothing of packing.
-        unfinished: that the model is of the middle of a run, in words; '' where it is not.
+        words: a description of the text.
+        before: the run's perplexity; None: report that of the compared texts.
+        documents: tokens and labels, [1, n] each, unpacked.
+        unfinished: a note if the model is not the end of its run; else ''.
     """
 
     words: str
@@ -45,22 +46,26 @@ class Held:
     unfinished: str = ""
 
     def told(self, difference: Difference, replay: Replay | None, *, longest: int = 0) -> dict[str, Any]:
-        """{before, after, perplexity_of, unfinished} for what a writer returns.
+        """Returns {before, after, perplexity_of, unfinished} for a writer's result.
 
         Args:
-            difference: whose perplexities stand where there are no documents.
-            replay: logits by what was written; None: it is not measured, and counts as what it was made of.
-            longest: positions that `replay` takes; 0: any.
+            difference: its perplexities are used if there are no documents.
+            replay: computes logits with the exported file; None: the perplexity before is reported for both.
+            longest: maximum sequence length of `replay`; 0: unlimited.
         """
         before, after = difference.perplexity or (None, None)
-        words = f"{SAMPLES if self.documents else self.words}: {difference.predicted:,} tokens"
+        description = f"{SAMPLES if self.documents else self.words}: {difference.predicted:,} tokens"
         if self.documents and not (longest and any(tokens.shape[1] > longest for tokens, _ in self.documents)):
-            before, after, words = self.before, self.before if replay is None else self._perplexity(replay), self.words
-        perplexities = {"before": {"perplexity": before}, "after": {"perplexity": after}, "perplexity_of": words}
+            before, after, description = (
+                self.before,
+                self.before if replay is None else self._perplexity(replay),
+                self.words,
+            )
+        perplexities = {"before": {"perplexity": before}, "after": {"perplexity": after}, "perplexity_of": description}
         return {**perplexities, "unfinished": self.unfinished}
 
     def by(self, model: Any, difference: Difference) -> dict[str, Any]:
-        """`told` of a model of transformers."""
+        """Returns `told` for a transformers model."""
         return self.told(difference, lambda rows: [plain_logits(model, row) for row in rows])
 
     def _perplexity(self, replay: Replay) -> float:
@@ -76,7 +81,7 @@ class Held:
         return math.exp(total / count)
 
     def _parts(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """A few documents at a time: all their logits at once may be larger than the model."""
+        """Yields a few documents at a time, since all logits together may be larger than the model."""
         part: list[tuple[Tensor, Tensor]] = []
         for document in self.documents:
             if part and sum(tokens.shape[1] for tokens, _ in (*part, document)) > _AT_ONCE:
@@ -88,12 +93,16 @@ class Held:
 
 
 def held_of(opened: LoadedModel, source: str | Path) -> Held:
-    """`_held_of`, with what there is to know of a run that is not finished."""
+    """Returns the text for a model's perplexity, with a note if its run is unfinished."""
     return replace(_held_of(opened), unfinished=unfinished(source, opened.step))
 
 
 def _held_of(opened: LoadedModel) -> Held:
-    """The validation rows of a run, with its perplexity there; sample texts for what is no run, has none, or is not trained on next tokens."""
+    """Returns the validation rows of a run with its perplexity on them; otherwise the sample texts.
+
+    Sample texts are used for models without a run, runs without validation rows, and other objectives than next-token
+    loss.
+    """
     from preheat.core import Slot
     from preheat.data import Rows, prepare
     from preheat.data.loader import evaluation_rows
@@ -127,11 +136,11 @@ def _held_of(opened: LoadedModel) -> Held:
             start += length
             if bool((labels != -100).any()):
                 documents.append((tokens, labels))
-    of = (
+    rows_used = (
         f"{limit:,} of its {len(rows):,} validation rows"
         if limit < len(rows)
         else f"all of its {len(rows):,} validation rows"
     )
     return Held(
-        f"the run's own data, {of}: {measured.tokens:,} tokens", measured.metrics["perplexity"].value, documents
+        f"the run's own data, {rows_used}: {measured.tokens:,} tokens", measured.metrics["perplexity"].value, documents
     )

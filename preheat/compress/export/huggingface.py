@@ -1,4 +1,4 @@
-"""A run as a Hugging Face folder: adapters merged, tokenizer beside, loaded again by plain transformers and compared."""
+"""Export of a run to a Hugging Face folder: adapters merged, reloaded by plain transformers and compared."""
 
 from __future__ import annotations
 
@@ -29,9 +29,18 @@ from preheat.run_dir import Reader
 
 __all__ = ["write", "write_held"]
 
-_UNROUNDED = "the run was trained with rounded weights; the folder has them before rounding: preheat compress RUN writes them as they were rounded"
-_NO_BIAS = "the run balanced its experts by a bias on the choice; its family's folders have no place for that, so the folder routes without it, as the run's evaluations did"
-_NO_WINDOW = "the run limited its attention by a technique; the folder's configuration has no place for that, so plain transformers attends in full"
+_UNROUNDED = (
+    "the run was trained with rounded weights; the folder has them before rounding: preheat compress RUN writes "
+    "them as they were rounded"
+)
+_NO_BIAS = (
+    "the run balanced its experts by a bias on the choice; its family's folders have no place for that, so the "
+    "folder routes without it, as the run's evaluations did"
+)
+_NO_WINDOW = (
+    "the run limited its attention by a technique; the folder's configuration has no place for that, so plain "
+    "transformers attends in full"
+)
 
 
 def write(
@@ -42,7 +51,7 @@ def write(
     tolerance: float | None = None,
     base: str | None = None,
 ) -> dict[str, Any]:
-    """`write_held`, without what its perplexity was measured on."""
+    """As `write_held`, without the held-out text in its result."""
     return write_held(run, out, dtype=dtype, tolerance=tolerance, base=base)[0]
 
 
@@ -55,24 +64,26 @@ def write_held(
     base: str | None = None,
     final: bool = True,
 ) -> tuple[dict[str, Any], Held]:
-    """Writes `out` from the newest whole checkpoint of a run, or from an adapter's folder and its base.
+    """Writes `out` from a run's newest complete checkpoint, or from an adapter's folder and its base.
 
-    Adapters are merged in fp32 into the very base that was trained: one in 4 bits is made full first. What is written is read
-    again by plain transformers, and both are compared over rows of real text and the added tokens.
+    Adapters are merged in fp32 into the base they were trained on; a 4-bit base is dequantized first. The folder is
+    reloaded by plain transformers, and both models are compared over rows of real text and the added tokens.
 
     Args:
-        dtype: of the weights that are written; that of the run's when None.
-        tolerance: largest difference of a logit, as a share of the largest logit (at least of 1); `verify.TOLERANCE` when None.
+        dtype: of the saved weights; None: the run's.
+        tolerance: maximum logit difference relative to the largest logit (at least 1); None: `verify.TOLERANCE`.
         base: as in `open_model`.
-        final: the folder is what was asked for. One on the way to another format is not measured, and nothing is said of its code.
+        final: False for an intermediate folder of another format, whose perplexity and Python code are not reported.
 
     Returns:
-        {path, bytes, dtype, merged, tokens_that_end, turn_ends, chats, string_ends, read_by, note} and `verify.figures`; turn_ends: the token that ends an answer, or None;
-        chats: whether it was trained on them; string_ends: what ends an answer where no token does; note: what the folder cannot say, or "". And what perplexity was measured on.
+        {path, bytes, dtype, merged, tokens_that_end, turn_ends, chats, string_ends, read_by, note} and
+        `verify.figures`; and the text that perplexity was measured on. Here turn_ends is the token that ends an answer,
+        or None; chats is True if it was trained on chats; string_ends is the string that ends an answer if no token
+        does; note lists properties that the folder cannot express, or is "".
 
     Raises:
-        RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
-            transformers has not; the folder does not hold what was trained, within the tolerance.
+        RunError: no run or checkpoint; `out` exists or cannot be written; transformers does not have the architecture;
+            the reloaded model differs by more than the tolerance.
     """
     import transformers
 
@@ -82,36 +93,38 @@ def write_held(
     model: Any = opened.build.trained[0]
     if beyond := beyond_transformers(model):
         raise RunError(
-            f"{run}: has {' and '.join(beyond)}, which no class of transformers can load; evaluate and generate from the run itself"
+            f"{run}: has {' and '.join(beyond)}, which no class of transformers can load; evaluate and "
+            "generate from the run itself"
         )
     if is_compressed(model):
         raise RunError(
-            f"{run}: is compressed, and what is rounded is not written as other formats' weights; export the model it was made from"
+            f"{run}: is compressed, and what is rounded is not written as other formats' weights; export the "
+            "model it was made from"
         )
-    held = held_of(opened, run)
+    held_text = held_of(opened, run)
     rounded = unfake_(model)
-    kept = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    accepted = verify.Bound(verify.TOLERANCE[kept] if tolerance is None else tolerance)
+    saved_dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
+    accepted = verify.Bound(verify.TOLERANCE[saved_dtype] if tolerance is None else tolerance)
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
     rows = verify.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
     vision = opened.build.model.vision
     reader: Any = getattr(transformers, auto_class(model.config))
     classifies = isinstance(head(model), ClassHead)
     pad = _pad(opened.tokenizer, run) if classifies else None
-    if pad is not None:  # transformers' classifiers read the last token that is no padding
+    if pad is not None:  # transformers' classifiers read the last non-padding token
         opened.tokenizer.pad_token_id = pad
         rows = [row[row != pad][None] for row in rows]
-    drawn = [] if vision is None else [drawn_image(vision)]
-    wanted = verify.logits(model, rows, drawn)
+    image_rows = [] if vision is None else [drawn_image(vision)]
+    wanted = verify.logits(model, rows, image_rows)
     merged = merge(model) if names_of(model) else 0
     if pad is not None:
         reader, wanted = transformers.AutoModelForSequenceClassification, [row[:, -1] for row in wanted]
         model = _classifier(model, pad, run)
-    model.to(kept)
+    model.to(saved_dtype)
     tied = not classifies and model.get_input_embeddings().weight is model.get_output_embeddings().weight
     model.set_attn_implementation("eager")  # the folder must not name our own attention
     model.config.use_cache = True
-    notes = [held.unfinished] if held.unfinished else []
+    notes = [held_text.unfinished] if held_text.unfinished else []
     notes += [_NO_WINDOW] if Tag.SLIDING_WINDOW in opened.build.tags else []
     notes += [_UNROUNDED] if rounded else []
     notes += [_NO_BIAS] if biases(model) and not has_bias(model.config) else []
@@ -119,32 +132,35 @@ def write_held(
     tokenizer = end_texts(opened.tokenizer) if classifies else ends.tokenizer
     notes += [] if classifies else ends.notes
     runs = runs_code(model.config, opened.recipe.model.trust_remote_code)
-    name = str(kept).removeprefix("torch.")
+    name = str(saved_dtype).removeprefix("torch.")
     with NewFolder(out) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         require_same_tokens(tokenizer, folder)
-        notes += [words] if final and (words := rebuilt_by_transformers(folder)) else []
+        notes += [note] if final and (note := rebuilt_by_transformers(folder)) else []
         if vision is not None and opened.build.weights.folder is not None:
             copy_processor(opened.build.weights.folder, folder)
-        pipeline = pipeline_of(model.config)  # its architectures are set by now
+        pipeline = pipeline_of(model.config)  # after saving, which sets config.architectures
         opened.build.parts.clear()
         del model
         notes += verify.code_in(folder) if final else []
-        again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=runs)
-        texts = None if classifies else [*rows, *(seen["input_ids"] for seen in drawn)]
-        found = verify.compare(wanted, verify.logits(again, rows, drawn), texts)
+        reloaded = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=runs)
+        texts = None if classifies else [*rows, *(inputs["input_ids"] for inputs in image_rows)]
+        difference = verify.compare(wanted, verify.logits(reloaded, rows, image_rows), texts)
         hint = (
             "raise --tolerance only if you know why"
-            if kept == torch.float32
+            if saved_dtype == torch.float32
             else "use --dtype float32, or raise --tolerance"
         )
-        verify.refuse_beyond(found, accepted, str(out), hint)
-        if not classifies and tied != (again.get_input_embeddings().weight is again.get_output_embeddings().weight):
+        verify.refuse_beyond(difference, accepted, str(out), hint)
+        if not classifies and tied != (
+            reloaded.get_input_embeddings().weight is reloaded.get_output_embeddings().weight
+        ):
             raise RunError(
-                f"{out}: embedding and head are {'one matrix' if tied else 'two matrices'} in the run, but not in the folder"
+                f"{out}: embedding and head are {'one matrix' if tied else 'two matrices'} in the run, but "
+                "not in the folder"
             )
-        made = {
+        summary = {
             "path": str(out),
             "bytes": verify.size(folder),
             "dtype": name,
@@ -154,15 +170,21 @@ def write_held(
             "chats": ends.chats,
             "string_ends": ends.string,
             "read_by": model_card.version_of("transformers"),
-            **verify.figures(found, accepted),
-            **(held.by(again, found) if final else held.told(found, None)),
+            **verify.figures(difference, accepted),
+            **(held_text.by(reloaded, difference) if final else held_text.told(difference, None)),
             "note": "; ".join(notes),
         }
         use = f'import transformers\nmodel = transformers.{reader.__name__}.from_pretrained(".")'
         model_card.write(
-            folder, run, made, title=f"Hugging Face folder, {name}", use=use, library="transformers", pipeline=pipeline
+            folder,
+            run,
+            summary,
+            title=f"Hugging Face folder, {name}",
+            use=use,
+            library="transformers",
+            pipeline=pipeline,
         )
-    return made, held
+    return summary, held_text
 
 
 def _pad(tokenizer: Any, run: str | Path) -> int:
@@ -173,13 +195,13 @@ def _pad(tokenizer: Any, run: str | Path) -> int:
 
 
 def _classifier(model: Any, pad: int, run: str | Path) -> Any:
-    """transformers' classifier of the family, with the names of the run's classes."""
+    """Returns transformers' classifier of the family, with the names of the run's classes."""
     try:
-        made = as_sequence_classifier(model, pad=pad)
+        classifier = as_sequence_classifier(model, pad=pad)
     except ValueError as error:
         raise RunError(f"{run}: cannot be exported: {error}") from None
     names = Reader(run).data.get("classes") if (Path(run) / "recipe.yaml").is_file() else None
     if names:
-        made.config.id2label = dict(enumerate(map(str, names)))
-        made.config.label2id = {name: n for n, name in made.config.id2label.items()}
-    return made
+        classifier.config.id2label = dict(enumerate(map(str, names)))
+        classifier.config.label2id = {name: n for n, name in classifier.config.id2label.items()}
+    return classifier

@@ -1,7 +1,8 @@
-"""Image classifiers of transformers (MobileNetV2, EfficientNet, MobileViT …) for devices: ONNX and ExecuTorch, also in 8 bits calibrated.
+"""Export of transformers' image classifiers (MobileNetV2, EfficientNet, MobileViT …) to ONNX and ExecuTorch.
 
-Calibrated 8 bits: a few hundred images go through the model, and the ranges that activations were seen to take are fixed in the file;
-weights are quantized by channel. Each file is run again by its own runtime over the images, and held to `verify.BOUNDS["vision"]`.
+Both support fp32 and int8. int8 is static: activation ranges are calibrated on a few hundred images and fixed in the
+file, weights are quantized per channel. Each file is run again by its own runtime over the images, and checked against
+`verify.BOUNDS["vision"]`.
 Source: onnxruntime.quantization.quantize_static; torchao's pt2e quantization with ExecuTorch's XNNPACKQuantizer.
 """
 
@@ -23,7 +24,7 @@ Scorer = Callable[[Tensor], Tensor]
 
 
 class _Scores(nn.Module):
-    """pixel_values [batch, channels, height, width] to scores [batch, classes]."""
+    """Maps pixel_values [batch, channels, height, width] to logits [batch, classes]."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -36,18 +37,19 @@ class _Scores(nn.Module):
 def to_onnx(
     model: Any, file: str | Path, images: Tensor, *, int8: bool = False, tolerance: float | None = None
 ) -> verify.Difference:
-    """Writes `file` (.onnx) with an open batch: input pixel_values, output logits.
+    """Writes `file` (.onnx) with a dynamic batch size: input pixel_values, output logits.
 
     Args:
-        model: a transformers model for image classification, in fp32 on the CPU; it is set to evaluation.
-        images: [n, channels, height, width] fp32, as its image processor makes them: what is calibrated on and compared over.
-        tolerance: in place of the bounds.
+        model: a transformers model for image classification, in fp32 on the CPU; it is set to eval mode.
+        images: [n, channels, height, width] fp32 from its image processor, for calibration and comparison.
+        tolerance: replaces the bounds.
 
     Returns:
-        How far the file's scores are from the model's over the images.
+        Difference of the file's and the model's logits over the images.
 
     Raises:
-        RunError: onnx, onnxscript or onnxruntime is not installed; an operator has no form; beyond the bound (no file is left).
+        RunError: onnx, onnxscript or onnxruntime is not installed; an operator is not supported; the difference
+            exceeds the bound (no file is left).
 
     Example:
         >>> to_onnx(model, "digits.onnx", images, int8=True).agreement           # doctest: +SKIP
@@ -55,17 +57,17 @@ def to_onnx(
     """
     require("onnx", "onnx", "onnxscript", "onnxruntime")
     file, module = Path(file), _Scores(model)
-    whole = file.with_name(file.name + ".float") if int8 else file
+    unquantized = file.with_name(file.name + ".float") if int8 else file
     with torch.no_grad():
         program = torch.export.export(module, (images[:2],), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
-    trace.to_onnx(program, whole, ("pixel_values",), beside=False)
+    trace.to_onnx(program, unquantized, ("pixel_values",), beside=False)
     if int8:
-        _calibrated(whole, file, images)
-        whole.unlink()
+        _calibrated(unquantized, file, images)
+        unquantized.unlink()
     return _held(module, replay_onnx(file, images), file, images, int8=int8, tolerance=tolerance)
 
 
-def _calibrated(whole: Path, file: Path, images: Tensor) -> None:
+def _calibrated(unquantized: Path, file: Path, images: Tensor) -> None:
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -78,12 +80,12 @@ def _calibrated(whole: Path, file: Path, images: Tensor) -> None:
             batch = next(self.left, None)
             return None if batch is None else {"pixel_values": batch.numpy()}
 
-    ready = whole.with_name(whole.name + ".ready")
-    quant_pre_process(whole, ready, skip_symbolic_shape=True)
-    # Products of activations (squeeze and excite, swish) stay in fp32: in 8 bits ONNX Runtime's make EfficientNet's scores noise.
-    products = [node.name for node in onnx.load(ready).graph.node if node.op_type == "Mul"]
+    preprocessed = unquantized.with_name(unquantized.name + ".ready")
+    quant_pre_process(unquantized, preprocessed, skip_symbolic_shape=True)
+    # Products of activations (squeeze-and-excite, swish) stay in fp32: int8 ruins EfficientNet's logits.
+    products = [node.name for node in onnx.load(preprocessed).graph.node if node.op_type == "Mul"]
     quantize_static(
-        ready,
+        preprocessed,
         file,
         Images(),
         quant_format=QuantFormat.QDQ,
@@ -93,11 +95,11 @@ def _calibrated(whole: Path, file: Path, images: Tensor) -> None:
         reduce_range=trace.REDUCE_RANGE,
         nodes_to_exclude=products,
     )
-    ready.unlink()
+    preprocessed.unlink()
 
 
 def open_onnx(file: str | Path) -> Scorer:
-    """A file in ONNX Runtime on the CPU: pixels [n, channels, height, width] to scores [n, classes]."""
+    """Opens a file in ONNX Runtime on the CPU: pixels [n, channels, height, width] to logits [n, classes]."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -107,7 +109,7 @@ def open_onnx(file: str | Path) -> Scorer:
 
 
 def replay_onnx(file: str | Path, images: Tensor) -> Tensor:
-    """Scores [n, classes] of images by ONNX Runtime on the CPU."""
+    """Returns the logits [n, classes] of images by ONNX Runtime on the CPU."""
     run = open_onnx(file)
     return torch.cat([run(part) for part in images.split(8)])
 
@@ -115,7 +117,7 @@ def replay_onnx(file: str | Path, images: Tensor) -> Tensor:
 def to_executorch(
     model: Any, file: str | Path, images: Tensor, *, int8: bool = False, tolerance: float | None = None
 ) -> verify.Difference:
-    """Writes `file` (.pte) on XNNPACK for one image at a time; arguments, result and errors as of `to_onnx`."""
+    """Writes `file` (.pte) on XNNPACK for one image at a time; arguments, result and errors as in `to_onnx`."""
     require("executorch", "executorch", "torchao")
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
@@ -129,16 +131,16 @@ def to_executorch(
         try:
             lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
         except (RuntimeError, SpecViolationError) as error:
-            if (known := trace.refused(error, "executorch", "use ONNX")) is None:
+            if (unsupported := trace.refused(error, "executorch", "use ONNX")) is None:
                 raise
-            raise known from None
-    with file.open("wb") as written:
-        lowered.write_to_file(written)
+            raise unsupported from None
+    with file.open("wb") as stream:
+        lowered.write_to_file(stream)
     return _held(module, replay_executorch(file, images), file, images, int8=int8, tolerance=tolerance)
 
 
 def _observed(program: torch.export.ExportedProgram, images: Tensor) -> nn.Module:
-    """The graph with its weights quantized and its activations' ranges fixed by what the images made of them."""
+    """Quantizes the graph's weights, and its activations with ranges calibrated on the images."""
     from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
         XNNPACKQuantizer,
         get_symmetric_quantization_config,
@@ -153,7 +155,7 @@ def _observed(program: torch.export.ExportedProgram, images: Tensor) -> nn.Modul
 
 
 def open_executorch(file: str | Path) -> Scorer:
-    """A program in ExecuTorch's runtime: pixels [1, channels, height, width] to scores [1, classes]."""
+    """Opens a program in ExecuTorch's runtime: pixels [1, channels, height, width] to logits [1, classes]."""
     from executorch.runtime import Runtime
 
     program = Runtime.get().load_program(Path(file))
@@ -162,17 +164,17 @@ def open_executorch(file: str | Path) -> Scorer:
 
 
 def replay_executorch(file: str | Path, images: Tensor) -> Tensor:
-    """Scores [n, classes] of images by ExecuTorch's runtime."""
+    """Returns the logits [n, classes] of images by ExecuTorch's runtime."""
     run = open_executorch(file)
     return torch.cat([run(image) for image in images.split(1)])
 
 
 def _held(
-    module: nn.Module, found: Tensor, file: Path, images: Tensor, *, int8: bool, tolerance: float | None
+    module: nn.Module, logits: Tensor, file: Path, images: Tensor, *, int8: bool, tolerance: float | None
 ) -> verify.Difference:
     with torch.no_grad():
-        wanted = torch.cat([module(part) for part in images.split(8)])
-    difference = verify.compare([wanted[:, None]], [found[:, None]])
+        expected = torch.cat([module(part) for part in images.split(8)])
+    difference = verify.compare([expected[:, None]], [logits[:, None]])
     bound = verify.bound_of("vision", "int8" if int8 else "float32", tolerance)
     if difference.beyond(bound):
         file.unlink()

@@ -1,4 +1,4 @@
-"""A GGUF file run by llama.cpp itself, where its Python package xllamacpp is installed: logarithms of probabilities, and tokens of a text."""
+"""Runs a GGUF file with llama.cpp, if its package xllamacpp is installed, and compares logprobs and tokenization."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from preheat.errors import RunError
 
 __all__ = ["compare", "installed"]
 
-_PLACES = 6
-"""Positions of a row that are looked at: llama.cpp tells the probabilities of a text's next token alone."""
-_PIECES = 512
-"""The most likely pieces at each, which it tells as text."""
+_POSITIONS = 6
+"""Positions compared per row: llama.cpp returns the probabilities of only the next token after a prompt."""
+_TOP = 512
+"""Most likely tokens compared at each position."""
 
 
 def installed() -> bool:
@@ -31,26 +31,26 @@ def installed() -> bool:
 
 
 def compare(file: Path, tokenizer: Any, rows: list[Tensor], wanted: list[Tensor]) -> verify.Difference:
-    """Runs the file on the CPU and compares.
+    """Runs the file on the CPU and compares logprobs.
 
     Args:
-        tokenizer: of the model; llama.cpp must cut the compared texts in the same way.
+        tokenizer: of the model; llama.cpp must tokenize the compared texts identically.
         rows: tokens, [1, length] each.
         wanted: logits, [1, length, vocabulary] each.
 
     Returns:
-        Of logarithms of probabilities, at a few positions of each row, over llama.cpp's most likely pieces there.
+        Difference of logprobs at a few positions of each row, over llama.cpp's most likely tokens.
 
     Raises:
-        RunError: llama.cpp does not load the file, or cuts a text into other tokens.
+        RunError: llama.cpp cannot load the file, or tokenizes a text differently.
     """
     with _silent():
-        pairs = _run(file, tokenizer, rows, wanted)  # and its server is gone, which says so, too
-    return verify.compare([own for own, _ in pairs], [found for _, found in pairs])
+        pairs = _run(file, tokenizer, rows, wanted)  # inside, since the server also logs when it stops
+    return verify.compare([expected for expected, _ in pairs], [computed for _, computed in pairs])
 
 
 def _run(file: Path, tokenizer: Any, rows: list[Tensor], wanted: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Logarithms of probabilities of the same pieces by the model and by llama.cpp, [1, 1, pieces] each."""
+    """Returns logprobs of the same tokens by the model and by llama.cpp, [1, 1, tokens] each."""
     import xllamacpp
 
     settings = xllamacpp.CommonParams()
@@ -65,56 +65,54 @@ def _run(file: Path, tokenizer: Any, rows: list[Tensor], wanted: list[Tensor]) -
     letter = tokenizer.encode("a", add_special_tokens=False)[-1]
     pairs = []
     for row, logits in zip(rows, wanted, strict=True):
-        length = (
-            row.shape[1] - 1
-        )  # a text as long as all the model's positions leaves llama.cpp no room for a next piece
-        for end in sorted({max(1, length * n // _PLACES) for n in range(1, _PLACES + 1)}):
-            told = _next(server, row[0, :end].tolist(), letter)
-            own = logits[0, end - 1].double().log_softmax(-1)[list(told)]
-            pairs.append((own[None, None], torch.tensor(list(told.values()), dtype=torch.float64)[None, None]))
+        length = row.shape[1] - 1  # leaves llama.cpp room for a next token in a full context
+        for end in sorted({max(1, length * n // _POSITIONS) for n in range(1, _POSITIONS + 1)}):
+            logprobs = _next(server, row[0, :end].tolist(), letter)
+            expected = logits[0, end - 1].double().log_softmax(-1)[list(logprobs)]
+            pairs.append((expected[None, None], torch.tensor(list(logprobs.values()), dtype=torch.float64)[None, None]))
     return pairs
 
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """llama.cpp writes its log past Python, to the process's own standard output and error."""
+    """Context manager that redirects the process's stdout and stderr, to which llama.cpp logs directly."""
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(n) for n in (1, 2)]
+    saved = [os.dup(n) for n in (1, 2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         for n in (1, 2):
             os.dup2(nowhere, n)
         yield
     finally:
-        for n, descriptor in zip((1, 2), kept, strict=True):
+        for n, descriptor in zip((1, 2), saved, strict=True):
             os.dup2(descriptor, n)
             os.close(descriptor)
         os.close(nowhere)
 
 
 def _next(server: Any, ids: list[int], letter: int) -> dict[int, float]:
-    """Logarithm of the probability of each of the most likely next pieces.
+    """Returns the logprobs of the most likely next tokens.
 
     Args:
-        letter: a piece of ASCII text that is made to come next: after an end or a part of a letter no probabilities are told. Those that
-            are told are from before this.
+        letter: an ASCII token that is forced as the next one: llama.cpp returns no probabilities after an end token or
+            an incomplete character. The probabilities are those before this bias.
     """
-    asked = {"prompt": ids, "max_tokens": 1, "n_probs": _PIECES, "logit_bias": [[letter, 1000]], "temperature": 0.0}
-    told = server.handle_completions({**asked, "cache_prompt": False})
-    if "choices" not in told:
-        raise RunError(f"llama.cpp does not go on after {len(ids)} tokens: {json.dumps(told)[:200]}")
-    pieces = told["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-    return {piece["id"]: piece["logprob"] for piece in pieces}
+    request = {"prompt": ids, "max_tokens": 1, "n_probs": _TOP, "logit_bias": [[letter, 1000]], "temperature": 0.0}
+    response = server.handle_completions({**request, "cache_prompt": False})
+    if "choices" not in response:
+        raise RunError(f"llama.cpp does not go on after {len(ids)} tokens: {json.dumps(response)[:200]}")
+    tokens = response["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    return {token["id"]: token["logprob"] for token in tokens}
 
 
 def _same_tokens(server: Any, tokenizer: Any, file: Path) -> None:
     for text in verify.TEXTS:
         body = json.dumps({"content": text, "add_special": True}).encode()
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(asked) as answer:
+        with urllib.request.urlopen(request) as answer:
             ids = json.load(answer)["tokens"]
         if ids != tokenizer.encode(text):
             raise RunError(

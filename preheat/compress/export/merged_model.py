@@ -1,4 +1,4 @@
-"""What is exported as plain transformers has it: adapters merged, in fp32, already compared with the run."""
+"""The merged fp32 model that format writers start from, already verified against the run."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Plain:
     """A language model to write in another format.
 
     Attributes:
-        source: what was exported, as the user named it.
-        folder: a Hugging Face folder of it, fp32, until the writer is done.
+        source: the exported model, as the user named it.
+        folder: a temporary Hugging Face folder of it, in fp32.
         model: plain transformers' class, fp32, on the CPU.
-        rows: tokens to compare over, [1, length] each.
+        rows: tokens to compare logits over, [1, length] each.
         wanted: its logits there, [1, length, vocabulary] each.
-        merged: adapters that were merged.
+        merged: number of merged adapters.
         ends: tokens that end a text.
-        turn: the one that ends an answer, where the model was trained on chats.
-        chats: it was trained on chats, laid out by the tokenizer's template.
-        string: what ends an answer where no token does; '' otherwise.
-        notes: what the folder cannot say.
-        held: what perplexity is measured on.
+        turn: the token that ends an answer, if the model was trained on chats.
+        chats: True if it was trained on chats, rendered by the tokenizer's template.
+        string: the string that ends an answer if no token does; else ''.
+        notes: properties that the folder cannot express.
+        held: text that perplexity is measured on.
     """
 
     source: Path
@@ -56,53 +56,57 @@ class Plain:
     held: Held
 
     def use(self, load: str, step: str, *, positions: int = 0) -> str:
-        """Lines of Python for the card that write what `preheat generate` writes: the likeliest token, until one that ends.
+        """Returns Python code for the card that decodes greedily until an end token, as `preheat generate` does.
 
         Args:
             load: lines that open the file.
-            step: lines that give `logits` [1, n, vocabulary] for the tokens `ids + answer`.
-            positions: that the file takes; those of the model where 0.
+            step: lines that compute `logits` [1, n, vocabulary] for the tokens `ids + answer`.
+            positions: maximum sequence length of the file; 0: the model's.
         """
         positions = positions or facts(self.model.config).positions
-        asked = 'tokenizer.encode("Once upon a time")'
+        prompt = 'tokenizer.encode("Once upon a time")'
         if self.chats:
-            asked = 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)["input_ids"]'
-        going = f"len(ids + answer) < {min(positions or 256, 256)} and not ends.intersection(answer)"
+            prompt = (
+                'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], '
+                'add_generation_prompt=True)["input_ids"]'
+            )
+        condition = f"len(ids + answer) < {min(positions or 256, 256)} and not ends.intersection(answer)"
         text = "tokenizer.decode(answer, skip_special_tokens=True)"
         if self.string:
-            going, text = (
-                f"{going} and {self.string!r} not in tokenizer.decode(answer)",
+            condition, text = (
+                f"{condition} and {self.string!r} not in tokenizer.decode(answer)",
                 f"{text}.partition({self.string!r})[0]",
             )
         return (
-            f'{load}\ntokenizer = transformers.AutoTokenizer.from_pretrained(".")\nids = {asked}\n'
+            f'{load}\ntokenizer = transformers.AutoTokenizer.from_pretrained(".")\nids = {prompt}\n'
             f"answer, ends = [], {{{', '.join(map(str, self.ends))}}}  # as in generation_config.json\n"
-            f"while {going}:\n{textwrap.indent(step, '    ')}\n    answer.append(int(logits[0, -1].argmax()))\nprint({text})"
+            f"while {condition}:\n{textwrap.indent(step, '    ')}\n    answer.append(int(logits[0, "
+            f"-1].argmax()))\nprint({text})"
         )
 
     def copy_settings(self, folder: Path) -> None:
-        """Puts the tokenizer, the configuration and the settings of generation beside what is written."""
+        """Copies the tokenizer, configuration and generation settings to the export's folder."""
         for file in self.folder.iterdir():
             if file.suffix in (".json", ".jinja") and not file.name.endswith(".index.json"):
                 shutil.copy(file, folder)
 
 
 @contextmanager
-def plain(run: str | Path, beside: Path, *, base: str | None = None) -> Iterator[Plain]:
-    """Merges and writes a Hugging Face folder in `beside`, by `huggingface.write`, and removes it in the end.
+def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator[Plain]:
+    """Context manager that writes the merged model to a temporary Hugging Face folder inside `parent`.
 
     Args:
         run: as `open_model` takes it.
 
     Raises:
-        RunError: as `huggingface.write`; a classifier or an encoder-decoder, which other formats have no place for.
+        RunError: as `huggingface.write`; a classifier or an encoder-decoder, which other formats do not support.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    folder = beside / "huggingface"
-    made, held = huggingface.write_held(run, folder, dtype=torch.float32, base=base, final=False)
+    folder = parent / "huggingface"
+    summary, held_text = huggingface.write_held(run, folder, dtype=torch.float32, base=base, final=False)
     try:
-        if made["before"]["perplexity"] is None:
+        if summary["before"]["perplexity"] is None:
             raise RunError(f"{run}: is a classifier, and this format is for language models; use --to hf")
         if AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=remote_code.allowed()
@@ -116,7 +120,7 @@ def plain(run: str | Path, beside: Path, *, base: str | None = None) -> Iterator
         )
         known = [n for n in sorted(tokenizer.added_tokens_decoder) if n < model.config.vocab_size][:32]
         rows = verify.rows(tokenizer, facts(model.config).positions, known)
-        notes = [made["note"]] if made["note"] else []
+        notes = [summary["note"]] if summary["note"] else []
         wanted = verify.logits(model, rows)
         yield Plain(
             source=Path(run),
@@ -125,25 +129,25 @@ def plain(run: str | Path, beside: Path, *, base: str | None = None) -> Iterator
             tokenizer=tokenizer,
             rows=rows,
             wanted=wanted,
-            merged=made["merged"],
-            ends=made["tokens_that_end"],
-            turn=made["turn_ends"],
-            chats=made["chats"],
-            string=made["string_ends"],
+            merged=summary["merged"],
+            ends=summary["tokens_that_end"],
+            turn=summary["turn_ends"],
+            chats=summary["chats"],
+            string=summary["string_ends"],
             notes=notes,
-            held=held,
+            held=held_text,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def require(to: str, *packages: str, extra: str | None = None) -> None:
-    """Raises before any work is done where a package is not installed, with the command that installs it.
+    """Raises RunError if a package is not installed, with the command that installs it; called before any work is done.
 
     Args:
         to: the format.
-        packages: as they are imported.
-        extra: of preheat, that brings them; named as the format when None.
+        packages: import names.
+        extra: preheat's extra that installs them; None: the format's name.
     """
     import importlib.util
 

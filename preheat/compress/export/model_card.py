@@ -1,4 +1,4 @@
-"""A model card (README.md) in an export's folder: what was done, from what run, on what data, measured how."""
+"""Model card (README.md) of an export: source run, data, comparison and usage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["version_of", "write"]
 def write(
     folder: Path,
     run: str | Path,
-    made: Mapping[str, Any],
+    summary: Mapping[str, Any],
     *,
     title: str,
     use: str,
@@ -29,11 +29,11 @@ def write(
 
     Args:
         folder: of the export, while it is written.
-        run: what was exported: a run, whose recipe, data and metrics are told; a model's or an adapter's folder, which is named.
-        made: what the writer returns.
+        run: the exported run, whose recipe, data and metrics are included; or a model's or an adapter's folder.
+        summary: result of the writer.
         title: the format and dtype, as in "GGUF, q8_0".
         use: a command or a few lines of Python that use it.
-        library: what loads it, as the hub calls it.
+        library: the library that loads it, by the hub's name.
         pipeline: the hub's name of the task.
     """
     name = Path(run).resolve().name
@@ -41,12 +41,12 @@ def write(
     front = front_matter(run, library=library, pipeline=pipeline, relation=relation)
     parts = [
         f"{front.yaml}\n\n# {name}: {title}",
-        "\n".join(_origin(Path(run), made)),
-        "\n".join(["## Compared with the model it came from\n", *_compared(made)]),
+        "\n".join(_origin(Path(run), summary)),
+        "\n".join(["## Compared with the model it came from\n", *_compared(summary)]),
         f"## Use\n\n```\n{use}\n```",
     ]
-    if made["note"]:
-        parts.insert(3, f"Note: {made['note']}.")
+    if summary["note"]:
+        parts.insert(3, f"Note: {summary['note']}.")
     if front.left_out:
         parts.append(front.left_out)
     try:
@@ -56,7 +56,7 @@ def write(
 
 
 def version_of(package: str) -> str:
-    """As in "onnxruntime 1.32.0"."""
+    """Returns a package and its version, as in "onnxruntime 1.32.0"."""
     from importlib.metadata import version
 
     import preheat
@@ -64,17 +64,17 @@ def version_of(package: str) -> str:
     return f"{package} {preheat.__version__ if package == 'preheat' else version(package)}"
 
 
-def _origin(run: Path, made: Mapping[str, Any]) -> list[str]:
-    merged = f", {made['merged']} adapters merged" if made.get("merged") else ""
+def _origin(run: Path, summary: Mapping[str, Any]) -> list[str]:
+    merged = f", {summary['merged']} adapters merged" if summary.get("merged") else ""
     run = run.parent.parent if run.parent.name == "checkpoints" else run
     if not (run / "recipe.yaml").is_file():
         return [f"Written by preheat from the folder `{run.resolve().name}`{merged}."]
-    told = Reader(run)
+    reader = Reader(run)
     lines = [f"Written by preheat from the run `{run.resolve().name}`{merged}.", "", "## Trained", ""]
-    for technique, changes in told.changes.items():
+    for technique, changes in reader.changes.items():
         lines += [f"- {technique}: {change['what']}" for change in changes]
-    lines += _data(told) + _measured(told)
-    text = recipes.dump(published(recipes.parse(told.recipe_text, where=str(run / "recipe.yaml"))))
+    lines += _data(reader) + _measured(reader)
+    text = recipes.dump(published(recipes.parse(reader.recipe_text, where=str(run / "recipe.yaml"))))
     return [*lines, "", "The recipe:", "", "```yaml", text.strip(), "```"]
 
 
@@ -83,14 +83,14 @@ def _data(run: Reader) -> list[str]:
     if "source" not in data:
         return []
     sizes = (data.get("counts") or {}).get("train") or {}
-    whole = "tokens" in sizes and "documents" in sizes
-    count = f", {sizes['documents']:,} documents, {sizes['tokens']:,} tokens to train on" if whole else ""
+    complete = "tokens" in sizes and "documents" in sizes
+    count = f", {sizes['documents']:,} documents, {sizes['tokens']:,} tokens to train on" if complete else ""
     template = f"; chat template {data['template']}" if data.get("chat") and "template" in data else ""
     return [f"- data: {data['source']}{count}{template}"]
 
 
-def _measured(told: Reader) -> list[str]:
-    metrics, evaluations = told.metrics(), told.evaluations()
+def _measured(reader: Reader) -> list[str]:
+    metrics, evaluations = reader.metrics(), reader.evaluations()
     lines = []
     if metrics:
         last = metrics[-1]
@@ -101,7 +101,7 @@ def _measured(told: Reader) -> list[str]:
     ]
     if losses:
         lines.append(f"- validation loss {losses[-1][1]:.4f} at step {losses[-1][0]:,}")
-    environment = told.environment
+    environment = reader.environment
     device, torch = (
         (environment.get(part) or {}).get(key) for part, key in (("machine", "device"), ("versions", "torch"))
     )
@@ -110,22 +110,22 @@ def _measured(told: Reader) -> list[str]:
     return lines
 
 
-def _compared(made: Mapping[str, Any]) -> list[str]:
-    """A table of what `verify.figures` says."""
-    before, after = made["before"]["perplexity"], made["after"]["perplexity"]
+def _compared(summary: Mapping[str, Any]) -> list[str]:
+    """Returns the lines of a table with `verify.figures`."""
+    before, after = summary["before"]["perplexity"], summary["after"]["perplexity"]
     rows = [
-        ("positions compared", f"{made['tokens']:,}, of prose, code, arithmetic and JSON"),
+        ("positions compared", f"{summary['tokens']:,}, of prose, code, arithmetic and JSON"),
         (
             "largest difference of a logit",
-            f"{made['max_logit_difference']:.3g} (largest logit {made['largest_logit']:.3g})",
+            f"{summary['max_logit_difference']:.3g} (largest logit {summary['largest_logit']:.3g})",
         ),
-        ("mean difference of a logit", f"{made['mean_logit_difference']:.3g}"),
-        ("same most likely token", f"{made['top1_agreement']:.1%} of positions"),
+        ("mean difference of a logit", f"{summary['mean_logit_difference']:.3g}"),
+        ("same most likely token", f"{summary['top1_agreement']:.1%} of positions"),
     ]
     if before is not None:
-        rows.append((f"perplexity on {made['perplexity_of']}", f"{before:.5g} before, {after:.5g} after"))
+        rows.append((f"perplexity on {summary['perplexity_of']}", f"{before:.5g} before, {after:.5g} after"))
     return [
-        f"Read back by {made['read_by']}:",
+        f"Read back by {summary['read_by']}:",
         "",
         "| | |",
         "| --- | --- |",

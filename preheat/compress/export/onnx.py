@@ -1,8 +1,8 @@
-"""A model as ONNX with open batch and length, for ONNX Runtime and what reads ONNX; run again by ONNX Runtime and compared.
+"""Export to ONNX with dynamic batch and length, for ONNX Runtime and other readers of ONNX.
 
-Whole sequences go in and logits come out, without a cache of keys and values: for scoring, classification by likelihood and short
-texts; to write long ones, GGUF and ExecuTorch have caches. int8: weights by row, activations by tensor as they come (ONNX Runtime's
-dynamic quantization).
+Input: whole sequences; output: logits, without a KV cache. Suited to scoring, classification by likelihood and short
+texts; for long generations, GGUF and ExecuTorch have caches. int8: weights per row, activations dynamically per tensor
+(ONNX Runtime's dynamic quantization). The file is run again by ONNX Runtime and its logits compared.
 Source: torch.onnx.export(dynamo=True); onnxruntime.quantization.quantize_dynamic.
 """
 
@@ -35,19 +35,20 @@ logits, = session.run(None, {"input_ids": row, "attention_mask": numpy.ones_like
 def write(
     run: str | Path, out: str | Path, *, dtype: str = "float32", tolerance: float | None = None, base: str | None = None
 ) -> dict[str, Any]:
-    """Writes `out`/model.onnx (weights beside it in model.onnx.data), tokenizer, configuration and a model card.
+    """Writes `out`/model.onnx (weights in model.onnx.data), tokenizer, configuration and a model card.
 
     Args:
         run: a run, a model's folder, or an adapter's.
         dtype: float32 or int8.
-        tolerance: largest difference of a logit, as a share of the largest logit; `verify.BOUNDS` when None.
+        tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `open_model`.
 
     Returns:
         {path, bytes, dtype, merged, read_by, note} and `verify.figures`
 
     Raises:
-        RunError: onnx, onnxscript or onnxruntime is not installed; an operator has no form in ONNX; beyond the bound.
+        RunError: onnx, onnxscript or onnxruntime is not installed; ONNX lacks an operator; the difference exceeds the
+            bound.
     """
     out = Path(out)
     require_new(out, run)
@@ -60,44 +61,49 @@ def write(
             to_onnx(program, file, ("input_ids", "attention_mask"))
             if dtype == "int8":
                 quantize(file)
-            found = verify.compare(model.wanted, replay(file, model.rows), model.rows)
-            verify.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
+            difference = verify.compare(model.wanted, replay(file, model.rows), model.rows)
+            verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
-            made = {"path": str(out), "bytes": verify.size(folder, file.name), "dtype": dtype, "merged": model.merged}
-            made |= {"read_by": model_card.version_of("onnxruntime"), **verify.figures(found, bound)}
-            made |= {**model.held.told(found, partial(replay, file)), "note": "; ".join(model.notes)}
+            summary = {
+                "path": str(out),
+                "bytes": verify.size(folder, file.name),
+                "dtype": dtype,
+                "merged": model.merged,
+            }
+            summary |= {"read_by": model_card.version_of("onnxruntime"), **verify.figures(difference, bound)}
+            summary |= {**model.held.told(difference, partial(replay, file)), "note": "; ".join(model.notes)}
             use = model.use(_LOAD, _STEP)
-        model_card.write(folder, run, made, title=f"ONNX, {dtype}", use=use, library="onnx")
-    return made
+        model_card.write(folder, run, summary, title=f"ONNX, {dtype}", use=use, library="onnx")
+    return summary
 
 
 def quantize(file: Path) -> None:
-    """Quantizes the weights of a file's matrix products to 8 bits by row, in place; activations as they come."""
+    """Quantizes the weights of a file's matmuls to 8 bits per row, in place; activations are quantized dynamically."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    whole = file.with_name("float.onnx")
+    unquantized = file.with_name("float.onnx")
     data = file.with_name(file.name + ".data")
     import onnx
 
-    onnx.save_model(onnx.load(file), whole)
+    onnx.save_model(onnx.load(file), unquantized)
     data.unlink(missing_ok=True)
     file.unlink()
-    log = logging.getLogger()  # onnxruntime warns through the root logger, of what nobody here can change
+    log = logging.getLogger()  # onnxruntime warns through the root logger about its own pre-processing
     level = log.level
     log.setLevel(max(logging.ERROR, level))
     try:
-        quantize_dynamic(whole, file, weight_type=QuantType.QInt8, per_channel=True, reduce_range=REDUCE_RANGE)
+        quantize_dynamic(unquantized, file, weight_type=QuantType.QInt8, per_channel=True, reduce_range=REDUCE_RANGE)
     finally:
         log.setLevel(level)
-    whole.unlink()
+    unquantized.unlink()
 
 
 def replay(file: Path, rows: list[Tensor]) -> list[Tensor]:
-    """Logits [1, length, vocabulary] of rows of tokens by ONNX Runtime on the CPU."""
+    """Returns the logits [1, length, vocabulary] of rows of tokens by ONNX Runtime on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    fed = [{"input_ids": row.numpy(), "attention_mask": torch.ones_like(row).numpy()} for row in rows]
-    return [torch.from_numpy(session.run(None, inputs)[0]) for inputs in fed]
+    feeds = [{"input_ids": row.numpy(), "attention_mask": torch.ones_like(row).numpy()} for row in rows]
+    return [torch.from_numpy(session.run(None, inputs)[0]) for inputs in feeds]

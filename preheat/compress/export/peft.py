@@ -1,4 +1,4 @@
-"""A run's adapter as peft's folder, loaded again by peft on the plain base and compared."""
+"""Export of a run's adapter to a PEFT folder, reloaded by peft on the plain base and compared."""
 
 from __future__ import annotations
 
@@ -33,29 +33,34 @@ from preheat.sanitize import shorten
 __all__ = ["write"]
 
 _NF4 = (
-    "the adapter was trained on the base in NF4: load the base in 4 bits (bitsandbytes, nf4{}) or write a merged model with --to hf; "
+    "the adapter was trained on the base in NF4: load the base in 4 bits (bitsandbytes, nf4{}) or write a "
+    "merged model with --to hf; "
     "on the base as it stands its logits differ by up to {:.2g}"
 )
-_HALF = "the adapter was trained on the base in {0}: load the base with dtype=torch.{0}; in the precision in which it stands its logits differ by up to {1:.2g}"
+_HALF = (
+    "the adapter was trained on the base in {0}: load the base with dtype=torch.{0}; in the precision in which "
+    "it stands its logits differ by up to {1:.2g}"
+)
 _MERGED = 1e-3
-"""What merging in fp32 may change, as a share of the largest logit: some kinds' sums nearly cancel."""
+"""Accepted change by merging in fp32, relative to the largest logit; some adapters lose digits by cancellation."""
 _PISSA = "pissa changed its base: written as a plain LoRA of twice the rank for the base as it stands"
 
 
 def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -> dict[str, Any]:
-    """Writes the adapter of a run's newest whole checkpoint as peft's own folder, without its base.
+    """Writes the adapter of a run's newest complete checkpoint as a PEFT folder, without its base.
 
-    Low-rank pairs on experts are written as peft's adapters of parameters. `PeftModel.from_pretrained(base, out)` then gives the run's logits: that is done, and compared. An adapter over NF4 is compared
-    on the base's weights as NF4 rounds them, which are those that it was trained on.
+    LoRA on experts is written as peft's parameter adapters. `PeftModel.from_pretrained(base, out)` must reproduce the
+    run's logits, which is checked. An adapter over NF4 is compared on the base's weights as rounded by NF4, on which
+    it was trained.
 
     Args:
-        tolerance: largest difference of a logit, as a share of the largest logit (at least of 1).
+        tolerance: maximum logit difference relative to the largest logit (at least 1).
 
     Returns:
         {path, bytes, base, adapted, read_by, note} and `verify.figures`
 
     Raises:
-        RunError: the run has no adapter, or none that fits a base which others have; `out` stands already; the difference exceeds
+        RunError: the run has no adapter, or its base is not available to others; `out` exists; the difference exceeds
             the tolerance.
     """
     import peft
@@ -68,12 +73,12 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     require_decoder_only(model, "preheat export --to peft")
     names = names_of(model)
     base = _base(opened, names, run)
-    held = held_of(opened, run)
-    unfake_(model)  # the adapter is that of the weights before rounding
+    held_text = held_of(opened, run)
+    unfake_(model)  # the adapter belongs to the unrounded weights
     accepted = verify.Bound(verify.TOLERANCE[torch.float32] if tolerance is None else tolerance)
     rows = verify.rows(opened.tokenizer, opened.build.model.positions, [])
     pissa = getattr(opened.recipe.techniques.get("lora"), "variant", "") == "pissa"
-    half = {} if pissa else _half(model)  # what pissa rounded is no weight of the base
+    half = {} if pissa else _half(model)  # pissa rounds the residual, which is not a weight of the base
     wanted = verify.logits(model, rows)
     config = copy.deepcopy(model.peft_config["default"])
     values = {name: {key: t.detach().cpu().clone() for key, t in own_of(model.get_submodule(name))} for name in names}
@@ -94,99 +99,105 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         "fingerprint": opened.build.weights.fingerprint(),
         "nf4": {"double_quantization": double, "modules": list(packed)} if packed else None,
     }
-    read = {
+    load_options = {
         "dtype": torch.float32,
         "trust_remote_code": configs.runs_code(model.config, opened.recipe.model.trust_remote_code),
     }
-    source, notes = str(opened.build.weights.folder), [held.unfinished] if held.unfinished else []
+    source, notes = str(opened.build.weights.folder), [held_text.unfinished] if held_text.unfinished else []
     notes += [_PISSA] if pissa else []
-    stated = read_generation(opened.build.weights.folder)[0] or GenerationConfig.from_model_config(model.config)
+    base_generation = read_generation(opened.build.weights.folder)[0] or GenerationConfig.from_model_config(
+        model.config
+    )
     ends = name_ends(model, opened)
     settings = model.generation_config
-    notes += [*ends.notes, *_ends_unread(ends, ends_of(stated))]
+    notes += [*ends.notes, *_ends_unread(ends, ends_of(base_generation))]
     opened.build.parts.clear()
     del model, packed
     with NewFolder(out) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
-        warnings.filterwarnings(
-            "ignore", message="Model with `tie_word_embeddings=True`"
-        )  # `_merged_otherwise` measures what it means
-        # peft looks for these among modules; it takes the rank all the same.
+        # `_merged_otherwise` measures the effect of tied embeddings on merging.
+        warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`")
+        # peft looks for these among modules only, but applies the rank all the same.
         warnings.filterwarnings("ignore", message=r"The following rank_pattern keys .*experts", category=RuntimeWarning)
-        warnings.filterwarnings(
-            "ignore", message="`is_gradient_checkpointing` is deprecated"
-        )  # which peft asks, and transformers renamed
-        made: Any = peft.get_peft_model(_loaded(source, base, read), config)
+        # peft reads an attribute that transformers has renamed.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        adapted: Any = peft.get_peft_model(_loaded(source, base, load_options), config)
         with torch.no_grad():
-            for name, own in values.items():
-                for key, target in own_of(made.get_submodule(f"base_model.model.{name}")):
-                    target.copy_(own[key])
-            _put_pairs(made, pairs)
-        made.save_pretrained(folder, save_embedding_layers=False)
-        del made
+            for name, tensors in values.items():
+                for key, target in own_of(adapted.get_submodule(f"base_model.model.{name}")):
+                    target.copy_(tensors[key])
+            _put_pairs(adapted, pairs)
+        adapted.save_pretrained(folder, save_embedding_layers=False)
+        del adapted
         ends.tokenizer.save_pretrained(folder)
         require_same_tokens(ends.tokenizer, folder)
         settings.save_pretrained(folder)
         (folder / BASE).write_text(to_json(written, indent=1), encoding="utf-8")
-        again: Any = peft.PeftModel.from_pretrained(_loaded(source, base, read), folder)
+        reloaded: Any = peft.PeftModel.from_pretrained(_loaded(source, base, load_options), folder)
         if half:
-            whole = verify.compare(wanted, verify.logits(again.get_base_model(), rows))
-            if _as_held(again.get_base_model(), half):
-                notes.append(_HALF.format(_name(half), whole.largest))
-            else:  # the base stands in that precision already
+            unrounded_half = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows))
+            if _as_held(reloaded.get_base_model(), half):
+                notes.append(_HALF.format(_name(half), unrounded_half.largest))
+            else:  # the base is already stored in that precision
                 half = {}
         if written["nf4"]:
-            unrounded = verify.compare(wanted, verify.logits(again.get_base_model(), rows))
+            unrounded = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows))
             notes.append(_NF4.format(", double quantization" if double else "", unrounded.largest))
-            _round(again.get_base_model(), written["nf4"]["modules"], double=double)
-        found = verify.compare(wanted, verify.logits(again.get_base_model(), rows), rows)
+            _round(reloaded.get_base_model(), written["nf4"]["modules"], double=double)
+        difference = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows), rows)
         verify.refuse_beyond(
-            found,
+            difference,
             accepted,
             str(out),
-            "if the run held the base in less precision, as with bf16_weights, peft cannot reproduce that: write --to hf",
+            "if the run held the base in less precision, as with bf16_weights, peft cannot reproduce that: "
+            "write --to hf",
         )
-        made = {
+        summary: dict[str, Any] = {
             "path": str(out),
             "bytes": verify.size(folder),
             "base": base,
             "adapted": len(names) + len(pairs),
             "read_by": model_card.version_of("peft"),
-            **verify.figures(found, accepted),
-            **held.by(again.get_base_model(), found),
+            **verify.figures(difference, accepted),
+            **held_text.by(reloaded.get_base_model(), difference),
         }
-        notes += _merged_otherwise(again, wanted, rows)
-        made["note"] = "; ".join(notes)
-        asked = 'tokenizer("Once upon a time", return_tensors="pt")'
+        notes += _merged_otherwise(reloaded, wanted, rows)
+        summary["note"] = "; ".join(notes)
+        prompt = 'tokenizer("Once upon a time", return_tensors="pt")'
         if ends.chats:
-            asked = 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_tensors="pt", return_dict=True)'
+            prompt = (
+                'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], '
+                'add_generation_prompt=True, return_tensors="pt", return_dict=True)'
+            )
         stop = f", stop_strings=[{ends.string!r}], tokenizer=tokenizer" if ends.string else ""
         cut = f".partition({ends.string!r})[0]" if ends.string else ""
         precision = f", dtype={_name(half)!r}" if half else ""
         use = (
-            f"import peft, transformers\nbase = transformers.AutoModelForCausalLM.from_pretrained({base!r}{precision})\n"
-            'base.generation_config = transformers.GenerationConfig.from_pretrained(".")\nmodel = peft.PeftModel.from_pretrained(base, ".")\n'
-            f'tokenizer = transformers.AutoTokenizer.from_pretrained(".")\nids = {asked}\n'
+            "import peft, transformers\nbase = "
+            f"transformers.AutoModelForCausalLM.from_pretrained({base!r}{precision})\n"
+            'base.generation_config = transformers.GenerationConfig.from_pretrained(".")\nmodel = '
+            'peft.PeftModel.from_pretrained(base, ".")\n'
+            f'tokenizer = transformers.AutoTokenizer.from_pretrained(".")\nids = {prompt}\n'
             f'answer = model.generate(**ids, max_new_tokens=64, do_sample=False{stop})[0, ids["input_ids"].shape[1]:]\n'
             f"print(tokenizer.decode(answer, skip_special_tokens=True){cut})"
         )
-        model_card.write(folder, run, made, title="adapter for peft", use=use, library="peft")
-    return made
+        model_card.write(folder, run, summary, title="adapter for peft", use=use, library="peft")
+    return summary
 
 
 def _half(model: nn.Module) -> dict[str, torch.dtype]:
-    """The base's weights that the run holds in half precision, by their names without adapters."""
-    held = {name.replace(".base_layer", ""): p.dtype for name, p in model.named_parameters() if not p.requires_grad}
-    return {name: dtype for name, dtype in held.items() if dtype in (torch.bfloat16, torch.float16)}
+    """Returns the dtypes of the base weights that the run holds in half precision, by their names without adapters."""
+    dtypes = {name.replace(".base_layer", ""): p.dtype for name, p in model.named_parameters() if not p.requires_grad}
+    return {name: dtype for name, dtype in dtypes.items() if dtype in (torch.bfloat16, torch.float16)}
 
 
 def _name(half: dict[str, torch.dtype]) -> str:
-    """bfloat16 or float16."""
+    """Returns bfloat16 or float16."""
     return str(next(iter(half.values()))).removeprefix("torch.")
 
 
 def _as_held(model: nn.Module, half: dict[str, torch.dtype]) -> bool:
-    """Rounds the base's weights as the run holds them, in place; whether any changed."""
+    """Rounds the base's weights to the run's precision, in place; returns True if any changed."""
     changed = False
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -198,36 +209,42 @@ def _as_held(model: nn.Module, half: dict[str, torch.dtype]) -> bool:
     return changed
 
 
-def _ends_unread(ends: Ends, stated: list[int]) -> list[str]:
-    """Says that the base's own generation settings, which a model of peft's has, do not end an answer."""
-    if ends.turn is None or ends.turn in stated:
+def _ends_unread(ends: Ends, base_ends: list[int]) -> list[str]:
+    """Returns a note if the base's generation settings, which peft uses, do not end an answer."""
+    if ends.turn is None or ends.turn in base_ends:
         return []
     token = ends.tokenizer.convert_ids_to_tokens(ends.turn)
     return [
-        f"peft takes the base's generation settings, which do not stop at {token!r}, the end of each answer: set base.generation_config = "
-        "transformers.GenerationConfig.from_pretrained(FOLDER) of this folder before the adapter is put on, so that a merged model has it, too"
+        f"peft takes the base's generation settings, which do not stop at {token!r}, the end of each answer: "
+        "set base.generation_config = "
+        "transformers.GenerationConfig.from_pretrained(FOLDER) of this folder before the adapter is put on, "
+        "so that a merged model has it, too"
     ]
 
 
 def _merged_otherwise(model: Any, wanted: list[Tensor], rows: list[Tensor]) -> list[str]:
-    """Says that peft's own merge gives another model, which it does where the pair of an embedding is also that of a head that shares its weight."""
+    """Returns a note if peft's own merge gives a different model.
+
+    This happens if an adapter on the embedding also affects a head that shares its weight.
+    """
     try:
         merged = model.merge_and_unload()
     except (NotImplementedError, ValueError) as error:
         return [f"peft does not merge this adapter ({shorten(str(error), 120)}): preheat export --to hf does"]
-    apart = verify.compare(wanted, verify.logits(merged, rows))
-    if apart.share() <= _MERGED:
+    difference = verify.compare(wanted, verify.logits(merged, rows))
+    if difference.share() <= _MERGED:
         return []
     embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
-    tied = ", since it adds the pair of the embedding twice to the weight that embedding and head share"
+    reason = ", since it adds the pair of the embedding twice to the weight that embedding and head share"
     return [
-        f"peft's merge_and_unload gives another model (logits differ by up to {apart.largest:.2g}){tied if embedding.weight is head.weight else ''}: "
+        "peft's merge_and_unload gives another model (logits differ by up to "
+        f"{difference.largest:.2g}){reason if embedding.weight is head.weight else ''}: "
         "use the adapter unmerged, or merge by preheat export --to hf"
     ]
 
 
 def _base(opened: LoadedModel, names: list[str], run: str | Path) -> str:
-    """What others can load under the adapter: a hub's name, or a folder's whole path."""
+    """Returns the base that others can load under the adapter: a hub name, or an absolute path."""
     recipe = opened.recipe
     if opened.step is None:
         raise RunError(f"{run}: is no run; only the adapter of a run is written for peft")
@@ -235,7 +252,8 @@ def _base(opened: LoadedModel, names: list[str], run: str | Path) -> str:
         raise RunError(f"{run}: trained no adapter; write the whole model with --to hf")
     if recipe.model.path is None or recipe.model.weights == "random":
         raise RunError(
-            f"{run}: its base was drawn new and stands in no folder that peft could load; write the merged model with --to hf"
+            f"{run}: its base was drawn new and stands in no folder that peft could load; write the merged "
+            "model with --to hf"
         )
     changed = [t.name() for t in recipe.techniques.values() if t.stage == Stage.STRUCTURE]
     if changed:
@@ -246,7 +264,7 @@ def _base(opened: LoadedModel, names: list[str], run: str | Path) -> str:
 
 
 def _short(names: list[str], model: nn.Module) -> set[str]:
-    """Last parts of the names where these say it all, as peft's users write them; else the names."""
+    """Returns the last components of the names if they select the same modules, as usual in peft; else the names."""
     last = {name.rpartition(".")[2] for name in names}
     return (
         last
@@ -256,34 +274,34 @@ def _short(names: list[str], model: nn.Module) -> set[str]:
 
 
 def _pairs(model: nn.Module, config: Any) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
-    """The pairs of experts, by module and stack, as peft lays them out; `config` is told of them, in place."""
-    held = {id(module) for module in adapted_experts(model)}
-    found = {}
+    """Returns the LoRA pairs of experts in peft's layout, by module and stack; adds them to `config`, in place."""
+    adapted = {id(module) for module in adapted_experts(model)}
+    pairs = {}
     for name, module in model.named_modules():
-        for stack in STACKS if id(module) in held else ():
-            first, second = (module.get_parameter(f"{stack}_lora_{part}").detach().cpu() for part in "AB")
+        for stack in STACKS if id(module) in adapted else ():
+            lora_a, lora_b = (module.get_parameter(f"{stack}_lora_{part}").detach().cpu() for part in "AB")
             # [experts, rank, in] -> [experts * rank, in]; [experts, out, rank] -> [out, rank * experts]
-            found[name, stack] = first.flatten(0, 1), second.permute(1, 2, 0).flatten(1)
+            pairs[name, stack] = lora_a.flatten(0, 1), lora_b.permute(1, 2, 0).flatten(1)
             config.target_parameters = sorted({*(config.target_parameters or ()), f"experts.{stack}"})
-            config.rank_pattern = {**config.rank_pattern, rf".*\.experts\.{stack}": first.shape[1]}
-    return found
+            config.rank_pattern = {**config.rank_pattern, rf".*\.experts\.{stack}": lora_a.shape[1]}
+    return pairs
 
 
-def _put_pairs(made: nn.Module, pairs: dict[tuple[str, str], tuple[Tensor, Tensor]]) -> None:
-    """Copies pairs into peft's wrappers of the experts' stacks, which lie one in another."""
+def _put_pairs(model: nn.Module, pairs: dict[tuple[str, str], tuple[Tensor, Tensor]]) -> None:
+    """Copies pairs into peft's wrappers of the experts' parameters, which are nested."""
     from peft.tuners.lora.layer import ParamWrapper
 
-    for name, module in made.named_modules():
+    for name, module in model.named_modules():
         if isinstance(module, ParamWrapper):
-            first, second = pairs[
+            lora_a, lora_b = pairs[
                 name.removeprefix("base_model.model.").removesuffix(".base_layer"), module.parameter_name
             ]
-            module.lora_A["default"].weight.copy_(first)
-            module.lora_B["default"].weight.copy_(second)
+            module.lora_A["default"].weight.copy_(lora_a)
+            module.lora_B["default"].weight.copy_(lora_b)
 
 
 def _loaded(source: str, name: str, read: dict[str, Any]) -> Any:
-    """The base, under the name that the adapter gives it: the path it was read from may be another (a link, the hub's cache)."""
+    """Loads the base, with the adapter's name for it: the path it is read from may differ (a link, the hub's cache)."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(source, **read)
@@ -291,25 +309,27 @@ def _loaded(source: str, name: str, read: dict[str, Any]) -> Any:
     return model
 
 
-def _as_lora(own: dict[str, Tensor], whole: Tensor, rest: Tensor, config: Any) -> dict[str, Tensor]:
-    """A trained PiSSA as an addition to the whole weight W: B A - B0 A0, where s B0 A0 = W - rest is what was taken out of it.
+def _as_lora(tensors: dict[str, Tensor], weight: Tensor, rest: Tensor, config: Any) -> dict[str, Tensor]:
+    """Converts a trained PiSSA to a LoRA on the original weight W: B A - B0 A0, where s B0 A0 = W - rest.
 
-    W - rest has rank r but for rounding, so that a few more than r random mixtures of its columns span it. In fp64, and factored
-    anew by singular values, since the two products nearly cancel.
+    W - rest has rank r up to rounding, so slightly more than r random combinations of its columns span it. Computed in
+    fp64 and refactored by SVD, since the two products nearly cancel.
     """
     scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
-    taken = (whole.double().cpu() - rest.detach().double().cpu()) / scale
-    taken = taken.t() if config.fan_in_fan_out else taken
-    mixing = torch.randn(taken.shape[1], config.r + 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    span = torch.linalg.qr(taken @ mixing).Q
-    turn, values, across = torch.linalg.svd(span.t() @ taken, full_matrices=False)
-    b0, a0 = (span @ turn * values)[:, : config.r], across[: config.r]
-    a, b = own["lora_A.default.weight"], own["lora_B.default.weight"]
+    removed = (weight.double().cpu() - rest.detach().double().cpu()) / scale
+    removed = removed.t() if config.fan_in_fan_out else removed
+    mixing = torch.randn(
+        removed.shape[1], config.r + 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    span = torch.linalg.qr(removed @ mixing).Q
+    left_vectors, values, right_vectors = torch.linalg.svd(span.t() @ removed, full_matrices=False)
+    b0, a0 = (span @ left_vectors * values)[:, : config.r], right_vectors[: config.r]
+    a, b = tensors["lora_A.default.weight"], tensors["lora_B.default.weight"]
     left, first = torch.linalg.qr(torch.cat([b.double(), -b0], dim=1))
     right, second = torch.linalg.qr(torch.cat([a.double(), a0]).t())
     u, values, v = torch.linalg.svd(first @ second.t(), full_matrices=False)
     v = v.t()
-    root = torch.zeros(2 * config.r, dtype=torch.float64)  # a map narrower than 2 r has fewer directions
+    root = torch.zeros(2 * config.r, dtype=torch.float64)  # a map narrower than 2 r has fewer singular values
     root[: len(values)] = values.sqrt()
     u, v = (torch.nn.functional.pad(t, (0, 2 * config.r - t.shape[1])) for t in (left @ u, right @ v))
     return {
@@ -319,7 +339,7 @@ def _as_lora(own: dict[str, Tensor], whole: Tensor, rest: Tensor, config: Any) -
 
 
 def _round(model: nn.Module, names: list[str], *, double: bool) -> None:
-    """Gives linear maps the values that NF4 leaves of theirs, in place."""
+    """Rounds the weights of linear maps to NF4, in place."""
     with torch.no_grad():
         for name in names:
             module: Any = model.get_submodule(name)

@@ -1,4 +1,7 @@
-"""A chat template for readers that have Jinja alone: they cut no white space around blocks, know no special tokens and none of transformers' own tags."""
+"""Converts a chat template for readers with plain Jinja.
+
+They do not trim whitespace around blocks, and know neither special tokens nor transformers' own tags.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,14 @@ _PROBES: tuple[Sequence[Mapping[str, str]], ...] = (
 
 
 def bare(template: Template) -> str | None:
-    """The Jinja that `jinja2.Template(text).render(messages=..., add_generation_prompt=True)` lays chats out by as the template does.
+    """Returns Jinja text that renders chats like the template.
 
-    Special tokens are set in it, and what trimming blocks leaves of its white space is written out; marks of the assistant's text, which render
-    nothing, are left out.
+    It is rendered by `jinja2.Template(text).render(messages=..., add_generation_prompt=True)`. Special tokens are set
+    inside it, and whitespace is written as it is after trimming; the marks of the assistant's text, which render
+    nothing, are dropped.
 
     Returns:
-        None: there is no such text, since it uses what Jinja alone has not (loop controls, today's date).
+        None if the template uses features that plain Jinja lacks (loop controls, today's date).
     """
     import jinja2
 
@@ -39,7 +43,7 @@ def bare(template: Template) -> str | None:
 
 
 def render(text: str, chat: Sequence[Message]) -> str:
-    """As `jinja2.Template` renders, but in a sandbox.
+    """Renders like `jinja2.Template`, but in a sandbox.
 
     Raises:
         jinja2.TemplateError: it is no Jinja, or does not render this chat.
@@ -52,7 +56,7 @@ def render(text: str, chat: Sequence[Message]) -> str:
 def _same(text: str, template: Template, chat: Sequence[Message]) -> bool:
     try:
         wanted = template.prompt(chat)
-    except DataError:  # a chat that the template refuses
+    except DataError:  # the template rejects this chat
         return True
     with limited(template.name):
         return render(text, chat) == wanted
@@ -61,9 +65,9 @@ def _same(text: str, template: Template, chat: Sequence[Message]) -> bool:
 def _written(template: Template) -> str:
     import jinja2
 
-    # As transformers' environment reads it: the lexer has cut the white space of what it gives.
+    # The options of transformers' environment: the lexer's output has whitespace trimmed accordingly.
     parts = list(jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lex(template.text))
-    made = [
+    output = [
         f"{{% set {name} = {json.dumps(value, ensure_ascii=False)} %}}" for name, value in template.variables.items()
     ]
     tags = {"block_begin": "{%", "block_end": "%}", "variable_begin": "{{", "variable_end": "}}"}
@@ -77,9 +81,9 @@ def _written(template: Template) -> str:
         elif kind == "block_begin" and _first_name(parts[number + 1 :]) in _MARKS:
             skipped = "block_end"
         else:
-            made.append(tags.get(kind, value))
-    text = "".join(made)
-    return f"{text}\n" if text.endswith("\n") else text  # of which Jinja leaves one out
+            output.append(tags.get(kind, value))
+    text = "".join(output)
+    return f"{text}\n" if text.endswith("\n") else text  # Jinja drops one trailing newline
 
 
 def _first_name(parts: Sequence[tuple[int, str, str]]) -> str:

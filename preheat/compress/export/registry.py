@@ -1,4 +1,4 @@
-"""The formats that a model can be written in, each by its writer."""
+"""Export formats and the dispatch to their writers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from preheat.sanitize import quoted, shorten
 
 __all__ = ["FORMATS", "place_of", "require_settings", "write"]
 
-FORMATS: dict[str, str | None] = {  # -> the dtype where none is named; None: that of the run
+FORMATS: dict[str, str | None] = {  # -> default dtype; None: the run's
     "hf": None,
     "peft": None,
     "gguf": "f16",
@@ -26,10 +26,10 @@ FORMATS: dict[str, str | None] = {  # -> the dtype where none is named; None: th
 
 
 def _dtype_of(to: str, dtype: str | None) -> str | None:
-    """The dtype that is written.
+    """Returns the dtype to write.
 
     Raises:
-        RecipeError: no such format, or a dtype that it has not.
+        RecipeError: unknown format, or a dtype that it does not support.
     """
     from preheat.compress.export import verify
 
@@ -46,7 +46,7 @@ def _dtype_of(to: str, dtype: str | None) -> str | None:
 
 
 def require_settings(to: str, settings: Mapping[str, Any]) -> None:
-    """Raises RecipeError for settings of an export that a file states: a value of another kind, or one that the format does not read."""
+    """Raises RecipeError for invalid settings of an export step: wrong type, or not supported by the format."""
     tolerance, length = settings.get("tolerance"), settings.get("length")
     if tolerance is not None and (
         isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0
@@ -63,14 +63,14 @@ def require_settings(to: str, settings: Mapping[str, Any]) -> None:
 
 
 def place_of(run: Path, to: str, dtype: str | None) -> Path:
-    """Where an export goes when nobody says."""
+    """Returns the default output folder of an export."""
     kind = _dtype_of(to, dtype)
     home, step = home_of(run)
     return home / ((f"export-{to}" if to in ("hf", "peft") else f"export-{to}-{kind}") + step)
 
 
 def _reads_images(run: str | Path) -> bool:
-    """Whether a run's model, or that of a folder, does; an adapter's folder is asked by its writer."""
+    """Returns True if the model of a run or a folder reads images; an adapter's folder is checked by its writer."""
     from preheat import recipe as recipes
     from preheat.models import configs, hf
     from preheat.models.vision import vision_of
@@ -99,11 +99,11 @@ def write(
     Args:
         to: of `FORMATS`.
         run: a run, a model's folder, or an adapter's.
-        dtype: of the weights; the format's usual one when None.
-        length: executorch: positions of the cache.
+        dtype: of the weights; None: the format's default.
+        length: executorch: size of the cache in positions.
 
     Raises:
-        RecipeError: no such format or dtype, or a setting that is not its.
+        RecipeError: unknown format or dtype, or a setting of another format.
         RunError: as the writer's.
     """
     import torch
@@ -115,7 +115,8 @@ def write(
         raise RecipeError(f"--length: is of executorch's cache; --to {to} has none")
     if to != "hf" and _reads_images(run):
         raise RunError(
-            f"--to {to}: {run} reads images, which only --to hf writes so far; write that, and convert it by the format's own tools"
+            f"--to {to}: {run} reads images, which only --to hf writes so far; write that, and convert it by "
+            "the format's own tools"
         )
     if to == "peft":
         if base is not None:
@@ -127,5 +128,5 @@ def write(
     if to == "executorch":
         return executorch.write(run, out, dtype=kind, length=length, tolerance=tolerance, base=base)
     writers: dict[str, Any] = {"gguf": gguf, "onnx": onnx, "aoti": aoti, "vllm": vllm, "torchchat": torchchat}
-    made: dict[str, Any] = writers[to].write(run, out, dtype=kind, tolerance=tolerance, base=base)
-    return made
+    summary: dict[str, Any] = writers[to].write(run, out, dtype=kind, tolerance=tolerance, base=base)
+    return summary

@@ -1,11 +1,14 @@
-"""A model in torchchat's own layout, for its generate, chat, server, AOTInductor and ExecuTorch; read again by that layout's arithmetic and compared.
+"""Export to torchchat's layout, for its generate, chat, server, AOTInductor and ExecuTorch.
 
-model.pth holds Meta's names: queries, keys and values of a layer in one matrix, with the two numbers of a rotary pair side by side, where transformers
-has them half a head apart. params.json says the sizes, the tokenizer is the Hugging Face one. torchchat is no package that can be installed, so the file is read by what
-stands below: the published arithmetic of its model.py in plain torch, which shares nothing with transformers'. It has Llama's blocks alone: RMSNorm,
-gated SiLU, rotary positions as they are or scaled as Llama 3.1's. Its tokenizer asks jinja2 alone for chats and stops at one token: see `_settle`.
-Source: https://github.com/pytorch/torchchat (torchchat/model.py, torchchat/cli/convert_hf_checkpoint.py, tokenizer/hf_tokenizer.py), read 2026-11; its chat
-was run at a1a7f37 (with its check of torch's version and its quantization, which want other versions, taken out) and gave what `preheat generate` gives.
+model.pth uses Meta's names: queries, keys and values of a layer in one matrix, with the two rows of a rotary pair
+adjacent, whereas transformers has them half a head apart. params.json contains the sizes, the tokenizer is the Hugging
+Face one. torchchat cannot be installed as a package, so the file is verified by a reimplementation of its published
+model.py in plain torch (`read`), which shares no code with transformers. Only Llama's blocks are supported: RMSNorm,
+gated SiLU, rotary embedding without scaling or with Llama 3.1's. Its tokenizer renders chats with plain jinja2 and
+stops at one token; `_settle` adapts it.
+Source: https://github.com/pytorch/torchchat (torchchat/model.py, torchchat/cli/convert_hf_checkpoint.py,
+tokenizer/hf_tokenizer.py), read 2026-11; its chat was run at a1a7f37 (without its check of torch's version and its
+quantization, which need other versions) and gave the same as `preheat generate`.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ __all__ = ["read", "write"]
 
 _USE = """\
 git clone https://github.com/pytorch/torchchat && cd torchchat    # then, with FOLDER this one:
-python3 torchchat.py {verb} --checkpoint-path FOLDER/model.pth --params-path FOLDER/params.json --tokenizer-path FOLDER/tokenizer.json --dtype {dtype} --temperature 0{prompt}
+python3 torchchat.py {verb} --checkpoint-path FOLDER/model.pth --params-path FOLDER/params.json \
+--tokenizer-path FOLDER/tokenizer.json --dtype {dtype} --temperature 0{prompt}
 """
 _INSTEAD = "use --to hf, gguf, onnx, executorch or aoti"
 _PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -68,14 +72,14 @@ def write(
     Args:
         run: a run, a model's folder, or an adapter's.
         dtype: float32, bfloat16 or float16, of the weights.
-        tolerance: largest difference of a logit, as a share of the largest logit; `verify.BOUNDS` when None.
+        tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `open_model`.
 
     Returns:
         {path, bytes, dtype, merged, read_by, note} and `verify.figures`
 
     Raises:
-        RunError: a model whose blocks torchchat has not; beyond the bound.
+        RunError: blocks that torchchat does not support; the difference exceeds the bound.
     """
     out = Path(out)
     require_new(out, run)
@@ -90,49 +94,54 @@ def write(
             (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
             model.copy_settings(folder)
             notes = [*model.notes, *_settle(folder, model)]
-            found = verify.compare(model.wanted, read(folder, model.rows), model.rows)
-            verify.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
-            told = model.held.told(found, partial(read, folder))
-        made = {"path": str(out), "bytes": verify.size(folder, "model.pth"), "dtype": dtype, "merged": model.merged}
-        made |= {"read_by": "its layout's arithmetic", **verify.figures(found, bound), **told, "note": "; ".join(notes)}
+            difference = verify.compare(model.wanted, read(folder, model.rows), model.rows)
+            verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
+            perplexity = model.held.told(difference, partial(read, folder))
+        summary = {"path": str(out), "bytes": verify.size(folder, "model.pth"), "dtype": dtype, "merged": model.merged}
+        summary |= {
+            "read_by": "its layout's arithmetic",
+            **verify.figures(difference, bound),
+            **perplexity,
+            "note": "; ".join(notes),
+        }
         use = _USE.format(
             dtype=dtype,
             verb="chat" if model.chats else "generate",
             prompt="" if model.chats else ' --prompt "Once upon a time"',
         )
-        model_card.write(folder, run, made, title=f"torchchat checkpoint, {dtype}", use=use, library="torchchat")
-    return made
+        model_card.write(folder, run, summary, title=f"torchchat checkpoint, {dtype}", use=use, library="torchchat")
+    return summary
 
 
 def _params(config: Any, source: Path) -> dict[str, Any]:
-    """torchchat's TransformerArgs of a configuration.
+    """Returns torchchat's TransformerArgs for a configuration.
 
     Raises:
-        RunError: blocks that it has not.
+        RunError: blocks that torchchat does not support.
     """
     heads, rope = (
         config.num_attention_heads,
         dict(config.rope_parameters or {}) if hasattr(config, "rope_parameters") else None,
     )
-    other = ""
+    problem = ""
     if rope is None or getattr(config, "hidden_act", None) != "silu" or not hasattr(config, "rms_norm_eps"):
-        other = f"{config.model_type} has other blocks"
+        problem = f"{config.model_type} has other blocks"
     elif (getattr(config, "head_dim", None) or config.hidden_size // heads) * heads != config.hidden_size:
-        other = f"its heads of {config.head_dim} are together not as wide as the model ({config.hidden_size})"
+        problem = f"its heads of {config.head_dim} are together not as wide as the model ({config.hidden_size})"
     elif rope.get("rope_type", "default") not in ("default", "llama3"):
-        other = f"its rotary positions are scaled by '{rope['rope_type']}', and torchchat has llama3's alone"
+        problem = f"its rotary positions are scaled by '{rope['rope_type']}', and torchchat has llama3's alone"
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
-        other = "only a part of its heads turns with the position"
+        problem = "only a part of its heads turns with the position"
     elif (
         (window := getattr(config, "sliding_window", None))
         and getattr(config, "use_sliding_window", True)
         and window < config.max_position_embeddings
     ):
-        other = f"it sees {window:,} tokens back, and torchchat has no windows"
-    if other:
-        raise RunError(f"--to torchchat: {source}: {other}; {_INSTEAD}")
+        problem = f"it sees {window:,} tokens back, and torchchat has no windows"
+    if problem:
+        raise RunError(f"--to torchchat: {source}: {problem}; {_INSTEAD}")
     assert rope is not None
-    made = {
+    params = {
         "block_size": config.max_position_embeddings,
         "max_seq_length": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
@@ -148,50 +157,55 @@ def _params(config: Any, source: Path) -> dict[str, Any]:
     }
     if rope.get("rope_type") == "llama3":
         keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        made["rope_scaling"] = {key: rope[key] for key in keys}
-    return made
+        params["rope_scaling"] = {key: rope[key] for key in keys}
+    return params
 
 
 def _weights(model: Any, params: dict[str, Any], source: Path) -> dict[str, Tensor]:
-    """By torchchat's names; says in `params` which maps have biases. Biases that only some maps of a block have are zero in the others, which changes nothing."""
-    found: dict[str, Tensor] = {}
+    """Returns the weights by torchchat's names; records in `params` which blocks have biases.
+
+    If only some maps of a block have biases, the others get zeros, which changes nothing.
+    """
+    weights: dict[str, Tensor] = {}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and params["tie_word_embeddings"]:
             continue
         part, _, kind = name.removeprefix("model.layers.").partition(".")[2].rpartition(".")
         if name in _ENDS:
-            found[_ENDS[name]] = weight
+            weights[_ENDS[name]] = weight
         elif name.startswith("model.layers.") and part in _PARTS:
-            found[f"layers.{name.split('.')[2]}.{_PARTS[part]}.{kind}"] = weight
+            weights[f"layers.{name.split('.')[2]}.{_PARTS[part]}.{kind}"] = weight
         else:
             raise RunError(f"--to torchchat: {source}: has {name}, for which torchchat has no place; {_INSTEAD}")
     for block, maps in (("attention", ("wq", "wk", "wv", "wo")), ("feed_forward", ("w1", "w2", "w3"))):
-        biased = any(f".{block}." in name and name.endswith(".bias") for name in found)
+        biased = any(f".{block}." in name and name.endswith(".bias") for name in weights)
         if biased:
             params[f"{block}_bias"] = True
             for layer in range(params["n_layers"]):
-                for each in maps:
-                    weight = found[f"layers.{layer}.{block}.{each}.weight"]
-                    found.setdefault(f"layers.{layer}.{block}.{each}.bias", weight.new_zeros(len(weight)))
+                for map_name in maps:
+                    weight = weights[f"layers.{layer}.{block}.{map_name}.weight"]
+                    weights.setdefault(f"layers.{layer}.{block}.{map_name}.bias", weight.new_zeros(len(weight)))
     for layer in range(params["n_layers"]):
         for kind in ("weight", "bias") if params.get("attention_bias") else ("weight",):
-            q, k, v = (found.pop(f"layers.{layer}.attention.{each}.{kind}") for each in ("wq", "wk", "wv"))
-            turned = [_pairs_together(q, params["n_heads"]), _pairs_together(k, params["n_local_heads"])]
-            found[f"layers.{layer}.attention.wqkv.{kind}"] = torch.cat([*turned, v])
-    return {name: weight.contiguous() for name, weight in found.items()}
+            q, k, v = (weights.pop(f"layers.{layer}.attention.{map_name}.{kind}") for map_name in ("wq", "wk", "wv"))
+            interleaved = [_pairs_together(q, params["n_heads"]), _pairs_together(k, params["n_local_heads"])]
+            weights[f"layers.{layer}.attention.wqkv.{kind}"] = torch.cat([*interleaved, v])
+    return {name: weight.contiguous() for name, weight in weights.items()}
 
 
 def _pairs_together(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a head from (first halves, second halves) to (first, second, first, second, ...)."""
+    """Reorders rows of a head from (first halves, second halves) to (first, second, first, second, ...)."""
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
 def _settle(folder: Path, model: Plain) -> list[str]:
-    """Puts into tokenizer_config.json what torchchat looks for there alone, and nobody else in this folder: the token that ends an answer, one that begins a
-    text, named even where none is put there, and a chat template for Jinja alone.
+    """Sets the fields of tokenizer_config.json that only torchchat reads.
+
+    These are the token that ends an answer, a BOS token, which must be named even if it is never added to a text, and a
+    chat template for plain Jinja.
 
     Returns:
-        Notes on what the tokenizer has not, and on what torchchat does otherwise.
+        Notes on missing features of the tokenizer, and on differences in torchchat.
     """
     file, notes, tokenizer = folder / "tokenizer_config.json", [], model.tokenizer
     settings = json.loads(file.read_text(encoding="utf-8"))
@@ -200,28 +214,30 @@ def _settle(folder: Path, model: Plain) -> list[str]:
     ends = [n for n in model.ends if tokenizer.convert_ids_to_tokens(n) != settings.get("eos_token")]
     if ends:
         notes.append(
-            f"torchchat stops at {settings.get('eos_token')!r} alone, and preheat generate also at {listed(map(repr, tokenizer.convert_ids_to_tokens(ends)))}"
+            f"torchchat stops at {settings.get('eos_token')!r} alone, and preheat generate also at "
+            f"{listed(map(repr, tokenizer.convert_ids_to_tokens(ends)))}"
         )
     if settings.get("bos_token") is None:
         settings["bos_token"] = settings.get("eos_token")
         notes.append(
-            "no text begins with a token of its own; its end stands for one in tokenizer_config.json, where torchchat wants one, and is not put before a prompt"
+            "no text begins with a token of its own; its end stands for one in tokenizer_config.json, where "
+            "torchchat wants one, and is not put before a prompt"
         )
     settings["chat_template"] = text = bare(load_template(None, tokenizer)) if tokenizer.chat_template else None
     if text is None:
         settings["chat_template"] = _PLAIN
-        why = (
+        reason = (
             "its chat template asks for more than Jinja alone has"
             if tokenizer.chat_template
             else "it has no chat template"
         )
-        notes.append(f"{why}, and torchchat wants one; one that only joins the messages is written")
+        notes.append(f"{reason}, and torchchat wants one; one that only joins the messages is written")
     file.write_text(to_json(settings, indent=2) + "\n", encoding="utf-8")
     return notes
 
 
 def read(folder: Path, rows: list[Tensor]) -> list[Tensor]:
-    """Logits [1, length, vocabulary] of rows of tokens [1, length], in fp32, from the files of a folder."""
+    """Returns the logits [1, length, vocabulary] of rows of tokens [1, length], in fp32, from the files of a folder."""
     params = json.loads((folder / "params.json").read_text(encoding="utf-8"))
     weights = {name: w.float() for name, w in torch.load(folder / "model.pth", mmap=True, weights_only=True).items()}
     with torch.no_grad():
@@ -238,11 +254,11 @@ def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: Mapping[str, 
     def linear(x: Tensor, name: str) -> Tensor:
         return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
-    turns = torch.outer(torch.arange(length).float(), _frequencies(size, params))
-    turned = torch.polar(torch.ones_like(turns), turns)[None, :, None]  # [1, length, 1, size / 2]
+    angles = torch.outer(torch.arange(length).float(), _frequencies(size, params))
+    rotations = torch.polar(torch.ones_like(angles), angles)[None, :, None]  # [1, length, 1, size / 2]
 
     def rotated(x: Tensor) -> Tensor:
-        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turned).flatten(-2)
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * rotations).flatten(-2)
 
     x = weights["tok_embeddings.weight"][tokens]
     for layer in range(params["n_layers"]):
@@ -252,8 +268,8 @@ def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: Mapping[str, 
             p.unflatten(-1, (-1, size)) for p in parts.split([heads * size, kv_heads * size, kv_heads * size], -1)
         )
         q, k, v = (t.transpose(1, 2) for t in (rotated(q), rotated(k), v))
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + linear(seen.transpose(1, 2).flatten(-2), f"{at}.attention.wo")
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + linear(attended.transpose(1, 2).flatten(-2), f"{at}.attention.wo")
         y, block = norm(x, f"{at}.ffn_norm.weight"), f"{at}.feed_forward"
         x = x + linear(functional.silu(linear(y, f"{block}.w1")) * linear(y, f"{block}.w3"), f"{block}.w2")
     head = weights["tok_embeddings.weight" if params["tie_word_embeddings"] else "output.weight"]
@@ -261,12 +277,12 @@ def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: Mapping[str, 
 
 
 def _frequencies(size: int, params: Mapping[str, Any]) -> Tensor:
-    """[size / 2] radians a position; Llama 3.1's scaling slows those of long waves, and between two lengths blends."""
-    found = 1.0 / params["rope_base"] ** (torch.arange(0, size, 2).float() / size)
+    """Returns radians per position, [size / 2]; Llama 3.1's scaling slows low frequencies, and blends in between."""
+    frequencies = 1.0 / params["rope_base"] ** (torch.arange(0, size, 2).float() / size)
     if (scaling := params.get("rope_scaling")) is None:
-        return found
+        return frequencies
     trained, low, high = (
         scaling[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
-    smooth = ((trained * found / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * found / scaling["factor"] + smooth * found
+    smooth = ((trained * frequencies / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * frequencies / scaling["factor"] + smooth * frequencies

@@ -1,4 +1,4 @@
-"""A model as a graph of operators, for runtimes that take one: whole sequences in, logits out, batch and length left open."""
+"""Tracing of a model with torch.export for other runtimes: whole sequences in, logits out, dynamic batch and length."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from preheat.errors import RunError
 
 __all__ = ["REDUCE_RANGE", "Logits", "refused", "to_onnx", "trace"]
 
-# ONNX Runtime on x86 without VNNI (AVX2, early AVX512) adds two products of eight bits in sixteen, where they saturate: logits were
-# off by a half. Weights of seven bits cannot, and a file is carried to machines that its writer does not know.
+# On x86 without VNNI (AVX2, early AVX512), ONNX Runtime accumulates pairs of 8-bit products in 16 bits, which
+# saturates: logits were off by one half. 7-bit weights cannot saturate, and the file may be used on another machine
+# than the writer's.
 REDUCE_RANGE = True
 
 
 class Logits(nn.Module):
-    """input_ids and attention_mask, [batch, length] int64 each, to logits [batch, length, vocabulary].
+    """Maps input_ids and attention_mask, [batch, length] int64 each, to logits [batch, length, vocabulary].
 
-    Padding (0 in the mask) stands on the right: positions are counted from the left.
+    Padding (0 in the mask) must be on the right: positions are counted from the left.
     """
 
     def __init__(self, model: Any):
@@ -39,7 +40,7 @@ def trace(module: nn.Module, positions: int) -> torch.export.ExportedProgram:
     """Exports a `Logits` with `torch.export`.
 
     Args:
-        positions: the longest sequence; 0: not limited.
+        positions: maximum sequence length; 0: unlimited.
     """
     ids = torch.zeros(2, min(8, positions or 8), dtype=torch.int64)
     batch = torch.export.Dim("batch", min=1)
@@ -54,40 +55,40 @@ def to_onnx(program: torch.export.ExportedProgram, file: Path, inputs: tuple[str
 
     Args:
         inputs: names of its inputs; its output is called logits.
-        beside: weights in a file of their own, FILE.data: one that holds all may have 2 GiB.
+        beside: store weights in a separate file, FILE.data; a single file is limited to 2 GiB.
 
     Raises:
-        RunError: an operator has no form in ONNX.
+        RunError: ONNX lacks an operator.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # torch's exporter, of torch
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # raised inside torch
         try:
-            made: Any = torch.onnx.export(
+            onnx_program: Any = torch.onnx.export(
                 program, (), dynamo=True, verbose=False, input_names=inputs, output_names=("logits",)
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            known = refused(error, "onnx", "use --to aoti, which has PyTorch's own, or --to gguf")
-            if known is None:
+            unsupported = refused(error, "onnx", "use --to aoti, which has PyTorch's own, or --to gguf")
+            if unsupported is None:
                 raise
-            raise known from None
-    for node in made.model.graph:
-        node.metadata_props.clear()  # each has the lines of source that it came from, with this machine's paths
-    made.save(file, external_data=beside)
+            raise unsupported from None
+    for node in onnx_program.model.graph:
+        node.metadata_props.clear()  # source lines with paths of this machine
+    onnx_program.save(file, external_data=beside)
 
 
 def refused(error: BaseException, to: str, alternative: str) -> RunError | None:
-    """The line for an operator that a format has no form of; None where the error names none.
+    """Returns a RunError for the operator that a format lacks; None if the error names no operator.
 
     Args:
-        error: of the exporter; what caused it is looked at, too.
-        alternative: what else serves, in words.
+        error: of the exporter; its causes are searched, too.
+        alternative: a hint on what else to use.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if found := re.search(
-            r"(?:op='|Operator |Missing out variants: \{')(?:torch\._ops\.)?(\w+)(?:\.|::)(\w+)", str(seen)
+    cause: BaseException | None = error
+    while cause is not None:
+        if match := re.search(
+            r"(?:op='|Operator |Missing out variants: \{')(?:torch\._ops\.)?(\w+)(?:\.|::)(\w+)", str(cause)
         ):
-            name = f"{found[1]}.{found[2]}"
+            name = f"{match[1]}.{match[2]}"
             return RunError(f"--to {to}: the operator {name} has no form there; {alternative}")
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return None

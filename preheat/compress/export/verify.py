@@ -1,4 +1,4 @@
-"""What writers share: real tokens to compare logits over, and the comparison with its threshold."""
+"""Verification of exports: token rows to compare logits over, and the comparison with its bounds."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ __all__ = [
 ]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Accepted by default: the largest difference of a logit as a share of the largest logit (or of 1, where that is smaller), by the
-precision of the weights that are written. Both sides multiply in fp64 or fp32 (`logits`), so this is what merging and rounding did."""
+"""Default tolerance: the maximum logit difference relative to the largest logit (or 1 if that is smaller), by the
+dtype of the saved weights. Both sides compute in fp64 or fp32 (`logits`), so only merging and rounding of the weights
+contribute."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """How far an export may be from the model that it came from.
+    """Maximum difference of an export from the original model.
 
     Attributes:
-        largest: difference of a logit, as a share of the largest logit (of 1, where that is smaller).
-        mean: difference of the logits, as the same share.
-        agreement: share of positions, at least, whose most likely token is the same.
-        perplexity: change either way over the compared rows, as a share of the perplexity before.
+        largest: maximum logit difference, relative to the largest logit (or 1 if that is smaller).
+        mean: mean logit difference, relative to the same.
+        agreement: minimum fraction of positions with the same most likely token.
+        perplexity: maximum relative change of perplexity over the compared rows, in either direction.
     """
 
     largest: float
@@ -55,8 +56,9 @@ class Bound:
 
 
 BOUNDS: dict[str, dict[str, Bound]] = {
-    # Weights rounded, products in fp32 or fp64. A block of 32 normal values has its largest at 2.2 standard deviations, so rounding in
-    # steps of largest / 127 (q8_0) leaves 0.5 % of a weight, in steps of largest / 8 (q4_0) 8 %; a bfloat16 has 0.17 %.
+    # Rounded weights, matmuls in fp32 or fp64. The largest of 32 normal values is at 2.2 standard deviations on
+    # average, so rounding in steps of largest / 127 (q8_0) has an error of 0.5 % of a weight, of largest / 8 (q4_0)
+    # 8 %; bfloat16 has 0.17 %.
     "gguf": {
         "f32": Bound(1e-5, 1e-6, 0.99, 1e-4),
         "f16": Bound(1e-2, 1e-3, 0.97, 2e-3),
@@ -67,8 +69,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "q4_k_m": Bound(0.6, 0.08, 0.6, 0.2),
         "q4_0": Bound(0.75, 0.1, 0.5, 0.3),
     },
-    # llama.cpp itself: a cache of keys and values in f16 whatever the file's type, and with q8_0 and q4_0 activations in 8 bits. Over
-    # logarithms of probabilities.
+    # Logprobs by llama.cpp itself: its KV cache is always f16, and with q8_0 and q4_0 activations have 8 bits.
     "llama.cpp": {
         "f32": Bound(2e-2, 4e-3, 0.95),
         "f16": Bound(2e-2, 4e-3, 0.95),
@@ -79,107 +80,113 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "q4_k_m": Bound(0.65, 0.1, 0.55),
         "q4_0": Bound(0.8, 0.12, 0.45),
     },
-    # Another runtime's products in fp32: a few units in the seventh place, summed over layers. int8: weights by row, activations by tensor.
+    # Another runtime's fp32 matmuls: errors of about 1e-7 per layer. int8: weights per row, activations per tensor.
     "onnx": {
         "float32": Bound(1e-4, 1e-5, 0.99, 1e-4),
         "int8": Bound(0.4, 0.05, 0.75, 0.1),
     },
-    # 8da4w: weights in 4 bits by groups of 32, activations in 8 bits by token.
+    # 8da4w: weights in 4 bits in groups of 32, activations in 8 bits per token.
     "executorch": {
         "float32": Bound(1e-4, 1e-5, 0.99, 1e-4),
         "8da4w": Bound(0.75, 0.1, 0.5, 0.3),
     },
-    # bfloat16: activations are rounded, too.
+    # bfloat16: activations are rounded as well.
     "aoti": {
         "float32": Bound(1e-4, 1e-5, 0.99, 1e-4),
         "bfloat16": Bound(0.1, 0.02, 0.85, 0.02),
     },
-    # Plain weights with symmetric scales by group of 32 (int4) or by row (int8), as vLLM reads them.
+    # Symmetric scales per group of 32 (int4) or per row (int8), as vLLM reads them.
     "vllm": {
         "int8": Bound(0.1, 0.02, 0.85, 0.02),
         "int4": Bound(0.75, 0.1, 0.5, 0.3),
     },
-    # Weights rounded, products in fp32.
+    # Rounded weights, matmuls in fp32.
     "torchchat": {
         "float32": Bound(1e-4, 1e-5, 0.99, 1e-4),
         "bfloat16": Bound(5e-2, 1e-2, 0.9, 1e-2),
         "float16": Bound(1e-2, 1e-3, 0.97, 2e-3),
     },
-    # Image classifiers, over calibration images: weights by channel and activations by tensor in 8 bits, whose ranges are calibrated.
+    # Image classifiers, over calibration images: 8-bit weights per channel, calibrated 8-bit activations per tensor.
     "vision": {
         "float32": Bound(1e-4, 1e-5, 0.99),
         "int8": Bound(0.5, 0.1, 0.8),
     },
 }
-"""What is accepted by default, by format and `--dtype`; set before the writers were written. `--tolerance` takes the place of all four."""
+"""Default bounds by format and `--dtype`; set before the writers were implemented. `--tolerance` replaces all four."""
 
-TEXTS = (  # of several kinds, so that no token of common use is left out
-    "The ferry left at seven. By the time the fog lifted, nobody on deck could say which of the two islands lay behind us, and the "
+TEXTS = (  # prose, code, arithmetic and JSON, to cover common tokens
+    "The ferry left at seven. By the time the fog lifted, nobody on deck could say which of the two islands "
+    "lay behind us, and the "
     "captain, who had made the crossing for thirty years, kept looking at his watch rather than at the water.",
-    "def mean(values: list[float]) -> float:\n    if not values:\n        raise ValueError('no values')\n    return sum(values) / len(values)\n",
-    "Question: A box holds 48 screws in rows of 6. How many rows are there after 3 boxes are opened?\nAnswer: 48 / 6 = 8, and 3 * 8 = 24.",
-    '{"name": "Zoë", "städte": ["Köln", "Łódź", "東京"], "price": 1234.50, "done": false, "note": "naïve café, 50 % off…"}',
+    "def mean(values: list[float]) -> float:\n    if not values:\n        raise ValueError('no values')\n    "
+    "return sum(values) / len(values)\n",
+    "Question: A box holds 48 screws in rows of 6. How many rows are there after 3 boxes are "
+    "opened?\nAnswer: 48 / 6 = 8, and 3 * 8 = 24.",
+    '{"name": "Zoë", "städte": ["Köln", "Łódź", "東京"], "price": 1234.50, "done": false, "note": "naïve café, '
+    '50 % off…"}',
 )
-_LENGTH = 128
+_LENGTH = 128  # maximum length of a row
 EXACT = 1 << 29
-"""Weights that are held in fp64 for a moment: 4 GiB."""
+"""Largest number of weights that are cast to fp64: 4 GiB."""
 
 
 def rows(tokenizer: Any, positions: int, extra: list[int]) -> list[Tensor]:
-    """Real text as tokens, a row [1, n] each; `extra` tokens (those added to the model) follow in a row of their own."""
+    """Tokenizes the sample texts, one row [1, n] each; `extra` tokens (added to the model) get their own row."""
     limit = min(_LENGTH, positions or _LENGTH)
-    found = [tokenizer.encode(text)[:limit] for text in TEXTS]
+    encoded = [tokenizer.encode(text)[:limit] for text in TEXTS]
     if extra:
-        found.append([token for pair in zip(extra, found[0], strict=False) for token in pair][:limit])
-    return [torch.tensor([row]) for row in found if row]
+        encoded.append([token for pair in zip(extra, encoded[0], strict=False) for token in pair][:limit])
+    return [torch.tensor([row]) for row in encoded if row]
 
 
 def code_in(folder: Path) -> list[str]:
-    """What there is to say of Python code in a folder that was written: transformers copies that of the model it came from."""
+    """Returns a note if a written folder contains Python code, which transformers copies from the original model."""
     names = sorted(file.name for file in folder.glob("*.py"))
     return (
         [
-            f"the folder carries Python code of the model it came from ({', '.join(names)}), which runs for whoever opens it with trust_remote_code=True"
+            f"the folder carries Python code of the model it came from ({', '.join(names)}), which runs for "
+            "whoever opens it with trust_remote_code=True"
         ]
         if names
         else []
     )
 
 
-def logits(model: Any, tokens: list[Tensor], seen: Sequence[Mapping[str, Tensor]] = ()) -> list[Tensor]:
-    """By transformers' own attention, on the CPU; the model stays behind in fp32, in place.
+def logits(model: Any, tokens: list[Tensor], image_rows: Sequence[Mapping[str, Tensor]] = ()) -> list[Tensor]:
+    """Computes logits with transformers' own attention, on the CPU; the model is left in fp32, in place.
 
-    Models of up to `EXACT` weights multiply in fp64, larger ones in fp32, where each product's own rounding shows too: at a logit
-    of 16 that is about 2e-5, ten times what merging does.
+    Models of up to `EXACT` weights compute in fp64, larger ones in fp32 with its rounding errors: at a logit of 16
+    these are about 2e-5, ten times the effect of merging.
 
     Args:
-        seen: further rows with images in them: arguments of transformers' forward.
+        image_rows: further rows with images: arguments of transformers' forward.
     """
     exact = shares(model)[1] <= EXACT
     model.to(torch.float64 if exact else torch.float32)
     for module in model.modules():
-        if isinstance(module, PackedMap):  # what 4 bits stand for is defined in fp32
+        if isinstance(module, PackedMap):  # NF4's levels are defined in fp32
             module.nf4_pairs, module.nf4_levels = module.nf4_pairs.float(), module.nf4_levels.float()
-    found = [plain_logits(model, row).cpu() for row in tokens]
-    found += [
-        plain_logits(model, row["input_ids"], {k: v for k, v in row.items() if k != "input_ids"}).cpu() for row in seen
+    outputs = [plain_logits(model, row).cpu() for row in tokens]
+    outputs += [
+        plain_logits(model, row["input_ids"], {k: v for k, v in row.items() if k != "input_ids"}).cpu()
+        for row in image_rows
     ]
     model.to(torch.float32)
-    return found
+    return outputs
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two models' logits are apart.
+    """Difference of two models' logits.
 
     Attributes:
-        largest: difference of a logit.
-        scale: the largest logit of the first.
-        tokens: over so many.
-        mean: difference of a logit.
-        agreement: share of positions whose most likely token is the same.
-        perplexity: of the first and of the second; None where rows were not given, or have no next token.
-        predicted: tokens that it is of.
+        largest: maximum logit difference.
+        scale: largest logit of the first model.
+        tokens: number of compared positions.
+        mean: mean logit difference.
+        agreement: fraction of positions with the same most likely token.
+        perplexity: of both models; None if no tokens were given, or no row has a next token.
+        predicted: number of tokens in the perplexity.
     """
 
     largest: float
@@ -194,39 +201,51 @@ class Difference:
         return self.largest / max(self.scale, 1.0)
 
     def beyond(self, bound: Bound) -> str:
-        """What exceeds the bound, in words; empty when nothing does. What is no number exceeds it."""
+        """Describes how the difference exceeds the bound; '' if it does not. NaN exceeds it."""
         unit, those = max(self.scale, 1.0), "from those of the trained model"
         if not self.share() <= bound.largest:
-            return f"by up to {self.largest:.2g} {those} (largest logit {self.scale:.3g}), more than the {bound.largest:g} of it that is accepted"
+            return (
+                f"by up to {self.largest:.2g} {those} (largest logit {self.scale:.3g}), more than the "
+                f"{bound.largest:g} of it that is accepted"
+            )
         if not self.mean / unit <= bound.mean:
-            return f"by {self.mean:.2g} in the mean {those} (largest logit {self.scale:.3g}), more than the {bound.mean:g} of it that is accepted"
+            return (
+                f"by {self.mean:.2g} in the mean {those} (largest logit {self.scale:.3g}), more than the "
+                f"{bound.mean:g} of it that is accepted"
+            )
         if not self.agreement >= bound.agreement:
-            return f"{those} so that {self.agreement:.1%} of positions have the same most likely token, less than the {bound.agreement:.0%} that is accepted"
+            return (
+                f"{those} so that {self.agreement:.1%} of positions have the same most likely token, less than "
+                f"the {bound.agreement:.0%} that is accepted"
+            )
         if self.perplexity is not None:
             before, after = self.perplexity
             if not abs(after / before - 1) <= bound.perplexity:
-                return f"{those} so that perplexity goes from {before:.4g} to {after:.4g}, by more than the {bound.perplexity:.2g} of it that is accepted"
+                return (
+                    f"{those} so that perplexity goes from {before:.4g} to {after:.4g}, by more than the "
+                    f"{bound.perplexity:.2g} of it that is accepted"
+                )
         return ""
 
 
-def compare(wanted: list[Tensor], found: list[Tensor], tokens: Sequence[Tensor] | None = None) -> Difference:
-    """Compares logits [rows, length, vocabulary], list by list; where one has more pieces (padding of a vocabulary), the rest is left out.
+def compare(wanted: list[Tensor], computed: list[Tensor], tokens: Sequence[Tensor] | None = None) -> Difference:
+    """Compares logits [rows, length, vocabulary], list by list; if one vocabulary is padded, the padding is ignored.
 
     Args:
-        tokens: what the logits were made from, [rows, length] each, for the perplexity.
+        tokens: inputs of the logits, [rows, length] each, for the perplexity.
     """
     pairs = [
-        (a[..., : b.shape[-1]].double(), b[..., : a.shape[-1]].double()) for a, b in zip(wanted, found, strict=True)
+        (a[..., : b.shape[-1]].double(), b[..., : a.shape[-1]].double()) for a, b in zip(wanted, computed, strict=True)
     ]
-    apart = [(a - b).abs() for a, b in pairs]
-    places = sum(a[..., 0].numel() for a in apart)
+    differences = [(a - b).abs() for a, b in pairs]
+    positions = sum(a[..., 0].numel() for a in differences)
     same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
     return Difference(
-        largest=max(float(a.max()) for a in apart),
+        largest=max(float(a.max()) for a in differences),
         scale=max(float(row.abs().max()) for row in wanted),
-        tokens=places,
-        mean=sum(float(a.sum()) for a in apart) / sum(a.numel() for a in apart),
-        agreement=same / places,
+        tokens=positions,
+        mean=sum(float(a.sum()) for a in differences) / sum(a.numel() for a in differences),
+        agreement=same / positions,
         perplexity=None if tokens is None else _perplexities(pairs, tokens),
         predicted=sum(row[:, 1:].numel() for row in tokens or ()),
     )
@@ -248,12 +267,12 @@ def _perplexities(pairs: list[tuple[Tensor, Tensor]], tokens: Sequence[Tensor]) 
 
 
 def bound_of(format: str, dtype: str, tolerance: float | None) -> Bound:
-    """The format's bound for a dtype; with `--tolerance`, that one alone."""
+    """Returns the format's bound for a dtype, or one with the given tolerance only."""
     return BOUNDS[format][dtype] if tolerance is None else Bound(tolerance)
 
 
 def figures(difference: Difference, bound: Bound) -> dict[str, Any]:
-    """What a writer says of its comparison; `Held.told` has the perplexities."""
+    """Returns a comparison's figures for a writer's result; `Held.told` returns the perplexities."""
     return {
         "max_logit_difference": difference.largest,
         "mean_logit_difference": difference.mean,
@@ -265,11 +284,11 @@ def figures(difference: Difference, bound: Bound) -> dict[str, Any]:
 
 
 def refuse_beyond(difference: Difference, bound: Bound, what: str, hint: str) -> None:
-    """Raises RunError where the difference exceeds the bound, or is no number."""
-    if words := difference.beyond(bound):
-        raise RunError(f"{what}: its logits differ {words}; nothing was written; {hint}")
+    """Raises RunError if the difference exceeds the bound, or is NaN."""
+    if excess := difference.beyond(bound):
+        raise RunError(f"{what}: its logits differ {excess}; nothing was written; {hint}")
 
 
 def size(folder: Path, name: str = "") -> int:
-    """Bytes of the files of a folder whose names begin so."""
+    """Returns the bytes of the files of a folder whose names have this prefix."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.name.startswith(name))

@@ -1,4 +1,4 @@
-"""One file a method. Importing this package imports every module of the folder; errors propagate. No torch."""
+"""Compression methods, one file each. Importing this package imports every module of the folder. Imports no torch."""
 
 import importlib
 import pkgutil

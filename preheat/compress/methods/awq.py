@@ -1,9 +1,10 @@
-"""AWQ: four bits, with finer steps for the inputs that are large.
+"""AWQ: four bits, with finer steps for inputs of large magnitude.
 
-What: each map's inputs are divided by factors, its weight's columns multiplied by them, and the weight rounded to the grid of int4. The
-factors are a power of the inputs' size over calibration rows, the power with the least error of the map's outputs; then the range of each
-group is chosen likewise. Factors stay with the map (a multiplication of its inputs), so that every architecture is served. Helps: less
-loss than int4 at the same bits and speed; does not bend to the calibration text as gptq does. Hurts: needs calibration rows; gptq is often better.
+What: each map's inputs are divided by factors, its weight's columns multiplied by them, and the weight rounded to the
+int4 grid. The factors are a power of the inputs' magnitude over calibration rows; the exponent with the least output
+error is chosen, then the range of each group in the same way. The factors stay in the map (a multiplication of its
+inputs), so every architecture is supported. Helps: less loss than int4 at the same size and speed; overfits less to the
+calibration text than gptq. Hurts: needs calibration rows; gptq is often better.
 Source: Lin et al. 2023 (arXiv:2306.00978).
 """
 
@@ -27,14 +28,14 @@ __all__ = ["Awq", "to_awq"]
 
 
 def to_awq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Awq | None = None) -> Change:
-    """Puts the linear maps of a transformers model into four bits by AWQ, in place; the rest into eight.
+    """Quantizes the linear maps of a transformers model to four bits by AWQ, in place; the rest to eight.
 
     Args:
         rows: calibration rows, [1, length] tokens each.
 
     Raises:
-        RecipeError: a group that does not divide a map's inputs.
-        DataError: rows too few, or all alike.
+        RecipeError: a group size that does not divide a map's inputs.
+        DataError: too few rows, or all alike.
 
     Example:
         >>> to_awq(model, rows, Awq(group=64))                                                      # doctest: +SKIP
@@ -44,10 +45,10 @@ def to_awq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Awq | None 
 
     chosen = settings or Awq()
 
-    def make(name: str, module: nn.Module, seen: Inputs) -> nn.Module:
+    def make(name: str, module: nn.Module, inputs: Inputs) -> nn.Module:
         group = group_for(name, module, chosen.group, "awq")
-        made, factors = awq(map_weight(module), seen.gram, group, symmetric=chosen.symmetric)
-        return Int4Linear.of(module, made, input_scales=factors)
+        groups, factors = awq(map_weight(module), inputs.gram, group, symmetric=chosen.symmetric)
+        return Int4Linear.of(module, groups, input_scales=factors)
 
     return quantize_by_inputs(
         model, chosen, "awq", rows, make, f"int4, {'symmetric' if chosen.symmetric else 'with zeros'}, by AWQ"
@@ -59,9 +60,9 @@ class Awq(High, Method):
     reads_rows: ClassVar[bool] = True
 
     group: int | Literal["auto"] = "auto"
-    """Inputs that share a scale; auto: of each map the divisor nearest to 32."""
+    """Number of inputs that share a scale; auto: for each map the divisor nearest to 32."""
     symmetric: bool = True
-    """A scale alone; without, a zero besides (as many bits again as the scale)."""
+    """Scale only; if false, each group also has a zero point (as many bits as the scale)."""
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return to_awq(model, rows, self)

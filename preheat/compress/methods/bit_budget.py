@@ -1,13 +1,15 @@
-"""A budget of bits, spent where it saves most loss: hybrid precision by search.
+"""A bit budget, allocated where it reduces the loss most: mixed precision by search.
 
-What: each map of the layers stands in four bits (groups of 128, of 32, of 32 with zeros), eight or sixteen, such that all of them together
-take `bits` a weight, scales included, on average. How much each choice of each map raises the loss is measured on calibration rows: one
-backward pass a row gives every token's gradient, and with it the rise to second order (`preheat.ops.quantization.bit_allocation`); what was
-predicted for the whole is told beside what was measured. Embedding and head stay in eight bits, outside the budget. The codes of four bits
-are then chosen by GPTQ or to the nearest. Helps: for a size between those of two uniform ones, and at the same size as a uniform one,
-where some maps can bear less than others. Hurts: takes a backward pass over calibration rows (`rows`), in fp32.
-Source: sensitivity by the Fisher information as in Kim et al. 2023, SqueezeLLM (arXiv:2306.07629), section 4.1, here by map and token;
-sharing out along convex hulls: Shoham and Gersho 1988, "Efficient bit allocation for an arbitrary set of quantizers".
+What: each map of the layers gets four bits (groups of 128, of 32, or of 32 with zeros), eight or sixteen, such that all
+of them together take `bits` per weight on average, scales included. The sensitivity of the loss to each choice of each
+map is measured on calibration rows: one backward pass per row gives every token's gradient, and with it the
+second-order rise of the loss (`preheat.ops.quantization.bit_allocation`). The predicted rise is reported together with
+the measured one. Embedding and head stay in eight bits, outside the budget. The four-bit codes are then chosen by GPTQ
+or by rounding to the nearest. Helps: for a size between those of two uniform methods, and at the size of a uniform one
+if some maps are less sensitive than others. Hurts: takes a backward pass over calibration rows (`rows`), in fp32.
+Source: sensitivity by the Fisher information as in Kim et al. 2023, SqueezeLLM (arXiv:2306.07629), section 4.1, here by
+map and token; allocation along convex hulls: Shoham and Gersho 1988, "Efficient bit allocation for an arbitrary set of
+quantizers".
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ __all__ = ["BitBudget", "sensitivity", "spend_bits"]
 
 CHOICES = ("int4 in groups of 128", "int4 in groups of 32", "int4 in groups of 32 with zeros", "int8", "bf16")
 
-_TOKENS = 2048  # in a batch of the backward passes
+_TOKENS = 2048  # per backward pass
 
 
 def _grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
-    """Group and whether it is symmetric, of one of the choices in four bits."""
+    """Returns the group size and symmetry of one of the four-bit choices."""
     from preheat.ops.quantization.grids import divisor
     from preheat.ops.quantization.linear import map_weight
 
@@ -44,7 +46,7 @@ def _grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
 
 
 def _made(name: str, module: nn.Module, choice: str) -> Any:
-    """The map as one of the choices has it; itself in bf16."""
+    """Returns the map quantized as one of the choices; the map itself for bf16."""
     from preheat.ops.quantization.linear import Int4Linear, Int8Linear
 
     if choice == "bf16":
@@ -58,14 +60,15 @@ def _made(name: str, module: nn.Module, choice: str) -> Any:
 def sensitivity(
     model: PreTrainedModel, maps: dict[str, nn.Module], rows: Sequence[Tensor], choices: Sequence[str] = CHOICES
 ) -> dict[str, list[float]]:
-    """How much each choice of each map raises the mean loss of a token over the rows, in nats, to second order.
+    """Estimates the rise of the mean loss per token for each choice of each map, in nats, to second order.
 
     Args:
         maps: linear maps of the model, by name.
         rows: [1, length] tokens each, all of one length.
+        choices: of `CHOICES`.
 
     Returns:
-        For each map a rise for each choice.
+        For each map one value per choice.
 
     Example:
         >>> sensitivity(model, {"lm_head": model.lm_head}, rows)["lm_head"]                         # doctest: +SKIP
@@ -76,9 +79,9 @@ def sensitivity(
     from preheat.ops.quantization.bit_allocation import loss_rise
     from preheat.ops.quantization.linear import map_weight
 
-    found = {name: [0.0] * len(choices) for name in maps}
+    totals = {name: [0.0] * len(choices) for name in maps}
 
-    def hear(name: str) -> Callable[..., None]:
+    def watch(name: str) -> Callable[..., None]:
         def forward(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
             x = args[0].detach().flatten(0, -2)
 
@@ -88,41 +91,41 @@ def sensitivity(
                     change = map_weight(_made(name, module, choice)).detach() - weight
                     if choice == "bf16":
                         change = weight.bfloat16().float() - weight
-                    found[name][n] += loss_rise(x, change, gradient.flatten(0, -2))
+                    totals[name][n] += loss_rise(x, change, gradient.flatten(0, -2))
 
             out.register_hook(backward)
 
         return forward
 
-    hooks = [module.register_forward_hook(hear(name)) for name, module in maps.items()]
+    hooks = [module.register_forward_hook(watch(name)) for name, module in maps.items()]
     tokens = 0
     try:
         with plainly(model), torch.enable_grad():
-            # Each choice of each map is made anew for each batch, since keeping all of them would take several times the model's memory.
+            # Each choice is quantized again for each batch, as keeping all would take several times the model's memory.
             for batch in torch.cat(list(rows)).split(max(1, _TOKENS // rows[0].shape[1])):
                 batch = batch.to(model.device)
-                # Only what lies between the maps is differentiated, and no weight: the embedding's output begins it.
-                begun = model.get_input_embeddings()(batch).detach().requires_grad_()
-                logits = model(inputs_embeds=begun, use_cache=False).logits[:, :-1].float().flatten(0, 1)
+                # Differentiates activations only, no weights: the graph starts at the embedding's output.
+                embedded = model.get_input_embeddings()(batch).detach().requires_grad_()
+                logits = model(inputs_embeds=embedded, use_cache=False).logits[:, :-1].float().flatten(0, 1)
                 torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum").backward(
-                    inputs=[begun]
+                    inputs=[embedded]
                 )
                 tokens += batch[:, 1:].numel()
     finally:
         for handle in hooks:
             handle.remove()
-    return {name: [rise / tokens for rise in rises] for name, rises in found.items()}
+    return {name: [rise / tokens for rise in rises] for name, rises in totals.items()}
 
 
 def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudget | None = None) -> Change:
-    """Quantizes the linear maps of a transformers model within a budget of bits, in place.
+    """Quantizes the linear maps of a transformers model within a bit budget, in place.
 
     Args:
         rows: calibration rows, [1, length] tokens each.
 
     Raises:
-        RecipeError: a budget below the least or above 16.
-        DataError: rows too few, or all alike.
+        RecipeError: a budget that is too small, or above 16.
+        DataError: too few rows, or all alike.
 
     Example:
         >>> spend_bits(model, rows, BitBudget(bits=5))                                              # doctest: +SKIP
@@ -136,7 +139,7 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
 
     chosen = settings or BitBudget()
     require_rows(rows)
-    maps, kept = chosen_maps(model, chosen, "bit_budget")
+    maps, excluded = chosen_maps(model, chosen, "bit_budget")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     rises = sensitivity(model, maps, rows[: chosen.rows])
     sizes = {name: [_bits(name, module, choice) for choice in CHOICES] for name, module in maps.items()}
@@ -146,29 +149,32 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
     except ValueError:
         least = sum(map(min, sizes.values())) / weights
         raise RecipeError(
-            f"--bits {chosen.bits:g}: the least that there is takes {least:.2f} bits a weight (four bits and a scale for each group); ask for more"
+            f"--bits {chosen.bits:g}: the least that there is takes {least:.2f} bits a weight (four bits and "
+            "a scale for each group); ask for more"
         ) from None
     plan = {name: CHOICES[n] for name, n in zip(maps, numbers, strict=True)}
     predicted = sum(rises[name][n] for name, n in zip(maps, numbers, strict=True))
     before = _loss(model, rows[: chosen.rows])
     if chosen.rounding == "gptq":
         for layer in walk(model, rows):
-            own = {name: m for name, m in maps.items() if name.startswith(f"{layer.name}.")}
-            seen = layer.inputs({name: m for name, m in own.items() if plan[name].startswith("int4")})
-            for name, module in own.items():
-                new = _made(name, module, plan[name])
-                if name in seen:
+            layer_maps = {name: m for name, m in maps.items() if name.startswith(f"{layer.name}.")}
+            inputs = layer.inputs({name: m for name, m in layer_maps.items() if plan[name].startswith("int4")})
+            for name, module in layer_maps.items():
+                replacement = _made(name, module, plan[name])
+                if name in inputs:
                     group, symmetric = _grid(name, module, plan[name])
-                    new = Int4Linear.of(module, gptq(map_weight(module), seen[name].gram, group, symmetric=symmetric))
-                if new is not module:
-                    put_in(model, name, new)
-    for name, module in maps.items():  # all of them to the nearest, or with GPTQ those outside the layers
+                    replacement = Int4Linear.of(
+                        module, gptq(map_weight(module), inputs[name].gram, group, symmetric=symmetric)
+                    )
+                if replacement is not module:
+                    put_in(model, name, replacement)
+    for name, module in maps.items():  # all maps if rounding to nearest; with GPTQ those outside the layers
         if plan[name] != "bf16" and model.get_submodule(name) is module:
             put_in(model, name, _made(name, module, plan[name]))
     measured = _loss(model, rows[: chosen.rows]) - before
-    keep_high(model, kept, chosen.high, tied=tied)
-    named = "; ".join(f"{name}: {choice}" for name, choice in plan.items())
-    return Change(_words(model, plan, predicted, measured, chosen), len(maps), detail=f"By map: {named}")
+    keep_high(model, excluded, chosen.high, tied=tied)
+    choices = "; ".join(f"{name}: {choice}" for name, choice in plan.items())
+    return Change(_words(model, plan, predicted, measured, chosen), len(maps), detail=f"By map: {choices}")
 
 
 def _bits(name: str, module: nn.Module, choice: str) -> float:
@@ -176,12 +182,12 @@ def _bits(name: str, module: nn.Module, choice: str) -> float:
 
     if choice == "bf16":
         return 16.0 * map_weight(module).numel()
-    made = _made(name, module, choice)
-    return float(sum(8 * p.nbytes for key, p in made.named_parameters() if key != "bias"))
+    quantized = _made(name, module, choice)
+    return float(sum(8 * p.nbytes for key, p in quantized.named_parameters() if key != "bias"))
 
 
 def _loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
-    """The mean loss of a token."""
+    """Returns the mean loss per token."""
     import torch
 
     from preheat.models.layerwise import plainly
@@ -197,12 +203,14 @@ def _loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
 
 
 def _words(model: PreTrainedModel, plan: dict[str, str], predicted: float, measured: float, settings: BitBudget) -> str:
-    weights, held = weights_and_bits(model, list(plan))
+    weights, bits = weights_and_bits(model, list(plan))
     by_choice = {choice: [name for name in plan if plan[name] == choice] for choice in CHOICES}
     counts = "; ".join(f"{len(names)} in {choice}" for choice, names in by_choice.items() if names)
     return (
-        f"{len(plan)} linear maps in {held / weights:.2f} bits a weight on average ({settings.bits:g} asked), four bits by "
-        f"{'GPTQ' if settings.rounding == 'gptq' else 'the nearest'}: {counts}. To the nearest the loss on calibration rows would rise by "
+        f"{len(plan)} linear maps in {bits / weights:.2f} bits a weight on average ({settings.bits:g} asked), "
+        "four bits by "
+        f"{'GPTQ' if settings.rounding == 'gptq' else 'the nearest'}: {counts}. To the nearest the loss on "
+        "calibration rows would rise by "
         f"{predicted:.4f} (predicted); it rose by {measured:.4f}"
     )
 
@@ -214,7 +222,8 @@ class BitBudget(High, Method):
     bits: Positive = 4.5
     """Bits a weight over the maps that are quantized, scales included, on average."""
     keep: str | tuple[str, ...] = ("embedding", "head")
-    """What stays in `high`, outside the budget: embedding, head, first and last (layer), last parts of names, or regular expressions for whole names."""
+    """Modules kept in `high`, outside the budget: embedding, head, first and last (layer), last parts of names, or
+    regular expressions for whole names."""
     rounding: Literal["gptq", "nearest"] = "gptq"
     """How four-bit codes are chosen."""
     rows: Count = 32

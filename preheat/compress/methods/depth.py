@@ -1,10 +1,10 @@
-"""Depth pruning: whole layers are taken out; an ordinary, shallower model of the family.
+"""Depth pruning: removes whole layers; the result is an ordinary, shallower model of the family.
 
-What: over calibration rows each layer counts by how much it turns the residual stream (1 - cosine of what goes in and comes out), or by how
-much the loss rises without it. Those that count least go.
-Helps: of all ways to cut, it saves the most time a parameter, above all where single tokens are decoded; serves every family, experts too.
-Hurts: a layer is a coarse unit, and a model that is shallow already misses each; after recovery, width keeps more quality at equal
-parameters. By loss takes a pass over the rows for each layer, and sees better what a small model can do without.
+What: each layer is scored over calibration rows by how much it rotates the residual stream (1 - cosine of its input and
+output), or by how much the loss rises without it. The layers with the lowest scores are removed.
+Helps: saves the most time per parameter, above all when decoding single tokens; supports every family, experts too.
+Hurts: layers are a coarse unit, and a shallow model needs each of them; after recovery, width keeps more quality at
+equal parameters. Scoring by loss takes a pass over the rows for each layer, and is more accurate for small models.
 Source: ShortGPT, Men et al. 2024 (arXiv:2403.03853); by loss: Kim et al. 2024 (arXiv:2402.02834).
 """
 
@@ -32,23 +32,24 @@ def prune_depth(
     layers: float = 0.75,
     by: Literal["influence", "loss"] = "influence",
 ) -> tuple[str, int]:
-    """Takes layers out of a transformers model, configuration and all, in place.
+    """Removes layers of a transformers model and adapts its configuration, in place.
 
     Args:
         rows: calibration rows, [1, length] tokens each.
-        layers: share of the layers that stay, to the nearest whole number.
-        by: what a layer counts by: `influence` on the stream, or the `loss` without it.
+        layers: fraction of the layers to keep, to the nearest whole number.
+        by: score of a layer: its `influence` on the residual stream, or the `loss` without it.
 
     Returns:
-        What was done, in words, and the number of layers that went away.
+        A description, and the number of removed layers.
 
     Raises:
-        RecipeError: no rows; no layer would stay, or all; the family tells layers apart by their number.
+        RecipeError: no rows; no layer would stay, or all; the family's layers depend on their index.
 
     Example:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64, vocab_size=96)
+        >>> sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 96}
+        >>> config = LlamaConfig(num_hidden_layers=4, **sizes)
         >>> prune_depth(LlamaForCausalLM(config), [torch.arange(20)[None]], layers=0.5)[1]
         2
     """
@@ -69,16 +70,17 @@ def prune_depth(
         if by == "influence"
         else structured_pruning.losses_without(model, rows)
     )
-    kept = highest(scores, wanted)
+    remaining = highest(scores, wanted)
     before = model.num_parameters()
-    made = slicing.smaller(model, slicing.Kept(layers=kept))
-    structured_pruning.require_skipped(model, made, kept, rows)
-    slicing.become(model, made)
-    gone = sorted(set(range(count)) - set(kept.tolist()))
+    smaller = slicing.smaller(model, slicing.Kept(layers=remaining))
+    structured_pruning.require_skipped(model, smaller, remaining, rows)
+    slicing.become(model, smaller)
+    removed = sorted(set(range(count)) - set(remaining.tolist()))
     after = model.num_parameters()
     return (
-        f"layers {count} -> {wanted} (without {', '.join(map(str, gone))}, by {by}); {before:,} -> {after:,} parameters ({after / before:.1%})",
-        len(gone),
+        f"layers {count} -> {wanted} (without {', '.join(map(str, removed))}, by {by}); {before:,} -> "
+        f"{after:,} parameters ({after / before:.1%})",
+        len(removed),
     )
 
 
@@ -87,9 +89,9 @@ class Depth(Method):
     reads_rows: ClassVar[bool] = True
 
     layers: Annotated[float, Bound(0, 1, open_low=True)] = 0.75
-    """Share of the layers that stay, to the nearest whole number."""
+    """Fraction of the layers to keep, to the nearest whole number."""
     by: Literal["influence", "loss"] = "influence"
-    """What a layer counts by: how much it turns the stream, or how much the loss rises without it (a pass for each layer)."""
+    """Score of a layer: how much it rotates the residual stream, or the loss without it (one pass per layer)."""
 
     def check(self, model: ModelFacts) -> list[str]:
         if not 0 < self.layers < 1:

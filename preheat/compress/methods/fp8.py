@@ -1,8 +1,8 @@
-"""FP8: eight-bit floats (e4m3) for weights and inputs, multiplied as such. GPUs alone.
+"""FP8: weights and inputs in eight-bit floats (e4m3), with fp8 matmuls. GPUs only.
 
-What: a scale for each output of the weight and for each token of the inputs, and products in eight-bit floats. Helps: half of bf16's size
-and up to twice its rate, without calibration, with fewer troubles from outliers than int8. Hurts: needs a GPU that multiplies them (Ada,
-Hopper, Blackwell); three bits of mantissa lose more than int8 where there are no outliers.
+What: one scale per output of the weight and per token of the inputs, and matmuls in eight-bit floats. Helps: half of
+bf16's size and up to twice its rate, without calibration, and less sensitive to outliers than int8. Hurts: needs a GPU
+with fp8 matmuls (Ada, Hopper, Blackwell); three bits of mantissa lose more than int8 if there are no outliers.
 Source: Micikevicius et al. 2022 (arXiv:2209.05433); scales by row as in torchao's float8 inference.
 """
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Fp8", "to_fp8"]
 
-_FIRST = (8, 9)  # compute capability of the first NVIDIA devices with fp8
+_FIRST = (8, 9)  # lowest compute capability with fp8 matmuls (Ada)
 
 
 def to_fp8(model: PreTrainedModel, settings: High | None = None) -> Change:
-    """Puts the linear maps of a transformers model into eight-bit floats, in place.
+    """Quantizes the linear maps of a transformers model to eight-bit floats, in place.
 
     Example:
         >>> to_fp8(model.cuda())                                                                    # doctest: +SKIP
     """
     from preheat.ops.quantization.linear import Fp8Linear
 
-    words = "fp8, inputs too, with a scale for each token"
-    return quantize(model, settings or Fp8(), "fp8", lambda name, module: Fp8Linear.of(module), words)
+    description = "fp8, inputs too, with a scale for each token"
+    return quantize(model, settings or Fp8(), "fp8", lambda name, module: Fp8Linear.of(module), description)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +42,16 @@ class Fp8(High, Method):
     def check(self, model: ModelFacts) -> list[str]:
         import torch
 
-        why = super().check(model)
+        problems = super().check(model)
         if not torch.cuda.is_available():
-            why.append(
-                "needs a CUDA device of compute capability 8.9 or more: a CPU has no fp8 products; use int8 or int8_dynamic here"
+            problems.append(
+                "needs a CUDA device of compute capability 8.9 or more: a CPU has no fp8 products; use int8 "
+                "or int8_dynamic here"
             )
         elif torch.cuda.get_device_capability() < _FIRST:
             name = torch.cuda.get_device_name()
-            why.append(f"needs compute capability 8.9 or more, and {name} has less; use int8 or int8_dynamic here")
-        return why
+            problems.append(f"needs compute capability 8.9 or more, and {name} has less; use int8 or int8_dynamic here")
+        return problems
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return to_fp8(model, self)

@@ -1,9 +1,9 @@
-"""GPTQ: four bits, where the columns not yet rounded make up for those that are.
+"""GPTQ: four bits; columns not yet rounded compensate the rounding error of the others.
 
-What: each map is rounded column by column to the grid of int4; what a column's rounding changes in the map's outputs over calibration rows
-is taken back, as far as it goes, by the columns that are still free. Layer by layer, each with the inputs that the rounded layers before
-it give. Helps: usually the least loss at four bits without training. Hurts: needs calibration rows like the text that is to come; takes the
-time of a factorization for each map.
+What: each map is rounded column by column to the int4 grid; the change of the map's outputs over calibration rows is
+compensated, as far as possible, by the columns that are not rounded yet. Layers are processed in order, each with its
+inputs after quantization of the preceding ones. Helps: usually the least loss at four bits without training. Hurts:
+needs calibration rows similar to the text of later use; takes the time of a factorization for each map.
 Source: Frantar et al. 2022 (arXiv:2210.17323).
 """
 
@@ -28,27 +28,29 @@ __all__ = ["Gptq", "to_gptq"]
 
 
 def to_gptq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Gptq | None = None) -> Change:
-    """Puts the linear maps of a transformers model into four bits by GPTQ, in place; the rest into eight.
+    """Quantizes the linear maps of a transformers model to four bits by GPTQ, in place; the rest to eight.
 
     Args:
         rows: calibration rows, [1, length] tokens each.
 
     Raises:
-        RecipeError: a group that does not divide a map's inputs.
-        DataError: rows too few, or all alike.
+        RecipeError: a group size that does not divide a map's inputs.
+        DataError: too few rows, or all alike.
 
     Example:
-        >>> to_gptq(model, rows, Gptq(group=64))                                                    # doctest: +SKIP
+        >>> to_gptq(model, rows, Gptq(group=64))                                                      # doctest: +SKIP
     """
     from preheat.ops.quantization.awq_gptq import gptq
     from preheat.ops.quantization.linear import Int4Linear, map_weight
 
     chosen = settings or Gptq()
 
-    def make(name: str, module: nn.Module, seen: Inputs) -> nn.Module:
+    def make(name: str, module: nn.Module, inputs: Inputs) -> nn.Module:
         group = group_for(name, module, chosen.group, "gptq")
         weight = map_weight(module)
-        return Int4Linear.of(module, gptq(weight, seen.gram, group, symmetric=chosen.symmetric, damping=chosen.damping))
+        return Int4Linear.of(
+            module, gptq(weight, inputs.gram, group, symmetric=chosen.symmetric, damping=chosen.damping)
+        )
 
     return quantize_by_inputs(
         model, chosen, "gptq", rows, make, f"int4, {'symmetric' if chosen.symmetric else 'with zeros'}, by GPTQ"
@@ -60,9 +62,9 @@ class Gptq(High, Method):
     reads_rows: ClassVar[bool] = True
 
     group: int | Literal["auto"] = "auto"
-    """Inputs that share a scale; auto: of each map the divisor nearest to 32."""
+    """Number of inputs that share a scale; auto: for each map the divisor nearest to 32."""
     symmetric: bool = True
-    """A scale alone; without, a zero besides (as many bits again as the scale)."""
+    """Scale only; if false, each group also has a zero point (as many bits as the scale)."""
     damping: Positive = 0.01
     """Added to the diagonal of the inputs' Gram matrix, as a share of its mean."""
 

@@ -1,10 +1,12 @@
-"""Eight bits for weights: a scale for each output, inputs as they come.
+"""Eight bits for weights: one scale per output, inputs unchanged.
 
-What: every linear map's weight, the head's and the embedding's become whole numbers from -127 to 127 with a scale for each output (row of
-the embedding); a tied head holds the embedding's codes. Helps: half of bf16's size and, since decoding waits for weights to arrive from
-memory, up to twice its speed at a few rows, for a perplexity that is hardly told from the original's. Nothing needs calibration, so
-nothing is kept high by default. Hurts: nothing much; prompts are multiplied in the inputs' precision, no faster than before.
-Source: Dettmers et al. 2022 (arXiv:2208.07339), section 2.1, for a scale a row; Krishnamoorthi 2018 (arXiv:1806.08342), section 3.
+What: the weights of every linear map, the head and the embedding become integers from -127 to 127 with one scale per
+output (row of the embedding); a tied head shares the embedding's codes. Helps: half of bf16's size and, since decoding
+is bound by memory bandwidth, up to twice its speed for small batches, at almost the original's perplexity. It needs no
+calibration, and keeps nothing in higher precision by default. Hurts: hardly anything; prompts are multiplied in the
+inputs' precision, no faster than before.
+Source: Dettmers et al. 2022 (arXiv:2208.07339), section 2.1, for a scale a row; Krishnamoorthi 2018 (arXiv:1806.08342),
+section 3.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ __all__ = ["Int8", "to_int8"]
 
 
 def to_int8(model: PreTrainedModel, settings: High | None = None) -> Change:
-    """Puts the linear maps and the embedding of a transformers model into eight bits, in place.
+    """Quantizes the linear maps and the embedding of a transformers model to eight bits, in place.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
-        >>> to_int8(LlamaForCausalLM(config)).count
+        >>> sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 16}
+        >>> to_int8(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))).count
         8
     """
     from preheat.ops.quantization.linear import Int8Linear
@@ -43,7 +45,8 @@ def to_int8(model: PreTrainedModel, settings: High | None = None) -> Change:
 @dataclass(frozen=True, kw_only=True)
 class Int8(High, Method):
     keep: str | tuple[str, ...] = ()
-    """What stays in `high`: embedding, head, first and last (layer), last parts of names, or regular expressions for whole names."""
+    """Modules kept in `high`: embedding, head, first and last (layer), last parts of names, or regular expressions for
+    whole names."""
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return to_int8(model, self)

@@ -1,10 +1,11 @@
-"""Eight bits for weights and inputs: products of whole numbers, each token's scale taken as it comes.
+"""Eight bits for weights and inputs: integer matmuls, with each token's scale computed at run time.
 
-What: as int8, and each token's inputs of a map are divided by their largest magnitude and rounded to whole numbers from -127 to 127; the
-product is one of eight-bit integers with 32-bit sums. Helps: prompts and large batches, where integer products have up to twice
-bf16's rate; no calibration. Hurts: an input with outliers leaves few steps for the rest (int8_static moves them into the weight),
-and the rounding of inputs costs time at a few rows.
-Source: Dettmers et al. 2022 (arXiv:2208.07339), section 2.1; Yao et al. 2022 (arXiv:2206.01861), section 4.1, for a scale a token.
+What: as int8, and each token's inputs are divided by their largest magnitude and rounded to integers from -127 to 127;
+the matmul multiplies eight-bit integers with 32-bit accumulation. Helps: prompts and large batches, as integer matmuls
+have up to twice bf16's rate; no calibration. Hurts: an input with outliers leaves few steps for the rest (int8_static
+moves them into the weight), and rounding the inputs costs time for small batches.
+Source: Dettmers et al. 2022 (arXiv:2208.07339), section 2.1; Yao et al. 2022 (arXiv:2206.01861), section 4.1, for a
+scale per token.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ __all__ = ["Int8Dynamic", "to_int8_dynamic"]
 
 
 def to_int8_dynamic(model: PreTrainedModel, settings: High | None = None) -> Change:
-    """Lets the linear maps of a transformers model multiply in eight-bit integers, in place.
+    """Makes the linear maps of a transformers model multiply in eight-bit integers, in place.
 
     Example:
         >>> to_int8_dynamic(model, Int8Dynamic(keep=("head",)))                                     # doctest: +SKIP
     """
     from preheat.ops.quantization.linear import Int8Linear
 
-    words = "int8, inputs too, with a scale for each token"
+    description = "int8, inputs too, with a scale for each token"
     return quantize(
         model,
         settings or Int8Dynamic(),
         "int8_dynamic",
         lambda name, module: Int8Linear.of(module, inputs="dynamic"),
-        words,
+        description,
     )
 
 

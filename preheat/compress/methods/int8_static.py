@@ -1,10 +1,11 @@
-"""Eight bits for weights and inputs, with scales that are known before: SmoothQuant.
+"""Eight bits for weights and inputs, with static scales: SmoothQuant.
 
-What: as int8_dynamic, but a map's inputs have one scale, from the largest magnitude over calibration rows. Outliers, which stand in a few
-inputs of every token, are first moved into the weight: inputs are divided, and the weight's columns multiplied, by
-max|x|^strength / max|w|^(1 - strength); the division is one multiplication together with the scale. Helps: prompts and large
-batches, without a look for each token's largest value. Hurts: what is larger than anything that was seen is clipped; text of another kind
-than the calibration rows loses more.
+What: as int8_dynamic, but a map's inputs have one scale, from the largest magnitude over calibration rows. Outliers,
+which occur in a few inputs of every token, are first moved into the weight: inputs are divided, and the weight's
+columns multiplied, by max|x|^strength / max|w|^(1 - strength); the division is fused with the scale into one
+multiplication.
+Helps: prompts and large batches, without a search for each token's largest value. Hurts: values larger than any in
+calibration are clipped; text that differs from the calibration rows loses more.
 Source: Xiao et al. 2022 (arXiv:2211.10438).
 """
 
@@ -29,7 +30,7 @@ __all__ = ["Int8Static", "to_int8_static"]
 
 
 def to_int8_static(model: PreTrainedModel, rows: Sequence[Tensor], settings: Int8Static | None = None) -> Change:
-    """Lets the linear maps of a transformers model multiply in eight-bit integers with known scales, in place.
+    """Makes the linear maps of a transformers model multiply in eight-bit integers with static scales, in place.
 
     Args:
         rows: calibration rows, [1, length] tokens each.
@@ -42,13 +43,13 @@ def to_int8_static(model: PreTrainedModel, rows: Sequence[Tensor], settings: Int
 
     chosen = settings or Int8Static()
 
-    def make(name: str, module: nn.Module, seen: Inputs) -> nn.Module:
-        factors = smooth(map_weight(module), seen.largest, chosen.strength)
-        scale = (seen.largest * factors.float()).max() / 127
+    def make(name: str, module: nn.Module, inputs: Inputs) -> nn.Module:
+        factors = smooth(map_weight(module), inputs.largest, chosen.strength)
+        scale = (inputs.largest * factors.float()).max() / 127
         return Int8Linear.of(module, inputs="static", input_scales=factors, input_scale=scale.clamp(min=1e-12))
 
-    words = f"int8, inputs too, with known scales (SmoothQuant, strength {chosen.strength:g})"
-    return quantize_by_inputs(model, chosen, "int8_static", rows, make, words)
+    description = f"int8, inputs too, with known scales (SmoothQuant, strength {chosen.strength:g})"
+    return quantize_by_inputs(model, chosen, "int8_static", rows, make, description)
 
 
 @dataclass(frozen=True, kw_only=True)

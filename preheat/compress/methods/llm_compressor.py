@@ -1,11 +1,13 @@
-"""llm-compressor: the quantizer of the vLLM project, in an environment of its own, called as a process.
+"""llm-compressor: the quantizer of the vLLM project, run as a subprocess in its own environment.
 
-What: the model and the calibration rows are written to a folder, llm-compressor chooses codes of four or eight bits there by GPTQ, AWQ (alone or with GPTQ
-behind it), or to the nearest, in bf16; its codes, scales and whatever else it changed (AWQ moves factors into norms) are taken over as they
-are. Helps: the same algorithms as vLLM's own checkpoints come from, to compare ours with, and those that only it has. Hurts: an environment with a torch of
-its own (gigabytes), a copy of the model on disk, minutes for what `gptq` and `awq` do in process.
-Its place is told by `python`, or by $PREHEAT_LLM_COMPRESSOR: python3 -m venv lc && lc/bin/pip install llmcompressor.
-Source: https://github.com/vllm-project/llm-compressor, 0.14; Frantar et al. 2022 (arXiv:2210.17323), Lin et al. 2023 (arXiv:2306.00978).
+What: the model and the calibration rows are written to a folder, llm-compressor quantizes to four or eight bits there
+by GPTQ, AWQ (alone or followed by GPTQ), or to the nearest, in bf16; its codes, scales and all other weights it
+changed (AWQ moves factors into norms) are read back unchanged. Helps: the algorithms that produce vLLM's own
+checkpoints, for comparison with ours, and those that only it has. Hurts: an environment with its own torch
+(gigabytes), a copy of the model on disk, minutes for what `gptq` and `awq` do in process. The environment is set by
+`python`, or by $PREHEAT_LLM_COMPRESSOR: python3 -m venv lc && lc/bin/pip install llmcompressor.
+Source: https://github.com/vllm-project/llm-compressor, 0.14; Frantar et al. 2022 (arXiv:2210.17323), Lin et al. 2023
+(arXiv:2306.00978).
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ __all__ = ["LlmCompressor", "by_llm_compressor"]
 
 
 def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: LlmCompressor | None = None) -> Change:
-    """Puts the linear maps of a transformers model into few bits as llm-compressor chooses them, in place; the rest into eight.
+    """Quantizes the linear maps of a transformers model by llm-compressor, in place; the rest to eight bits.
 
     Args:
         rows: calibration rows, [1, length] tokens each.
 
     Raises:
-        RecipeError: a group that does not divide a map's inputs.
+        RecipeError: a group size that does not divide a map's inputs.
         RunError: no environment with llm-compressor, or it fails.
 
     Example:
@@ -43,17 +45,17 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
     from preheat.ops.quantization.serialization import put_in
 
     chosen = settings or LlmCompressor()
-    maps, kept = chosen_maps(model, chosen, "llm_compressor")
+    maps, excluded = chosen_maps(model, chosen, "llm_compressor")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     groups = {n: group_for(n, m, chosen.group, "llm_compressor") if chosen.bits == 4 else None for n, m in maps.items()}
-    asked = {"by": chosen.by, "bits": chosen.bits, "maps": groups}
-    found = run(model, rows, asked, chosen.python)
+    request = {"by": chosen.by, "bits": chosen.bits, "maps": groups}
+    result = run(model, rows, request, chosen.python)
     for name, module in maps.items():
-        made: Any = found.maps[name]
-        put_in(model, name, Int4Linear.of(module, made) if chosen.bits == 4 else Int8Linear.of(module, made))
-    keep_high(model, kept, chosen.high, tied=tied)
-    words = f"int{chosen.bits}, symmetric, by llm-compressor {found.version} ({chosen.by.replace('_', ' and ')})"
-    return told(model, list(maps), f"{words}; {len(rows)} rows of {rows[0].shape[1]} tokens looked at")
+        codes: Any = result.maps[name]
+        put_in(model, name, Int4Linear.of(module, codes) if chosen.bits == 4 else Int8Linear.of(module, codes))
+    keep_high(model, excluded, chosen.high, tied=tied)
+    description = f"int{chosen.bits}, symmetric, by llm-compressor {result.version} ({chosen.by.replace('_', ' and ')})"
+    return told(model, list(maps), f"{description}; {len(rows)} rows of {rows[0].shape[1]} tokens looked at")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +63,18 @@ class LlmCompressor(High, Method):
     reads_rows: ClassVar[bool] = True
 
     by: Literal["gptq", "awq", "awq_gptq", "nearest"] = "gptq"
-    """What chooses the codes; awq_gptq: GPTQ for the weights that AWQ has scaled."""
+    """Algorithm; awq_gptq: GPTQ on the weights scaled by AWQ."""
     bits: Literal[4, 8] = 4
-    """4, by groups, or 8, with a scale for each output."""
+    """4, in groups, or 8, with one scale per output."""
     group: int | Literal["auto"] = "auto"
-    """Of 4 bits: inputs that share a scale; auto: of each map the divisor nearest to 32."""
+    """With 4 bits: number of inputs that share a scale; auto: for each map the divisor nearest to 32."""
     python: str | None = None
-    """Of the environment in which llm-compressor is installed; $PREHEAT_LLM_COMPRESSOR when not stated."""
+    """Python of the environment with llm-compressor; default: $PREHEAT_LLM_COMPRESSOR."""
 
     def check(self, model: ModelFacts) -> list[str]:
         from preheat.compress.llm_compressor import python_of
 
-        why = python_of(self.python)[1]  # before minutes are spent on other methods
+        why = python_of(self.python)[1]  # fail before other methods have run for minutes
         return [*super().check(model), *([why] if why else [])]
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:

@@ -1,11 +1,11 @@
-"""Magnitude pruning: the smallest weights of each linear map become zero.
+"""Magnitude pruning: zeroes the smallest weights of each linear map.
 
-What: in each linear map of the layers the given share of the weights with the smallest magnitudes is set to zero, or two of each four
-neighbours (2:4). Embedding, head, norms and biases stay.
-Helps: the simplest measure there is, and it reads no data; 2:4 is what NVIDIA's sparse matrix units run faster. Hurts: of large language
-models far more than Wanda at the same share. Zeros are stored like other numbers: the folder is no smaller, and nothing but
-sparse kernels is quicker for them; for an ordinary smaller model use `width`, `depth` or `lottery`. Training goes on with the zeros kept
-by the technique `sparse_weights`.
+What: in each linear map of the layers, the given fraction of the weights with the smallest magnitudes is set to zero,
+or two of each four neighbours (2:4). Embedding, head, norms and biases are unchanged.
+Helps: the simplest score there is, and it reads no data; 2:4 is the pattern that NVIDIA's sparse tensor cores
+accelerate. Hurts: large language models lose far more than with Wanda at the same sparsity. Zeros are stored like
+other numbers: the folder is no smaller, and only sparse kernels are faster; for an ordinary smaller model use `width`,
+`depth` or `lottery`. The technique `sparse_weights` keeps the zeros in further training.
 Source: Han et al. 2015 (arXiv:1506.02626); 2:4: Mishra et al. 2021 (arXiv:2104.08378).
 """
 
@@ -29,23 +29,23 @@ __all__ = ["Magnitude", "prune_by_magnitude"]
 def prune_by_magnitude(
     model: PreTrainedModel, *, sparsity: float = 0.5, pattern: str = "unstructured", keep: str = ""
 ) -> tuple[str, int]:
-    """Sets the smallest weights of a transformers model's linear maps to zero, in place.
+    """Zeroes the smallest weights of a transformers model's linear maps, in place.
 
     Args:
-        sparsity: share of each map's weights that become zero; 2:4 is half of them by itself.
+        sparsity: fraction of each map's weights to zero; 2:4 implies one half.
         pattern: unstructured, or 2:4 along the inputs.
-        keep: a regular expression for the names of maps that stay as they are.
+        keep: a regular expression for the names of maps to leave unchanged.
 
     Returns:
-        What was done, in words, and the number of maps pruned.
+        A description, and the number of pruned maps.
 
     Raises:
-        RecipeError: `keep` matches no linear map or all, experts, inputs that fours do not divide.
+        RecipeError: `keep` matches no linear map or all; experts; inputs that are no multiple of 4.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
-        >>> model = LlamaForCausalLM(config)
+        >>> sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 16}
+        >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
         >>> prune_by_magnitude(model, pattern="2:4")
         ('896 of the 1,792 weights of 7 linear maps are zero, 50.0% (two of each four)', 7)
     """
@@ -62,11 +62,11 @@ def prune_by_magnitude(
 @dataclass(frozen=True, kw_only=True)
 class Magnitude(Method):
     sparsity: Share = 0.5
-    """Share of each map's weights that become zero; 2:4 is half by itself."""
+    """Fraction of each map's weights to zero; 2:4 implies one half."""
     pattern: Literal["unstructured", "2:4"] = "unstructured"
     """Where zeros may be: anywhere, or two of each four neighbouring inputs."""
     keep: str = ""
-    """Linear maps that stay as they are: a regular expression for their whole names."""
+    """Linear maps to leave unchanged: a regular expression for their whole names."""
 
     def check(self, model: ModelFacts) -> list[str]:
         from preheat.compress.unstructured_pruning import problems

@@ -1,8 +1,9 @@
-"""NF4: four bits on levels that a normal distribution's weights use evenly.
+"""NF4: four bits, with levels at the quantiles of a normal distribution.
 
-What: blocks of 64 weights with one scale, each weight the nearest of 16 levels placed as a normal distribution's quantiles, the scales in
-eight bits themselves: 4.13 bits a weight. Helps: smaller than int4 in groups of 32, and about as good, without calibration; the format of
-QLoRA. Hurts: no kernel of a CPU multiplies it as it stands, so every use makes the weight anew: decoding is slower than with int4.
+What: blocks of 64 weights with one scale, each weight rounded to the nearest of 16 levels at the quantiles of a normal
+distribution, the scales in eight bits themselves: 4.13 bits per weight. Helps: smaller than int4 in groups of 32, and
+about as good, without calibration; the format of QLoRA. Hurts: no CPU kernel multiplies it directly, so every use
+dequantizes the weight: decoding is slower than with int4.
 Source: QLoRA, Dettmers et al. 2023 (arXiv:2305.14314).
 """
 
@@ -24,7 +25,7 @@ __all__ = ["Nf4", "to_nf4"]
 
 
 def to_nf4(model: PreTrainedModel, settings: Nf4 | None = None) -> Change:
-    """Puts the linear maps of a transformers model into NF4, in place; the rest into eight bits.
+    """Quantizes the linear maps of a transformers model to NF4, in place; the rest to eight bits.
 
     Example:
         >>> to_nf4(model, Nf4(double_quantization=False))                                           # doctest: +SKIP
@@ -32,10 +33,10 @@ def to_nf4(model: PreTrainedModel, settings: Nf4 | None = None) -> Change:
     from preheat.ops.quantization.nf4 import pack_
 
     settings = settings or Nf4()
-    chosen, kept = chosen_maps(model, settings, "nf4")
+    chosen, excluded = chosen_maps(model, settings, "nf4")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     pack_(list(chosen.values()), double=settings.double_quantization)
-    keep_high(model, kept, settings.high, tied=tied)
+    keep_high(model, excluded, settings.high, tied=tied)
     return told(model, list(chosen), "NF4, blocks of 64")
 
 

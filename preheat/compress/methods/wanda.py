@@ -1,12 +1,13 @@
-"""Wanda: the weights that matter least to what passes through them become zero.
+"""Wanda: zeroes the weights with the smallest products of magnitude and input norm.
 
-What: a weight counts by its magnitude times the norm of the input that it multiplies, over calibration rows; of each output's weights the
-given share that counts least is set to zero, or two of each four neighbours (2:4). Layer by layer: the rows that a layer is judged by come
-through the layers before it as they are after pruning. No weight is changed otherwise, and nothing is trained. Embedding, head, norms
-and biases stay.
-Helps: at half of the weights a large model keeps most of its quality where magnitude alone ruins it, for two passes over a few rows.
-Hurts: as with every pruning of single weights the folder is no smaller, and only sparse kernels are quicker (2:4 on NVIDIA's GPUs); models
-of less than a billion weights lose more. Training goes on with the zeros kept by the technique `sparse_weights`.
+What: a weight's score is its magnitude times the norm of its input over calibration rows; the given fraction of each
+output's weights with the lowest scores is set to zero, or two of each four neighbours (2:4). Layers are processed in
+order: each is scored with its inputs after pruning of the preceding ones. No other weight changes, and nothing is
+trained. Embedding, head, norms and biases are unchanged.
+Helps: at half of the weights a large model keeps most of its quality, which magnitude alone destroys, for two passes
+over a few rows. Hurts: as with all unstructured pruning, the folder is no smaller, and only sparse kernels are faster
+(2:4 on NVIDIA's GPUs); models with less than a billion weights lose more. The technique `sparse_weights` keeps the
+zeros in further training.
 Source: Sun et al. 2023 (arXiv:2306.11695).
 """
 
@@ -35,19 +36,19 @@ def prune_by_wanda(
     pattern: str = "unstructured",
     keep: str = "",
 ) -> tuple[str, int]:
-    """Sets the weights of a transformers model's linear maps to zero that matter least over the rows, in place.
+    """Zeroes the weights of a transformers model's linear maps with the lowest Wanda scores, in place.
 
     Args:
         rows: calibration rows, [1, length] tokens each.
-        sparsity: share of each output's weights that become zero; 2:4 is half of them by itself.
+        sparsity: fraction of each output's weights to zero; 2:4 implies one half.
         pattern: unstructured, or 2:4 along the inputs.
-        keep: a regular expression for the names of maps that stay as they are.
+        keep: a regular expression for the names of maps to leave unchanged.
 
     Returns:
-        What was done, in words, and the number of maps pruned.
+        A description, and the number of pruned maps.
 
     Raises:
-        RecipeError: no rows; `keep` matches no linear map or all, experts, inputs that fours do not divide.
+        RecipeError: no rows; `keep` matches no linear map or all; experts; inputs that are no multiple of 4.
 
     Example:
         >>> prune_by_wanda(model, rows, sparsity=0.6)                                               # doctest: +SKIP
@@ -60,16 +61,16 @@ def prune_by_wanda(
     require_rows(rows, "wanda")
     maps = unstructured_pruning.maps_to_prune(model, keep=keep, pattern=pattern)
 
-    def summing(squares: Tensor) -> Callable[[Tensor, Tensor], object]:
+    def accumulate(squares: Tensor) -> Callable[[Tensor, Tensor], object]:
         return lambda before, after: squares.add_(before.float().square().flatten(0, -2).sum(0))
 
     with plainly(model):
         for name, _, run in layer_by_layer(model, rows):
-            here = [m for found, m in maps.items() if found.startswith(f"{name}.")]
-            squares = [matrix(m).new_zeros(matrix(m).shape[1]) for m in here]
-            with hooked([(m, summing(own)) for m, own in zip(here, squares, strict=True)]):
+            layer_maps = [m for map_name, m in maps.items() if map_name.startswith(f"{name}.")]
+            squares = [matrix(m).new_zeros(matrix(m).shape[1]) for m in layer_maps]
+            with hooked([(m, accumulate(own)) for m, own in zip(layer_maps, squares, strict=True)]):
                 run()
-            for module, own in zip(here, squares, strict=True):
+            for module, own in zip(layer_maps, squares, strict=True):
                 weight = matrix(module)
                 unstructured_pruning.zero_lowest(weight, wanda(weight, own), sparsity, pattern, by_row=True)
     return unstructured_pruning.summary(maps, pattern), len(maps)
@@ -80,11 +81,11 @@ class Wanda(Method):
     reads_rows: ClassVar[bool] = True
 
     sparsity: Share = 0.5
-    """Share of each output's weights that become zero; 2:4 is half by itself."""
+    """Fraction of each output's weights to zero; 2:4 implies one half."""
     pattern: Literal["unstructured", "2:4"] = "unstructured"
     """Where zeros may be: anywhere in an output's weights, or two of each four neighbouring inputs."""
     keep: str = ""
-    """Linear maps that stay as they are: a regular expression for their whole names."""
+    """Linear maps to leave unchanged: a regular expression for their whole names."""
 
     def check(self, model: ModelFacts) -> list[str]:
         from preheat.compress.unstructured_pruning import problems

@@ -1,1 +1,1 @@
-"""Image classifiers for devices: read images by class, train and distil, make narrower, in 8 bits to ONNX and ExecuTorch."""
+"""Compression of image classifiers for devices: pruning, distillation, and export to ONNX and ExecuTorch in int8."""

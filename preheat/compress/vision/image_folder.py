@@ -1,7 +1,7 @@
-"""A folder of images by class, as models read them: FOLDER/CLASS/*.png, or FOLDER/train/CLASS/… and FOLDER/validation/CLASS/….
+"""Datasets of images by class: FOLDER/CLASS/*.png, or FOLDER/train/CLASS/… and FOLDER/validation/CLASS/….
 
-Pixel values are made by the model's own image processor. Images are kept decoded up to `KEPT` bytes; beyond, each is read from its file
-whenever it is looked at.
+Pixel values are computed by the model's own image processor. Decoded images are cached up to `KEPT` bytes; the rest are
+decoded again at each access.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from preheat.errors import DataError
 
 __all__ = ["Images", "calibration", "read_folder"]
 
-KEPT = 1 << 30
+KEPT = 1 << 30  # bytes
 _KINDS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 _HELD_OUT = ("validation", "valid", "val", "test")
 _FEWEST = 16
-"""Images to calibrate with, at least: the ranges of activations are what these make of them."""
+"""Minimum number of calibration images, from which the activation ranges are taken."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Images:
     """Images with their classes.
 
     Attributes:
-        files: one each.
+        files: one per image.
         labels: [n] int64, rows of the model's head.
-        processor: makes pixel values of a list of images.
-        mode: Pillow's: RGB, or L for a model of one channel.
+        processor: converts a list of images to pixel values.
+        mode: Pillow's: RGB, or L for a model with one channel.
     """
 
     files: tuple[Path, ...]
@@ -47,62 +47,62 @@ class Images:
         return len(self.files)
 
     def pixels(self, numbers: Sequence[int]) -> Tensor:
-        """[n, channels, height, width] fp32 of the images of these numbers.
+        """Returns [n, channels, height, width] fp32 of the images with these indices.
 
         Raises:
-            DataError: a file is no image, or one that the processor cannot scale.
+            DataError: a file is no image, or one that the processor cannot resize.
         """
         return torch.stack([self._one(self.files[n]) for n in numbers])
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """All of them in their order: (pixels, labels)."""
+        """Yields all images in order: (pixels, labels)."""
         for numbers in torch.arange(len(self)).split(size):
             yield self.pixels(numbers.tolist()), self.labels[numbers]
 
     def part(self, numbers: Sequence[int]) -> Images:
-        """Those of these numbers; what is decoded is shared."""
+        """Returns the subset with these indices; decoded images are shared."""
         return replace(self, files=tuple(self.files[n] for n in numbers), labels=self.labels[list(numbers)])
 
     def _one(self, file: Path) -> Tensor:
-        if (found := self._decoded.get(file)) is not None:
-            return found
+        if (cached := self._decoded.get(file)) is not None:
+            return cached
         from PIL import Image, UnidentifiedImageError
 
         try:
             with Image.open(file) as image:
-                made: Tensor = self.processor(images=image.convert(self.mode), return_tensors="pt")["pixel_values"][
+                pixels: Tensor = self.processor(images=image.convert(self.mode), return_tensors="pt")["pixel_values"][
                     0
                 ].float()
         except (UnidentifiedImageError, OSError, ValueError) as error:
             raise DataError(
                 f"{file}: cannot be read as an image ({str(error).splitlines()[0][:160]}); mend it or take it out"
             ) from None
-        if made.nbytes * (len(self._decoded) + 1) <= KEPT:
-            self._decoded[file] = made
-        return made
+        if pixels.nbytes * (len(self._decoded) + 1) <= KEPT:
+            self._decoded[file] = pixels
+        return pixels
 
 
 def read_folder(
     folder: str | Path, processor: Any, config: Any, *, held_out: float = 0.2, seed: int = 0
 ) -> tuple[Images, Images]:
-    """Training and held-out images of a folder.
+    """Returns the training and held-out images of a folder.
 
     Args:
-        folder: with a folder for each class; or with `train` and `validation` (valid, val, test), each with these.
+        folder: contains a folder per class; or `train` and `validation` (valid, val, test), each with these.
         processor: the model's.
-        config: the model's; its label2id names the classes. Where it has transformers' own names (LABEL_0 …), classes are taken by the
-            alphabet.
-        held_out: share of each class that is held out, where the folder does not part them itself.
-        seed: decides which.
+        config: the model's; its label2id names the classes. If it has transformers' default names (LABEL_0 …), classes
+            are taken in alphabetical order.
+        held_out: fraction of each class to hold out, unless the folder has its own split.
+        seed: of that split.
 
     Returns:
-        (to train and calibrate on, held out)
+        (training and calibration images, held-out images)
 
     Raises:
-        DataError: no such folder, a class without images, too few classes, or not those of the model.
+        DataError: no such folder, a class without images, too few classes, or classes that the model does not have.
 
     Example:
-        >>> train, held = read_folder("digits", processor, model.config)                            # doctest: +SKIP
+        >>> train, held_out = read_folder("digits", processor, model.config)                        # doctest: +SKIP
     """
     root = Path(folder)
     if not root.is_dir():
@@ -117,44 +117,45 @@ def read_folder(
 
     def images(by_class: dict[str, list[Path]]) -> Images:
         rows = _rows_of(by_class, config, root)
-        files = [(file, rows[name]) for name, listed in by_class.items() for file in listed]
+        files = [(file, rows[name]) for name, class_files in by_class.items() for file in class_files]
         return Images(tuple(file for file, _ in files), torch.tensor([row for _, row in files]), processor, mode)
 
     if (root / "train").is_dir():
-        other = next((name for name in _HELD_OUT if (root / name).is_dir()), None)
-        if other is None:
+        split = next((name for name in _HELD_OUT if (root / name).is_dir()), None)
+        if split is None:
             raise DataError(
-                f"--data {root}: has train and none of {', '.join(_HELD_OUT)} to measure on; add one, or leave train out"
+                f"--data {root}: has train and none of {', '.join(_HELD_OUT)} to measure on; add one, or "
+                "leave train out"
             )
-        return images(_listed(root / "train")), images(_listed(root / other))
-    train, held, draw = {}, {}, random.Random(seed)
+        return images(_listed(root / "train")), images(_listed(root / split))
+    train, validation, rng = {}, {}, random.Random(seed)
     for name, files in _listed(root).items():
         if len(files) < 2:
             raise DataError(f"--data {root / name}: has one image, and one has to be held out; add some")
-        draw.shuffle(files)
+        rng.shuffle(files)
         count = min(max(1, round(held_out * len(files))), len(files) - 1)
-        held[name], train[name] = files[:count], files[count:]
-    return images(train), images(held)
+        validation[name], train[name] = files[:count], files[count:]
+    return images(train), images(validation)
 
 
 def _listed(root: Path) -> dict[str, list[Path]]:
-    """Class -> its files, both by the alphabet."""
-    found = {}
+    """Returns the files per class, both in alphabetical order."""
+    files = {}
     for folder in sorted(p for p in root.iterdir() if p.is_dir()):
-        found[folder.name] = sorted(p for p in folder.iterdir() if p.suffix.lower() in _KINDS)
-        if not found[folder.name]:
+        files[folder.name] = sorted(p for p in folder.iterdir() if p.suffix.lower() in _KINDS)
+        if not files[folder.name]:
             raise DataError(
                 f"--data {folder}: has no image ({', '.join(sorted(_KINDS))}); add some, or take the folder out"
             )
-    if len(found) < 2:
+    if len(files) < 2:
         raise DataError(
-            f"--data {root}: has {len(found)} folders of images; a classifier needs one for each of two classes or more"
+            f"--data {root}: has {len(files)} folders of images; a classifier needs one for each of two classes or more"
         )
-    return found
+    return files
 
 
 def _rows_of(by_class: dict[str, list[Path]], config: Any, root: Path) -> dict[str, int]:
-    """Class -> row of the head."""
+    """Returns the row of the head for each class."""
     known = {str(name): int(row) for name, row in config.label2id.items()}
     if set(known) == {f"LABEL_{n}" for n in range(len(known))}:
         if len(by_class) != len(known):
@@ -170,16 +171,16 @@ def _rows_of(by_class: dict[str, list[Path]], config: Any, root: Path) -> dict[s
 
 
 def calibration(images: Images, count: int = 128, *, seed: int = 0) -> Images:
-    """Some of the images, drawn: what ranges and importances are taken from.
+    """Returns a random subset of the images for calibration.
 
     Raises:
         DataError: fewer than 16, or all alike.
     """
-    draw = torch.Generator().manual_seed(seed)
-    found = images.part(torch.randperm(len(images), generator=draw)[:count].tolist())
-    if len(found) < _FEWEST:
-        raise DataError(f"--data: {len(found)} images to calibrate with are too few; use {_FEWEST} or more")
-    pixels = found.pixels(range(len(found)))
+    generator = torch.Generator().manual_seed(seed)
+    subset = images.part(torch.randperm(len(images), generator=generator)[:count].tolist())
+    if len(subset) < _FEWEST:
+        raise DataError(f"--data: {len(subset)} images to calibrate with are too few; use {_FEWEST} or more")
+    pixels = subset.pixels(range(len(subset)))
     if bool((pixels == pixels[:1]).all()):
-        raise DataError(f"--data: the {len(found)} images to calibrate with are all alike, and say nothing of others")
-    return found
+        raise DataError(f"--data: the {len(subset)} images to calibrate with are all alike, and say nothing of others")
+    return subset

@@ -1,13 +1,16 @@
-"""A chain of steps over an image classifier: narrower, distilled, exported; accuracy, bytes and agreement before and after each.
+"""Compression pipelines for image classifiers: width pruning, distillation and export, with accuracy, size and
+agreement.
 
-The file is that of `preheat compress --recipe` (see preheat/compress/pipeline.py); of its words these are for image classifiers:
+The file format is that of `preheat compress --recipe` (preheat/compress/pipeline.py). Image classifiers support these
+steps:
 
     chain:
-      - {compress: width, settings: {channels: 0.67}}                     # share of the channels inside the blocks
-      - {train: 5, rate: 0.25, techniques: {distillation: {teacher: $start, mixture: 0.7}}}      # 5 passes over the images
-      - {export: onnx, settings: {dtype: int8}}                           # or executorch; float32 or int8, calibrated on training images
+      - {compress: width, settings: {channels: 0.67}}         # fraction of the channels inside the blocks
+      - {train: 5, rate: 0.25, techniques: {distillation: {teacher: $start, mixture: 0.7}}}      # 5 epochs
+      - {export: onnx, settings: {dtype: int8}}               # or executorch; float32, or int8 calibrated on training
+      images
 
-`run_chain` writes a folder for each step: a model's with its image processor, or one file with a model card.
+`run_chain` writes a folder for each step: a model with its image processor, or an exported file, with a model card.
 """
 
 from __future__ import annotations
@@ -40,14 +43,17 @@ __all__ = ["run_chain"]
 _NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "executorch": ("executorch", "torchao")}
 _FILES = {"onnx": "model.onnx", "executorch": "model.pte"}
 _SETTINGS = {"optimizer.lr": "lr", "optimizer.weight_decay": "weight_decay", "batch.size": "batch"}
-"""Keys of a recipe that a step that trains may set here -> what `training.train` calls them."""
+"""Recipe keys that a training step may set -> parameters of `training.train`."""
 
 
 @dataclass
 class _State:
-    """Attributes:
-    model: what the next step begins from; folder: where it stands.
-    start: the folder that the chain begins with.
+    """State of a running chain.
+
+    Attributes:
+        model: input of the next step.
+        folder: of that model.
+        start: folder of the original model.
     """
 
     model: Any
@@ -55,7 +61,7 @@ class _State:
     start: Path
     processor: Any
     train: Images
-    held: Images
+    held_out: Images
     calibration: Images
 
 
@@ -67,26 +73,29 @@ def run_chain(
     data: str | Path,
     turns: int = 5,
     seed: int = 0,
-    say: Callable[[str], None] = lambda words: None,
+    say: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Runs a chain on an image classifier; `out` and what each step wrote stay where a later one fails.
+    """Runs a chain on an image classifier; `out` and the finished steps are kept if a later step fails.
 
     Args:
-        source: a folder of transformers with its image processor.
+        source: a transformers folder with its image processor.
         data: images by class, see `image_folder.read_folder`.
-        turns: of the timing, one image at a time.
-        say: told what is being done.
+        turns: timed turns per model, one image at a time.
+        seed: of the split, the calibration images and training.
+        say: progress callback.
 
     Returns:
-        {path, source, data, before, variants: [{name, method, settings, what, path, after, logits}]}. `before` and each `after` are
-        {accuracy, loss, parameters, bytes, milliseconds}, `after` with agreement too: share of the held-out images with the same first class
-        as the model that the chain began with. `logits`, of an export: see `export.shared.Difference`. Also in `out`/compress.json.
+        {path, source, data, before, variants: [{name, method, settings, what, path, after, logits}]}. `before` and each
+        `after` are {accuracy, loss, parameters, bytes, milliseconds}; `after` also has agreement: the fraction of
+        held-out images with the original model's top class. `logits` of an export: see `export.verify.Difference`. The
+        same is written to `out`/compress.json.
 
     Raises:
-        RecipeError, DataError, RunError: before the first step where that can be known.
+        RecipeError, DataError, RunError: before the first step if the error can be known by then.
 
     Example:
-        >>> run_chain("mobilenet", load_chain("edge-vision"), "out", data="digits")["variants"][-1]["after"]["accuracy"]   # doctest: +SKIP
+        >>> summary = run_chain("mobilenet", load_chain("edge-vision"), "out", data="digits")       # doctest: +SKIP
+        >>> summary["variants"][-1]["after"]["accuracy"]                                            # doctest: +SKIP
         0.972
     """
     out, source = Path(out), Path(source)
@@ -96,34 +105,40 @@ def run_chain(
         with said_of(place):
             _require(step, source, model)
     say("reading images")
-    train, held = read_folder(data, processor, model.config, seed=seed)
-    state = _State(model, source, source, processor, train, held, calibration(train, seed=seed))
-    first = training.all_scores(model, held)
-    before = training.measure(first, held.labels) | {"parameters": model.num_parameters(), "bytes": _weights(source)}
+    train, held_out = read_folder(data, processor, model.config, seed=seed)
+    state = _State(model, source, source, processor, train, held_out, calibration(train, seed=seed))
+    original = training.all_scores(model, held_out)
+    before = training.measure(original, held_out.labels) | {
+        "parameters": model.num_parameters(),
+        "bytes": _weights(source),
+    }
     timed: dict[str, image_classifier.Scorer] = {"before": _eager(model)}
-    told: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for number, (step, place) in enumerate(zip(chain.steps, chain.places, strict=True), 1):
         say(f"step {number} of {len(chain.steps)}: {_words(step)}")
         with said_of(place):
-            told.append(made := _take(step, number, state, out, seed, say))
-        found, timed[made["name"]] = made.pop("found"), made.pop("run")
-        made["after"] |= training.measure(found, held.labels)
-        made["after"]["agreement"] = float((found.argmax(-1) == first.argmax(-1)).double().mean())
+            rows.append(row := _take(step, number, state, out, seed, say))
+        logits, timed[row["name"]] = row.pop("found"), row.pop("run")
+        row["after"] |= training.measure(logits, held_out.labels)
+        row["after"]["agreement"] = float((logits.argmax(-1) == original.argmax(-1)).double().mean())
     say("timing")
-    speeds = _milliseconds(timed, held.pixels([0]), turns)
+    speeds = _milliseconds(timed, held_out.pixels([0]), turns)
     before["milliseconds"] = speeds["before"]
-    for made in told:
-        made["after"]["milliseconds"] = speeds[made["name"]]
-    words = f"{Path(data).resolve().name}: {len(train):,} images to train on, {len(state.calibration)} of them to calibrate, {len(held):,} held out"
-    whole = {"path": told[-1]["path"], "source": str(source), "data": words, "before": before, "variants": told}
-    for number, made in enumerate(told):
-        model_card.write(out / made["name"], whole, number)
-    write_asked(out / "compress.json", to_json(whole, indent=1), fix="free some room; the steps' folders are whole")
-    return whole
+    for row in rows:
+        row["after"]["milliseconds"] = speeds[row["name"]]
+    description = (
+        f"{Path(data).resolve().name}: {len(train):,} images to train on, {len(state.calibration)} of them to "
+        f"calibrate, {len(held_out):,} held out"
+    )
+    summary = {"path": rows[-1]["path"], "source": str(source), "data": description, "before": before, "variants": rows}
+    for number, row in enumerate(rows):
+        model_card.write(out / row["name"], summary, number)
+    write_asked(out / "compress.json", to_json(summary, indent=1), fix="free some room; the steps' folders are whole")
+    return summary
 
 
 def _require(step: Step, start: Path, model: Any) -> None:
-    """Raises before any work what is wrong with a step."""
+    """Checks a step before any work is done."""
     if step.compress is not None:
         _share(step)
     elif step.export is not None:
@@ -131,7 +146,8 @@ def _require(step: Step, start: Path, model: Any) -> None:
             raise RecipeError(f"export to {step.export}: image classifiers go to {' and '.join(_FILES)}")
         if strange := sorted(step.settings.keys() - {"dtype", "tolerance"}):
             raise RecipeError(
-                f"export to {step.export} has no setting '{strange[0]}' for an image classifier; it has dtype, tolerance"
+                f"export to {step.export} has no setting '{strange[0]}' for an image classifier; it has "
+                "dtype, tolerance"
             )
         if step.settings.get("dtype", "float32") not in verify.BOUNDS["vision"]:
             raise RecipeError(
@@ -151,7 +167,7 @@ def _require(step: Step, start: Path, model: Any) -> None:
 
 
 def _share(step: Step) -> float:
-    """The share of the channels that stay."""
+    """Returns the fraction of the channels to keep."""
     if step.compress != "width":
         raise RecipeError(
             f"compress: {step.compress}: for image classifiers there is width; 8 bits are a dtype of their exports"
@@ -165,10 +181,10 @@ def _share(step: Step) -> float:
 
 
 def _teacher(step: Step, start: Path, model: Any) -> training.Distil | None:
-    """The step's teacher, opened.
+    """Opens the step's teacher.
 
     Raises:
-        RecipeError: other techniques than distillation, settings that are for language models, a teacher of other classes.
+        RecipeError: techniques other than distillation, settings for language models, a teacher with other classes.
     """
     if strange := sorted(step.techniques.keys() - {"distillation"}):
         raise RecipeError(
@@ -190,11 +206,13 @@ def _teacher(step: Step, start: Path, model: Any) -> training.Distil | None:
     teacher = open_classifier(folder, knob="techniques.distillation.teacher").requires_grad_(False)
     if teacher.config.num_labels != model.config.num_labels:
         raise RecipeError(
-            f"techniques.distillation.teacher: {folder} tells {teacher.config.num_labels} classes apart, and the model {model.config.num_labels}"
+            f"techniques.distillation.teacher: {folder} tells {teacher.config.num_labels} classes apart, and "
+            f"the model {model.config.num_labels}"
         )
     if teacher.config.num_channels != model.config.num_channels:
         raise RecipeError(
-            f"techniques.distillation.teacher: {folder} reads images of {teacher.config.num_channels} channels, and the model of {model.config.num_channels}"
+            f"techniques.distillation.teacher: {folder} reads images of {teacher.config.num_channels} "
+            f"channels, and the model of {model.config.num_channels}"
         )
     return training.Distil(**{**settings, "teacher": teacher})
 
@@ -208,15 +226,21 @@ def _words(step: Step) -> str:
 
 
 def _take(step: Step, number: int, state: _State, out: Path, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Takes a step; the state's model is what it made. Returns what is told of it, scores of the held-out images, and what gives them."""
-    words = _words(step)
-    name = f"{number}-{words.replace(' + ', '-').replace(' ', '-')}"
-    made: dict[str, Any] = {"name": name, "method": words, "settings": dict(step.settings), "path": str(out / name)}
+    """Runs one step and points `state.model` at its output; returns its figures, held-out logits, and a scorer to
+    time."""
+    description = _words(step)
+    name = f"{number}-{description.replace(' + ', '-').replace(' ', '-')}"
+    row: dict[str, Any] = {
+        "name": name,
+        "method": description,
+        "settings": dict(step.settings),
+        "path": str(out / name),
+    }
     if step.export is not None:
         with NewFolder(out / name) as folder:
-            return made | _export(step, folder / _FILES[step.export], state)
+            return row | _export(step, folder / _FILES[step.export], state)
     if step.compress is not None:
-        state.model, made["what"] = narrower(
+        state.model, row["what"] = narrower(
             state.model, (pixels for pixels, _ in state.calibration.batches(32)), _share(step)
         )
         training.settle_norms(state.model, state.train)
@@ -228,29 +252,31 @@ def _take(step: Step, number: int, state: _State, out: Path, seed: int, say: Cal
         loss = training.train(
             state.model, state.train, epochs=step.train, distil=teacher, seed=seed + number, say=say, **settings
         )
-        made["what"] = (
+        row["what"] = (
             f"{step.train:g} passes over {len(state.train):,} images at a rate of {settings['lr']:g}; loss {loss:.4f}"
         )
         if teacher is not None:
             count = teacher.teacher.num_parameters()
-            made["what"] += (
-                f"; {teacher.mixture:.0%} of it from a teacher of {count:,} parameters at temperature {teacher.temperature:g}"
+            row["what"] += (
+                f"; {teacher.mixture:.0%} of it from a teacher of {count:,} parameters at temperature "
+                f"{teacher.temperature:g}"
             )
-    wanted = training.all_scores(state.model, state.held)
+    expected = training.all_scores(state.model, state.held_out)
     with NewFolder(out / name) as folder:
         state.model.save_pretrained(folder)
         state.processor.save_pretrained(folder)
-        again = open_classifier(folder)
-        found = training.all_scores(again, state.held)
-        # Up to rounding: weights read from a file may be aligned otherwise, and a convolution then sums in another order.
-        if not torch.allclose(wanted, found, rtol=1e-3, atol=1e-4):
+        reloaded = open_classifier(folder)
+        logits = training.all_scores(reloaded, state.held_out)
+        # Equal up to rounding: the alignment of loaded weights may change a convolution's order of summation.
+        if not torch.allclose(expected, logits, rtol=1e-3, atol=1e-4):
             raise RunError(
-                f"{out / name}: read again, what was written gives other scores than what was made (by {(wanted - found).abs().max():.2g})"
+                f"{out / name}: read again, what was written gives other scores than what was made (by "
+                f"{(expected - logits).abs().max():.2g})"
             )
         bytes_ = _weights(folder)
-    state.model, state.folder = again, out / name  # what was written is what goes on
-    made["after"] = {"parameters": state.model.num_parameters(), "bytes": bytes_}
-    return made | {"found": found, "run": _eager(state.model)}
+    state.model, state.folder = reloaded, out / name  # the next step starts from the saved model
+    row["after"] = {"parameters": state.model.num_parameters(), "bytes": bytes_}
+    return row | {"found": logits, "run": _eager(state.model)}
 
 
 def _export(step: Step, file: Path, state: _State) -> dict[str, Any]:
@@ -260,22 +286,22 @@ def _export(step: Step, file: Path, state: _State) -> dict[str, Any]:
         "executorch": (image_classifier.to_executorch, image_classifier.open_executorch),
     }[str(step.export)]
     pixels = state.calibration.pixels(range(len(state.calibration)))
-    apart = write(state.model, file, pixels, int8=kind == "int8", tolerance=tolerance)
+    difference = write(state.model, file, pixels, int8=kind == "int8", tolerance=tolerance)
     state.processor.save_pretrained(file.parent)
     run = open_it(file)
-    found = torch.cat([run(state.held.pixels([n])) for n in range(len(state.held))])
+    logits = torch.cat([run(state.held_out.pixels([n])) for n in range(len(state.held_out))])
     return {
         "what": f"{step.export} in {kind}"
         + (f", ranges from {len(state.calibration)} images" if kind == "int8" else ""),
         "logits": {
-            "largest": apart.largest,
-            "mean": apart.mean,
-            "scale": apart.scale,
-            "agreement": apart.agreement,
-            "images": apart.tokens,
+            "largest": difference.largest,
+            "mean": difference.mean,
+            "scale": difference.scale,
+            "agreement": difference.agreement,
+            "images": difference.tokens,
         },
         "after": {"parameters": state.model.num_parameters(), "bytes": file.stat().st_size},
-        "found": found,
+        "found": logits,
         "run": run,
     }
 
@@ -293,11 +319,12 @@ def _eager(model: Any) -> image_classifier.Scorer:
 
 
 def _milliseconds(runs: Mapping[str, image_classifier.Scorer], image: Tensor, turns: int) -> dict[str, float]:
-    """Median over the turns of the time of one image, all in turns, so that what else the machine does meets each alike; the first is not counted."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    """Returns the median time of one image; models alternate, so that machine load affects all alike. The first turn
+    is warmup."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(turns + 1):
         for name, run in runs.items():
             start = time.perf_counter()
             run(image)
-            found[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(times[1:]) for name, times in found.items()}
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(timings[1:]) for name, timings in times.items()}

@@ -1,4 +1,4 @@
-"""An image classifier trained, distilled and measured: plain functions on transformers' models and `Images`."""
+"""Training, distillation and evaluation of image classifiers: plain functions on transformers models and `Images`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["Distil", "all_scores", "measure", "settle_norms", "train"]
 
 LR = 4e-3
-"""Of AdamW at its peak, for a model that is trained from nothing."""
+"""Peak learning rate of AdamW, for training from scratch."""
 
 
 @dataclass(frozen=True)
 class Distil:
-    """A teacher, and how much it counts; its fields are those of the technique `distillation`."""
+    """A teacher and the weight of its loss; the fields are those of the technique `distillation`."""
 
     teacher: Any
     divergence: Literal["forward", "reverse"] = "forward"
@@ -44,23 +44,25 @@ def train(
     weight_decay: float = 0.05,
     distil: Distil | None = None,
     seed: int = 0,
-    say: Callable[[str], None] = lambda words: None,
+    say: Callable[[str], None] = lambda message: None,
 ) -> float:
-    """Trains a classifier on labels, and where there is one on a teacher's scores, in place; it is left in evaluation.
+    """Trains a classifier on labels, and on a teacher's logits if there is one, in place; it is left in eval mode.
 
-    AdamW, the rate rising over the first twentieth of the steps and falling as a cosine. Images are read in another order each time, as the
-    seed decides. At the end the norms' running statistics are taken anew over the images (`settle_norms`).
+    AdamW with linear warmup over the first 5 % of the steps and cosine decay. Images are shuffled each epoch, by the
+    seed. At the end the norms' running statistics are recomputed over the images (`settle_norms`).
 
     Args:
-        epochs: passes over the images; a part of one is allowed.
-        batch: images a step; steps of a pass are as equal as can be, since a norm over one image is none.
+        epochs: may be fractional.
+        batch: images per step; the steps of an epoch are equal in size up to one image, since batch norm fails on a
+            single image.
         distil: the teacher reads the same pixels.
+        say: progress callback.
 
     Returns:
-        Mean loss of the last pass, nats an image (with a teacher: of the mixture).
+        Mean loss of the last epoch, nats per image (with a teacher: of the mixture).
 
     Raises:
-        RunError: the loss is no number.
+        RunError: the loss is not finite.
 
     Example:
         >>> train(student, images, epochs=20, distil=Distil(teacher, temperature=2.0))              # doctest: +SKIP
@@ -69,31 +71,31 @@ def train(
     from preheat.ops.losses.distillation import Distilled
     from preheat.ops.optim.optimizers import decay_groups, fused_adamw
 
-    each = max(1, math.ceil(len(images) / batch))
-    steps = max(1, round(epochs * each))
+    steps_per_epoch = max(1, math.ceil(len(images) / batch))
+    steps = max(1, round(epochs * steps_per_epoch))
     row_loss = None
     if distil is not None:
         row_loss = Distilled(
-            lambda given: given, direction=distil.divergence, temperature=distil.temperature, mixture=distil.mixture
+            lambda hidden: hidden, direction=distil.divergence, temperature=distil.temperature, mixture=distil.mixture
         )
     optimizer = fused_adamw(decay_groups(model.named_parameters(), weight_decay), lr=lr, betas=(0.9, 0.95), eps=1e-8)
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     model.train()
-    last: deque[float] = deque(maxlen=each)  # of a pass
+    last: deque[float] = deque(maxlen=steps_per_epoch)  # losses of one epoch
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # dropout
         for step in range(steps):
-            if step % each == 0:
-                order = torch.randperm(len(images), generator=draw).tensor_split(each)
-            numbers = order[step % each]
+            if step % steps_per_epoch == 0:
+                order = torch.randperm(len(images), generator=generator).tensor_split(steps_per_epoch)
+            numbers = order[step % steps_per_epoch]
             pixels, labels = images.pixels(numbers.tolist()), images.labels[numbers]
-            found = scores(model, pixels)
+            logits = scores(model, pixels)
             if row_loss is None:
-                loss = nn.functional.cross_entropy(found, labels)
+                loss = nn.functional.cross_entropy(logits, labels)
             else:
                 with torch.no_grad():
-                    wanted = scores(distil.teacher, pixels)  # type: ignore[union-attr]
-                loss = row_loss(found, labels, wanted).mean()
+                    teacher_logits = scores(distil.teacher, pixels)  # type: ignore[union-attr]
+                loss = row_loss(logits, labels, teacher_logits).mean()
             loss.backward()  # type: ignore[no-untyped-call]
             for group in optimizer.param_groups:
                 group["lr"] = lr * _share(step, steps)
@@ -104,56 +106,58 @@ def train(
             if not math.isfinite(last[-1]):
                 model.eval()
                 raise RunError(f"step {step + 1} of {steps}: the loss is {last[-1]}; lower optimizer.lr (it is {lr:g})")
-            if (step + 1) % each == 0:
-                say(f"pass {(step + 1) // each} of {epochs:g}: loss {sum(last) / len(last):.4f}")
+            if (step + 1) % steps_per_epoch == 0:
+                say(f"pass {(step + 1) // steps_per_epoch} of {epochs:g}: loss {sum(last) / len(last):.4f}")
     settle_norms(model, images, batch=batch)
     return sum(last) / len(last)
 
 
 def _share(step: int, steps: int) -> float:
-    """Of the rate's peak."""
+    """Returns the learning rate of a step as a fraction of its peak."""
     warm = max(1, steps // 20)
     return (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
 def settle_norms(model: nn.Module, images: Images, *, batch: int = 64) -> None:
-    """Takes the running mean and variance of each batch norm anew, as the mean over all images, in place; the model is left in evaluation.
+    """Recomputes the running mean and variance of each batch norm as the mean over all images, in place; the model
+    ends in eval mode.
 
-    Running means follow the last batches alone where their momentum is near 1: as transformers states MobileNetV2's (0.997) and
-    EfficientNet's (0.99), which TensorFlow counts from the other end. Source: Wu and Johnson 2021 (arXiv:2105.07576), section 3.
+    With a momentum near 1, running statistics follow only the last batches: transformers uses TensorFlow's values,
+    which mean the opposite in torch, for MobileNetV2 (0.997) and EfficientNet (0.99).
+    Source: Wu and Johnson 2021 (arXiv:2105.07576), section 3.
     """
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     model.eval()
-    kept = [norm.momentum for norm in norms]
+    momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # torch's word for the mean of all batches
+        norm.momentum = None  # cumulative mean over all batches
         norm.train()
     with torch.no_grad():
-        # In drawn order: batches of one class alone would leave out how far the classes are apart.
+        # Shuffled: batches of a single class would miss the variance between classes.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         for numbers in order.tensor_split(max(1, math.ceil(len(images) / batch))):
             scores(model, images.pixels(numbers.tolist()))
-    for norm, momentum in zip(norms, kept, strict=True):
+    for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.eval()
 
 
 def all_scores(model: PreTrainedModel, images: Images) -> Tensor:
-    """[n, classes] of images in their order, in evaluation."""
+    """Returns the logits [n, classes] of images in order, in eval mode."""
     model.eval()
     with torch.no_grad():
         return torch.cat([scores(model, pixels) for pixels, _ in images.batches(64)])
 
 
-def measure(found: Tensor, labels: Tensor) -> dict[str, float]:
-    """{accuracy, loss} of scores [n, classes] against labels [n]; the loss in nats an image.
+def measure(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """Returns {accuracy, loss} of logits [n, classes] against labels [n]; the loss in nats per image.
 
     Example:
         >>> measure(torch.tensor([[0.0, 2.0], [2.0, 0.0]]), torch.tensor([1, 1]))["accuracy"]
         0.5
     """
     return {
-        "accuracy": float((found.argmax(-1) == labels).double().mean()),
-        "loss": float(nn.functional.cross_entropy(found.double(), labels)),
+        "accuracy": float((logits.argmax(-1) == labels).double().mean()),
+        "loss": float(nn.functional.cross_entropy(logits.double(), labels)),
     }
