@@ -79,7 +79,8 @@ class InferenceWorker:
                 break
         if len(self._text) < (longest := max(length for _, length in cells)):
             raise DataError(
-                f"--text {file}: has {len(self._text):,} tokens, and a prompt has {longest:,}; name a longer one, or shorter --lengths"
+                f"--text {file}: has {len(self._text):,} tokens, and a prompt has {longest:,}; name a longer "
+                "one, or shorter --lengths"
             )
         if can_begin_peak(self.device.kind):
             begin_peak(self.device.kind)
@@ -236,8 +237,10 @@ def _plain(job: dict[str, Any], device: Any) -> Any:
     )
     if missing := sorted(told["missing_keys"]):
         raise RunError(
-            f"{job['model']}: engine=transformers finds no weights for {len(missing)} tensors of the model ({missing[0]}), and would draw them; "
-            "it opens plain folders, and none that `preheat compress` wrote: leave it to preheat, or name the model it was made from"
+            f"{job['model']}: engine=transformers finds no weights for {len(missing)} tensors of the model "
+            f"({missing[0]}), and would draw them; "
+            "it opens plain folders, and none that `preheat compress` wrote: leave it to preheat, or name the "
+            "model it was made from"
         )
     model.generation_config = GenerationConfig()  # no token ends a text early
     return model.to(device).eval()

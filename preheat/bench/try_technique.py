@@ -247,7 +247,10 @@ def _steps(group: _Group, left: float) -> int:
         if steps >= 2:
             return min(steps, 10)
         c, seconds = running.pop()
-        c.failed = f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len or --model-size"
+        c.failed = (
+            f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, "
+            "--seq-len or --model-size"
+        )
     return 2
 
 
@@ -304,7 +307,10 @@ def _changed(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if "tokens_per_second" not in row:
         return f"{name} was not run: {row['not_run']}"
     if "tokens_per_second" not in base:
-        return f"{name}: {row['tokens_per_second']:,.0f} tokens/s in {row['peak_gib']:.2f} GiB; without it nothing runs: {base['not_run']}"
+        return (
+            f"{name}: {row['tokens_per_second']:,.0f} tokens/s in {row['peak_gib']:.2f} GiB; without it "
+            f"nothing runs: {base['not_run']}"
+        )
     speed, freed = row["ratio"], base["peak_gib"] - row["peak_gib"]
     # One turn of each: a figure, and no verdict.
     fast = f"{percent(abs(speed - 1))} {'faster' if speed > 1 else 'slower'} in one turn"
@@ -333,11 +339,13 @@ def _limits(wish: TrialOptions) -> list[str]:
         found.append("a CPU has no fp8 products; the memory given for a GPU is that of bf16, fp8's casts are not in it")
     if tried & {"efficient_attention", "integration"}:
         found.append(
-            "the fused kernels are those of the CPU; on a GPU they are other ones (flash), whose speed this does not show"
+            "the fused kernels are those of the CPU; on a GPU they are other ones (flash), whose speed this does "
+            "not show"
         )
     if "zero" in tried:
         found.append(
-            f"{PROCESSES} processes share this CPU's cores and memory: the speed of several GPUs is not shown, what each keeps is"
+            f"{PROCESSES} processes share this CPU's cores and memory: the speed of several GPUs is not shown, "
+            "what each keeps is"
         )
         if wish.cpu_offload:
             found.append("--cpu-offload: the states are on the host already, so here it changes nothing")
@@ -370,7 +378,8 @@ def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[
         one = sum(at[k] for k in ("optimizer", "gradients", "parameters"))
         eight = sum(at[k] / (8 if k in shared else 1) for k in ("optimizer", "gradients", "parameters"))
         words.append(
-            f"dry run: weights, gradients and states take {_size(one)} of a GPU alone, {_size(eight)} of each of 8 GPUs with ZeRO stage {wish.zero_stage}"
+            f"dry run: weights, gradients and states take {_size(one)} of a GPU alone, {_size(eight)} of each of "
+            f"8 GPUs with ZeRO stage {wish.zero_stage}"
         )
         if wish.cpu_offload:
             words.append(f"dry run: offloading the states would free {_size(at['optimizer'])} of a single GPU")
@@ -399,9 +408,15 @@ def _with_and_without_zero(
     steps = min(10, int(max(left - 2 * STARTUP, LEAST) / (2 * seconds)))
     why = ""
     if one["peak_gib"] * PROCESSES * GIB > MEMORY:
-        why = f"{PROCESSES} processes need {one['peak_gib'] * PROCESSES:.1f} GiB, more than the {MEMORY / GIB:.0f} GiB that a trial may use"
+        why = (
+            f"{PROCESSES} processes need {one['peak_gib'] * PROCESSES:.1f} GiB, more than the "
+            f"{MEMORY / GIB:.0f} GiB that a trial may use"
+        )
     elif steps < 2:
-        why = f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len or --model-size"
+        why = (
+            f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len "
+            "or --model-size"
+        )
     for row, stage in zip(made, (0, wish.zero_stage), strict=True):
         row["not_run"] = why
         if not why:

@@ -146,7 +146,8 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
         known = list(manager.all_tasks)
         if task not in known:
             raise RecipeError(
-                f"--tasks lm-eval:{name}: no such task; {nearest(task, known) if len(known) < 50 else _near(task, known)}"
+                f"--tasks lm-eval:{name}: no such task; "
+                f"{nearest(task, known) if len(known) < 50 else _near(task, known)}"
             )
         try:
             # Seeds: None leaves the process's generators alone, on which a run's exactness rests.

@@ -77,7 +77,8 @@ def questions_of(
     lengths = task.lengths or _lengths(task, longest)
     if max(lengths) > reach:
         raise RecipeError(
-            f"task {task.name}: lengths: {max(lengths):,} is beyond the {reach:,} tokens that are read here; lower it, or raise batch.length (of a run) or --length"
+            f"task {task.name}: lengths: {max(lengths):,} is beyond the {reach:,} tokens that are read here; "
+            "lower it, or raise batch.length (of a run) or --length"
         )
     few = 4 if task.kind in ("needle", "recall") else 16
     each = min(task.each or few, limit or task.each or few)
@@ -141,7 +142,8 @@ def _passages(task: LengthTask, text: Tokens, length: int, each: int) -> list[li
     starts = [(end - size) + n * length for end, size in zip(ends, sizes, strict=True) for n in range(size // length)]
     if not starts:
         raise DataError(
-            f"task {task.name}: no document of {task.data} has {length:,} tokens, the longest has {max(sizes, default=0):,}; name longer texts, or shorter lengths"
+            f"task {task.name}: no document of {task.data} has {length:,} tokens, the longest has "
+            f"{max(sizes, default=0):,}; name longer texts, or shorter lengths"
         )
     chosen = permutation(len(starts), task.seed, length)[:each]
     return [np.asarray(text.ids[starts[n] : starts[n] + length]).tolist() for n in chosen]
@@ -158,7 +160,8 @@ def measure_length(questions: Questions, scorer: Scorer) -> Result:
     scorer.length, scorer.micro = questions.longest, max(1, scorer.micro * own // max(own, questions.longest))
     if CLASSES in scorer.build.tags:
         raise RecipeError(
-            f"task {task.name}: this run has a head over classes in place of the vocabulary's: no token has a loss under it"
+            f"task {task.name}: this run has a head over classes in place of the vocabulary's: no token has a "
+            "loss under it"
         )
     identity = digest([[(q.context, q.answer) for q in cell] for cell in questions.asked])
     with _linear(scorer.build):

@@ -69,7 +69,8 @@ def pairs_asked(
         size += 1
     if count < 2:
         raise ValueError(
-            f"{length} tokens have no room for two pairs of {size + 1} tokens and the question; use {3 * (size + 1) + len(begin)} or more"
+            f"{length} tokens have no room for two pairs of {size + 1} tokens and the question; use "
+            f"{3 * (size + 1) + len(begin)} or more"
         )
     drawn = generator.choice(len(keys) ** size, count, replace=False)
     key = np.stack([keys[drawn // len(keys) ** n % len(keys)] for n in range(size)], axis=1)
@@ -103,11 +104,13 @@ def phrase_asked(
     room = len(hay) - needles * whole - whole
     if room < needles:
         raise ValueError(
-            f"{len(hay)} tokens have no room for {needles} phrases of {whole} and the question; use {needles * (whole + 1) + whole} or more"
+            f"{len(hay)} tokens have no room for {needles} phrases of {whole} and the question; use "
+            f"{needles * (whole + 1) + whole} or more"
         )
     if len(pieces) < needles * whole:
         raise ValueError(
-            f"{needles} phrases of {whole} words need {needles * whole} pieces, and the tokenizer has {len(pieces)}; use fewer needles"
+            f"{needles} phrases of {whole} words need {needles * whole} pieces, and the tokenizer has "
+            f"{len(pieces)}; use fewer needles"
         )
     words = np.asarray(pieces)[generator.permutation(len(pieces))[: needles * whole]].reshape(needles, whole)
     depths = [depth, *((n + 0.5) / max(1, needles - 1) for n in range(needles - 1))]

@@ -83,7 +83,8 @@ def _classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:
     rows = scorer.build.trained[0].get_output_embeddings().out_features  # type: ignore[operator]
     if task.kind != "classification":
         raise RecipeError(
-            f"task {task.name}: this run has a head over {rows} classes: it can be asked a classification, no {task.kind}"
+            f"task {task.name}: this run has a head over {rows} classes: it can be asked a classification, no "
+            f"{task.kind}"
         )
     texts = items[0].texts
     if scorer.classes and (strange := [name for name in scorer.classes if name not in texts]):

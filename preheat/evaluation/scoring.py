@@ -71,7 +71,8 @@ class Reader:
             raise DataError(f"{where}: what is to be scored has no token of its own")
         if len(continuation) > self.length:
             raise DataError(
-                f"{where}: what is to be scored has {len(continuation)} tokens, a row only {self.length}; shorten it, leave such rows "
+                f"{where}: what is to be scored has {len(continuation)} tokens, a row only {self.length}; "
+                "shorten it, leave such rows "
                 "out (the task's `where`), or raise batch.length (of a run) or --length"
             )
 

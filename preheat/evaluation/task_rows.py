@@ -109,7 +109,8 @@ def _json(path: Path) -> Iterator[Row]:
         return
     if not isinstance(found, list):
         raise DataError(
-            f"{shown(path)}: holds {kind_of(found)}; a .json file of a task holds a list of objects or an object of them"
+            f"{shown(path)}: holds {kind_of(found)}; a .json file of a task holds a list of objects or an object "
+            "of them"
         )
     for number, value in enumerate(found, 1):
         yield _row(f"{shown(path)}: row {number}", value)

@@ -210,7 +210,8 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
         else:
             words = nearest(name, [*built_in(), *OF_LENGTH])
             raise RecipeError(
-                f"{knob} {name}: no such task; {words} (a file ends in .yaml; a task of lm-eval is written lm-eval:{name})"
+                f"{knob} {name}: no such task; {words} (a file ends in .yaml; a task of lm-eval is written "
+                f"lm-eval:{name})"
             )
         task = load_task(path, settings)
         if task.data is None and isinstance(task, Task):

@@ -93,5 +93,6 @@ class HangWatchdog:
                 continue
             silent = "" if answers else f", silent for {now - place['now']:.0f} s: stopped, or its host is gone"
             self.say(
-                f"  rank {rank}: step {place['step']}, {place['phase']} for {now - place['since']:.0f} s, at {place['line']}{silent}"
+                f"  rank {rank}: step {place['step']}, {place['phase']} for {now - place['since']:.0f} s, at "
+                f"{place['line']}{silent}"
             )

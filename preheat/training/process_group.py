@@ -94,7 +94,8 @@ class Ranks:
         for key, value in facts.items():
             if value != first[key]:
                 raise RunError(
-                    f"rank {self.rank} on {os.uname().nodename}: its {key} is {value}, and that of rank 0 is {first[key]}; make them the same on all hosts"
+                    f"rank {self.rank} on {os.uname().nodename}: its {key} is {value}, and that of rank 0 is "
+                    f"{first[key]}; make them the same on all hosts"
                 )
 
     def join(self, recipe: Recipe, kind: str) -> None:
@@ -140,7 +141,8 @@ class Ranks:
         ):  # whoever started it gave each process a GPU of its own
             return 0
         raise RunError(
-            f"rank {self.rank}: is number {self.local} on its host, which has {seen} GPU{'' if seen == 1 else 's'} for it; "
+            f"rank {self.rank}: is number {self.local} on its host, which has {seen} "
+            f"GPU{'' if seen == 1 else 's'} for it; "
             f"start at most as many processes as there are GPUs"
         )
 
@@ -151,7 +153,8 @@ class Ranks:
             return error
         words = words.split(". This is typically")[0].split("] ", 1)[-1]  # what went wrong, less gloo's file and advice
         return RunError(
-            f"rank {self.rank}: lost the other processes in step {step + 1} ({words[-160:]}); start again with --resume, which goes on from the last checkpoint"
+            f"rank {self.rank}: lost the other processes in step {step + 1} ({words[-160:]}); start again with "
+            "--resume, which goes on from the last checkpoint"
         )
 
     def leave(self) -> None:
@@ -179,7 +182,8 @@ def meet(recipe: Recipe) -> Ranks:
             else f"start {wanted}, or leave the key out"
         )
         raise RecipeError(
-            f"parallel.devices: {wanted} processes are wanted, and {world} {'was' if world == 1 else 'were'} started; {how}"
+            f"parallel.devices: {wanted} processes are wanted, and {world} {'was' if world == 1 else 'were'} "
+            f"started; {how}"
         )
     if world == 1:
         return Ranks()
@@ -188,7 +192,10 @@ def meet(recipe: Recipe) -> Ranks:
     patience = recipe.parallel.timeout
     rank, port = (os.environ.get(key, "") for key in ("RANK", "MASTER_PORT"))
     address = store_address()
-    lost = f"rank {rank}: cannot meet the others at {address}:{port} within {patience:g} s ({{}}); is the first host up, and the port open?"
+    lost = (
+        f"rank {rank}: cannot meet the others at {address}:{port} within {patience:g} s ({{}}); is the first "
+        "host up, and the port open?"
+    )
     begun = time.monotonic()
     # The store stands with torchrun's agent, or with the first process. torch tells of a store that is not there with all its C++ frames.
     if (rank != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True") and address and port.isdecimal():

@@ -118,7 +118,8 @@ def resumed(
     if found is None:
         if damaged:
             raise RunError(
-                f"{folder}: no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]}); start another run with --out"
+                f"{folder}: no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]}); start another run "
+                "with --out"
             )
         watch.notice("no checkpoint was saved yet: starting from step 0")
         return fresh
@@ -131,11 +132,13 @@ def resumed(
             "weights": "model's weights",
         }
         raise RunError(
-            f"--resume: the {', the '.join(words[d] for d in differs)} changed since {found.name} was saved; put back what was, or start another run with --out"
+            f"--resume: the {', the '.join(words[d] for d in differs)} changed since {found.name} was saved; put "
+            "back what was, or start another run with --out"
         )
     if kept.threads != threads:
         watch.notice(
-            f"resumed with {threads} threads where the run had {kept.threads}: losses will agree up to rounding, not bit for bit"
+            f"resumed with {threads} threads where the run had {kept.threads}: losses will agree up to rounding, "
+            "not bit for bit"
         )
     if not is_exact(made.device.kind, made.recipe.hardware.deterministic):
         watch.notice(f"resumed, and losses will agree {repeats(made.device.kind, made.recipe.hardware.deterministic)}")

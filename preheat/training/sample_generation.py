@@ -115,7 +115,8 @@ def questions(rows: Rows | None, count: int, tokenizer: Any, room: int = 0) -> l
                 return found
     if not found:
         raise RecipeError(
-            "sample.rows: the validation rows hold no question with an answer (text alone, pairs and images have none); "
+            "sample.rows: the validation rows hold no question with an answer (text alone, pairs and images have "
+            "none); "
             "write sample.prompts, or leave it out"
         )
     return found

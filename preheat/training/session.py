@@ -433,7 +433,8 @@ def _prepare(
     watch.planned(expected)
     if not expected["fits"] and not force:
         raise DoesNotFit(
-            f"{falls_short(expected)}; {fragmentation_hint(expected) or 'use smaller micro-batches or techniques that save memory (preheat techniques lists them)'}, or train all the same with --force"
+            f"{falls_short(expected)}; "
+            f"{fragmentation_hint(expected) or 'use smaller micro-batches or techniques that save memory (preheat techniques lists them)'}, or train all the same with --force"
         )
     return _Ready(data, probes, samples, chosen, built, expected, planner, looked, events)
 

@@ -103,7 +103,8 @@ class Job:
         for field in fields(self):
             if field.name in _SOME and field.name not in takes and getattr(self, field.name) != field.default:
                 raise RecipeError(
-                    f"{option(field.name)}: --scheduler {target} has no such setting; {_INSTEAD.get(field.name, 'leave it out')}"
+                    f"{option(field.name)}: --scheduler {target} has no such setting; "
+                    f"{_INSTEAD.get(field.name, 'leave it out')}"
                 )
         problem = self._problem()
         if problem:
@@ -118,7 +119,10 @@ class Job:
                 f"--processes-per-node: {self.processes} on {self.gpus_per_node} GPUs; a process needs a GPU of its own"
             )
         if recipe.hardware.device == "cpu" and self.gpus_per_node:
-            return f"hardware.device: the recipe runs on CPUs, and --gpus-per-node is {self.gpus_per_node}; use 0 with --processes-per-node"
+            return (
+                f"hardware.device: the recipe runs on CPUs, and --gpus-per-node is {self.gpus_per_node}; use "
+                "0 with --processes-per-node"
+            )
         if recipe.hardware.device == "cuda" and not self.gpus_per_node:
             return "hardware.device: the recipe needs GPUs, and --gpus-per-node is 0"
         if self.cpus_per_node is not None and self.cpus_per_node < self.processes:
@@ -130,14 +134,20 @@ class Job:
         started = f"--nodes {self.nodes} x {per} {self.processes}"
         devices = self.recipe.parallel.devices
         if devices is not None and devices != self.world:
-            return f"parallel.devices: {devices}, but {started} is {self.world}; a mesh that does not multiply: change one of them"
+            return (
+                f"parallel.devices: {devices}, but {started} is {self.world}; a mesh that does not multiply: "
+                "change one of them"
+            )
         try:
             sizes = self.mesh()
         except ValueError as error:
             return f"{started}: a mesh that does not multiply: {error}"
         shares = sizes[DATA[0]] * sizes[DATA[1]]
         if self.recipe.batch.size < shares:
-            return f"batch.size: {self.recipe.batch.size} rows for {shares} devices that share them out; use {shares} or more"
+            return (
+                f"batch.size: {self.recipe.batch.size} rows for {shares} devices that share them out; use "
+                f"{shares} or more"
+            )
         return None
 
     def _form_problem(self) -> str | None:

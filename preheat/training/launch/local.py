@@ -202,7 +202,10 @@ def explain_abort(store: Any, world: int, running: Sequence[int]) -> str:
         if places and len(running) < world
         else "a process on another host is lost, or all waited"
     )
-    return f", as torch's watchdog does if an NCCL collective loses a process or exceeds parallel.timeout: {lost}; start again with --resume"
+    return (
+        ", as torch's watchdog does if an NCCL collective loses a process or exceeds parallel.timeout: "
+        f"{lost}; start again with --resume"
+    )
 
 
 def _stopped(code: int) -> bool:

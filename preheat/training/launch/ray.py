@@ -24,7 +24,8 @@ def write(job: Job) -> str:
     folder = job.folder("/runs")
     if job.out is None or not folder.is_absolute():
         raise RecipeError(
-            "--out: name the run's folder by its whole path, on storage that all hosts see; workers have folders of their own"
+            "--out: name the run's folder by its whole path, on storage that all hosts see; workers have folders "
+            "of their own"
         )
     cores = job.cpus_per_node or job.processes
     needs = {"CPU": cores} | ({"GPU": job.gpus_per_node} if job.gpus_per_node else {})

@@ -27,11 +27,13 @@ def write(job: Job) -> str:
     folder = job.folder("/runs")
     if job.storage is None and job.out is None:
         raise RecipeError(
-            "--storage: name the volume that keeps the run's folder (sky volumes ls), or with --out a folder that every machine sees"
+            "--storage: name the volume that keeps the run's folder (sky volumes ls), or with --out a folder "
+            "that every machine sees"
         )
     if job.storage is not None and "://" in job.storage:
         raise RecipeError(
-            f"--storage: {job.storage} is a bucket; mounted as a folder it takes no appended lines and no renamed folders, which a run and its checkpoints need; name a volume (sky volumes ls)"
+            f"--storage: {job.storage} is a bucket; mounted as a folder it takes no appended lines and no "
+            "renamed folders, which a run and its checkpoints need; name a volume (sky volumes ls)"
         )
     if not folder.is_absolute() or len(folder.parts) < 3:
         raise RecipeError(f"--out: {folder} must be an absolute folder inside another, such as /runs/{job.recipe.name}")

@@ -29,7 +29,8 @@ def write(job: Job) -> str:
     port = str(job.port) if job.port else "$((20000 + SLURM_JOB_ID % 10000))"
     return "\n".join([
         "#!/bin/bash",
-        f"# {job.recipe.name}: {job.nodes} hosts of {job.processes} processes. Paths are seen from the folder of `sbatch`, which all hosts see.",
+        f"# {job.recipe.name}: {job.nodes} hosts of {job.processes} processes. Paths are seen from the folder of "
+        "`sbatch`, which all hosts see.",
         *_directives(job),
         "set -euo pipefail",
         "",
@@ -43,7 +44,8 @@ def write(job: Job) -> str:
         'id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
         "export run recipe host port id",
         "newest() {",
-        "  find \"$run/checkpoints\" -maxdepth 1 -name 'step-*' ! -name '*.writing' 2>/dev/null | sort -V | tail -n 1 || true",
+        "  find \"$run/checkpoints\" -maxdepth 1 -name 'step-*' ! -name '*.writing' 2>/dev/null | sort -V | tail "
+        "-n 1 || true",
         "}",
         FINISHED,
         "before=$(newest)",

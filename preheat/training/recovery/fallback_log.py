@@ -170,6 +170,7 @@ def choose_fallback(recipe: Recipe, failure: Failure, planner: PlanContext) -> t
         else "no shorter rows would do, only a smaller model"
     )
     raise RunError(
-        f"out of memory in step {failure.step + 1} ({failure.where}): the plan says {present.need:.2f} GiB, and there are {limit:.2f}. "
+        f"out of memory in step {failure.step + 1} ({failure.where}): the plan says {present.need:.2f} GiB, and "
+        f"there are {limit:.2f}. "
         f"{least}; {way}. Or go on with --resume where there is more memory"
     )

@@ -118,7 +118,8 @@ def _machine(recipe: Recipe, environment: Mapping[str, Any]) -> tuple[Device, Ra
     device, threads = resolve_device(recipe)
     if kind not in (None, device.kind):
         raise RunError(
-            f"this run used {shorten(kind)}, and the recipe takes {device.kind} here; set hardware.device: {shorten(kind)} in its recipe.yaml"
+            f"this run used {shorten(kind)}, and the recipe takes {device.kind} here; set hardware.device: "
+            f"{shorten(kind)} in its recipe.yaml"
         )
     return device, rates(device, threads)
 
@@ -141,5 +142,6 @@ def allocator_settings(failure: Mapping[str, Any]) -> dict[str, str] | None:
     return {
         "set": "hardware.segments=expandable",
         "or": f"PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:{size}",
-        "why": f"{idle / GIB:.2f} GiB were reserved and not used, in pieces of at most {counters['largest_free'] / GIB:.2f} GiB, when {asked / GIB:.2f} GiB were asked for",
+        "why": f"{idle / GIB:.2f} GiB were reserved and not used, in pieces of at most "
+        f"{counters['largest_free'] / GIB:.2f} GiB, when {asked / GIB:.2f} GiB were asked for",
     }
