@@ -1,7 +1,7 @@
-"""The processes of a run: rank and world size, the rendezvous store, and the check that all ranks agree before training.
+"""The processes of a run: ranks, the rendezvous store, and the check that all ranks agree before training.
 
-torchrun, or `preheat train --nproc`, starts each process with RANK, WORLD_SIZE and the store's address. Rank 0 reads the
-data and plans before the others join, so that slow or failing work happens once, outside any collective.
+torchrun, or `preheat train --nproc`, starts each process with RANK, WORLD_SIZE and the store's address. Rank 0 reads
+the data and plans before the others join, so that slow or failing work happens once, outside any collective.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Ranks:
                 self.tell(BACKEND, "nccl")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-            # NCCL connects eagerly with a device_id: a GPU that does not answer fails here, and subgroups are split off.
+            # With a device_id NCCL connects at once: unresponsive GPUs fail here, and subgroups are split off.
             device_id=device,
             store=dist.PrefixStore("group", self.store),
             rank=self.rank,
@@ -127,23 +127,22 @@ class Ranks:
         )
 
     def _gpu(self) -> int:
-        """The number of this process's GPU, among those that it sees.
+        """Returns the index of this process's GPU among the visible ones.
 
         Raises:
             RunError: there is none for it.
         """
         import torch
 
-        seen = torch.cuda.device_count()
-        if self.local < seen:
+        count = torch.cuda.device_count()
+        if self.local < count:
             return self.local
-        if seen == 1 and os.environ.get(
-            "CUDA_VISIBLE_DEVICES"
-        ):  # whoever started it gave each process a GPU of its own
+        # With CUDA_VISIBLE_DEVICES the launcher gave each process a GPU of its own.
+        if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
             return 0
         raise RunError(
-            f"rank {self.rank}: is number {self.local} on its host, which has {seen} "
-            f"GPU{'' if seen == 1 else 's'} for it; "
+            f"rank {self.rank}: is number {self.local} on its host, which has {count} "
+            f"GPU{'' if count == 1 else 's'} for it; "
             f"start at most as many processes as there are GPUs"
         )
 

@@ -69,7 +69,8 @@ def compare(recipe: Recipe, before: str) -> bool:
         )
         changes += f" and {len(changed) - _NAMED} more keys" if len(changed) > _NAMED else ""
         raise RunError(
-            f"--resume: the recipe is not that of the run: {changes}; put back what was, or start another run with --out"
+            f"--resume: the recipe is not that of the run: {changes}; put back what was, or start another run "
+            "with --out"
         )
     return milder.techniques != milder_before.techniques
 

@@ -1,6 +1,7 @@
-"""Signal handling: the first SIGTERM, SIGINT, SIGHUP or SIGUSR1 saves and ends after this step, the second ends at once.
+"""Signal handling: the first SIGTERM, SIGINT, SIGHUP or SIGUSR1 saves and ends after the step, the second at once.
 
-A batch job sends SIGUSR1 to its training processes only: torchrun, if it gets SIGTERM, kills them after its own timeout.
+A batch job sends SIGUSR1 to its training processes only: torchrun, if it gets SIGTERM, kills them after its own
+timeout.
 """
 
 from __future__ import annotations

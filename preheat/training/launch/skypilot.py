@@ -1,4 +1,4 @@
-"""A job for SkyPilot: a task's YAML. As a managed job (`sky jobs launch`) it is recovered after a preemption, and goes on from its folder."""
+"""SkyPilot task. As a managed job (`sky jobs launch`) it is restarted after a preemption and resumes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SUBMIT = "sky jobs launch {path}"
 
 
 def write(job: Job) -> str:
-    """The task.
+    """Returns the task as YAML.
 
     Raises:
-        RecipeError: without the GPUs' kind, or with a folder that would go with its machine.
+        RecipeError: the GPU type is missing, or the run's folder would be lost with its machine.
     """
     if job.gpus_per_node and job.accelerator is None:
         raise RecipeError("--accelerator: SkyPilot looks for machines by it; name one, such as H100 (sky gpus list)")

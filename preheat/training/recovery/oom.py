@@ -1,10 +1,10 @@
 """Out-of-memory recovery: rolls the step back and retries it with less memory, on the same rows.
 
-In a single process, the weights are unchanged until the update; RNG state and buffers are restored. A fallback that only
-changes how rows are grouped is applied to the existing build; any other is built from a checkpoint saved for it, as in a
-resumed run. If the update had begun, training resumes from the last checkpoint. With several processes, a failing rank
-cannot continue alone: it writes a record and ends, all ranks are restarted, and rank 0 chooses the fallback
-(`fallback_log.apply_fallbacks`).
+In a single process, the weights are unchanged until the update; RNG state and buffers are restored. A fallback that
+only changes how rows are grouped is applied to the existing build; any other is built from a checkpoint saved for it,
+as in a resumed run. If the update had begun, training resumes from the last checkpoint. With several processes, a
+failing rank cannot continue alone: it writes a record and ends, all ranks are restarted, and rank 0 chooses the
+fallback (`fallback_log.apply_fallbacks`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Recovery:
             self.guard = StepSnapshot(self.session.build)
 
     def through(self, work: Callable[[], T]) -> T:
-        """Runs the work, and again with a fallback after each out-of-memory error; `work` continues from the session's progress.
+        """Runs the work, and again with a fallback after each out-of-memory error.
+
+        `work` must continue from the session's progress.
 
         Raises:
             RunError: no fallback suffices.
