@@ -1,4 +1,5 @@
-"""A row as what the model sees, and what is right: templates and expressions over the row's fields, answered rows before it."""
+"""A row as what the model sees, and what is right: templates and expressions over the row's fields, answered rows
+before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a run measures beside its steps: its validation rows, a second text, tasks; before the first step and after it."""
+"""What a run measures beside its steps: its validation rows, a second text, tasks; before the first step and after
+it."""
 
 from __future__ import annotations
 

@@ -49,14 +49,16 @@ class Reader:
         self.encoder = Encoder(tokenizer)
 
     def encode(self, text: str, *, complete: bool = False) -> list[int]:
-        """A text's tokens as training has them at a document's beginning; `complete`: its special tokens stand in it."""
+        """A text's tokens as training has them at a document's beginning; `complete`: its special tokens stand in
+        it."""
         return [*([] if complete else self.encoder.begin), *self._plain(text)]
 
     def _plain(self, text: str) -> list[int]:
         return list(self.encoder.backend.encode(text, add_special_tokens=False).ids)
 
     def pair(self, context: str, continuation: str, *, complete: bool = False) -> tuple[list[int], list[int]]:
-        """The tokens of a context and of what follows it, cut from those of both together; blanks between belong to what follows."""
+        """The tokens of a context and of what follows it, cut from those of both together; blanks between belong to
+        what follows."""
         blanks = len(context) - len(context.rstrip())
         if blanks:
             context, continuation = context[:-blanks], context[-blanks:] + continuation
@@ -84,8 +86,8 @@ class Scorer(Reader):
         micro: rows at once, as in training at most, so that a run needs no more memory than was planned.
         length: tokens of a row; a longer context loses its beginning, which is counted in `truncated`.
         classes: names of a head's classes, in the order of its rows, where they are known.
-        compiles: the model may be compiled for single tokens where that pays (`sample.compile: auto`): not within a run, whose plan does not know what
-            that keeps of the device's memory.
+        compiles: the model may be compiled for single tokens where that pays (`sample.compile: auto`): not within a
+            run, whose plan does not know what that keeps of the device's memory.
         say: told (what, done, total) now and then.
     """
 

@@ -1,4 +1,5 @@
-"""Rows of a task: objects with fields, from JSONL, JSON, Parquet, CSV or a `datasets` name. Every error names the row."""
+"""Rows of a task: objects with fields, from JSONL, JSON, Parquet, CSV or a `datasets` name. Every error names the
+row."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def read_rows(source: str, *, subset: str | None = None, split: str = "test", ea
     """All rows of a file, or of a `datasets` name.
 
     Args:
-        source: a file (.jsonl, .json, .parquet, .csv) or a name such as `org/name`. A .json file holds a list of objects, or an
-            object of objects, whose key then is the row's field `key`.
+        source: a file (.jsonl, .json, .parquet, .csv) or a name such as `org/name`. A .json file holds a list of
+            objects, or an object of objects, whose key then is the row's field `key`.
         subset, split: of a `datasets` name.
         each: a field that holds a list of objects; each of them is then a row, with the other fields of its owner.
 

@@ -35,17 +35,21 @@ class Task:
     """Templates are jinja; an expression is what stands inside jinja's `{{ }}`, in the simplest case a field's name."""
 
     kind: Kind
-    """multiple_choice, classification, cloze: by likelihood. exact_match, token_f1, numeric: the model writes, greedily, and its answer is compared."""
+    """multiple_choice, classification, cloze: by likelihood. exact_match, token_f1, numeric: the model writes,
+    greedily, and its answer is compared."""
     prompt: str
     """Template of what the model is asked: "Question: {{question}}\\nAnswer:"."""
     text: str | None = None
-    """classification of a run that has a head over classes: template of what it reads, as it did in training; the prompt when not stated."""
+    """classification of a run that has a head over classes: template of what it reads, as it did in training; the
+    prompt when not stated."""
     gold: str
-    """Expression of what is right: the choice (its text, or its number from 0), the class, the last words (cloze), or the answer, a list where several are (numeric: the spans of one answer)."""
+    """Expression of what is right: the choice (its text, or its number from 0), the class, the last words (cloze), or
+    the answer, a list where several are (numeric: the spans of one answer)."""
     name: str = ""
     """In tables; the file's name when not stated."""
     data: str | None = None
-    """The rows: a file beside the task's (.jsonl, .json, .parquet, .csv), or a `datasets` name. `--tasks NAME=FILE` gives it otherwise."""
+    """The rows: a file beside the task's (.jsonl, .json, .parquet, .csv), or a `datasets` name. `--tasks NAME=FILE`
+    gives it otherwise."""
     subset: str | None = None
     """Configuration name of a `datasets` name."""
     split: str = "test"
@@ -57,7 +61,8 @@ class Task:
     keys: str | None = None
     """A .json file (a list, or an object's keys): rows whose `key` does not stand there are left out."""
     choices: str | tuple[str, ...] | None = None
-    """Expression of a row's choices, or a list that all rows share. For classification: the classes; when not stated, those that are gold somewhere."""
+    """Expression of a row's choices, or a list that all rows share. For classification: the classes; when not stated,
+    those that are gold somewhere."""
     delimiter: str = " "
     """Between the prompt and what follows it."""
     scale: str | None = None
@@ -102,14 +107,15 @@ class LengthTask:
     """What is asked of a model about length; written `--tasks recall`, `needle=book.txt,needles=4`, or as YAML."""
 
     kind: Literal["positions", "continuation", "needle", "recall"]
-    """positions: loss by place; continuation: loss with more and less before it; needle: phrases hidden in a text; recall: pairs of key and value."""
+    """positions: loss by place; continuation: loss with more and less before it; needle: phrases hidden in a text;
+    recall: pairs of key and value."""
     name: str = ""
     """In tables; the kind when not stated."""
     data: str | None = None
     """Long documents: a text, a folder or `stdlib`. All but recall need it."""
     lengths: tuple[Count, ...] = ()
-    """Tokens of context and answer together; up to the longest row in eight even steps (needle, recall), in four doublings (continuation), or
-    that alone (positions) when not stated."""
+    """Tokens of context and answer together; up to the longest row in eight even steps (needle, recall), in four
+    doublings (continuation), or that alone (positions) when not stated."""
     depths: Count = 8
     """needle, recall: at so many depths, from the beginning (0) to the end (1)."""
     each: Count | None = None
@@ -179,8 +185,9 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
     """Each name as a task of ours, or as the name (or file) of one of lm-eval's, which look different: `lm-eval:NAME`.
 
     Args:
-        names: `NAME` (comes with preheat, or a kind of `OF_LENGTH`) or `FILE.yaml`; each with `=DATA` for rows from elsewhere, and after commas with
-            further keys of `Task` or `LengthTask`: `cloze=rows.jsonl,limit=100`, `recall,lengths=[128, 256]`. `lm-eval:NAME` or `lm-eval:FILE.yaml`.
+        names: `NAME` (comes with preheat, or a kind of `OF_LENGTH`) or `FILE.yaml`; each with `=DATA` for rows from
+            elsewhere, and after commas with further keys of `Task` or `LengthTask`: `cloze=rows.jsonl,limit=100`,
+            `recall,lengths=[128, 256]`. `lm-eval:NAME` or `lm-eval:FILE.yaml`.
 
     Raises:
         RecipeError: there is no such task; the nearest is named.
