@@ -154,8 +154,8 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
         try:
             # Seeds of None leave the process's generators unchanged, so that a run stays reproducible.
             output = lm_eval.simple_evaluate(
-                model=model_for_harness(scorer), tasks=[task], task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True,
-                random_seed=None, numpy_random_seed=None, torch_random_seed=None,
+                model=model_for_harness(scorer), tasks=[task], task_manager=manager,
+                limit=limit, bootstrap_iters=0, log_samples=True, random_seed=None, numpy_random_seed=None, torch_random_seed=None,
             )  # fmt: skip
         except (OSError, ConnectionError, FileNotFoundError) as error:
             message = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
@@ -227,7 +227,7 @@ def _result(values: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager that hides lm-eval's logs and redirects its progress bars to standard error."""
+    """Context manager that silences lm-eval's logger and redirects what it prints to standard error."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
