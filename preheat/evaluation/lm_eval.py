@@ -155,7 +155,8 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
             # Seeds of None leave the process's generators unchanged, so that a run stays reproducible.
             output = lm_eval.simple_evaluate(
                 model=model_for_harness(scorer), tasks=[task], task_manager=manager,
-                limit=limit, bootstrap_iters=0, log_samples=True, random_seed=None, numpy_random_seed=None, torch_random_seed=None,
+                limit=limit, bootstrap_iters=0, log_samples=True,
+                random_seed=None, numpy_random_seed=None, torch_random_seed=None,
             )  # fmt: skip
         except (OSError, ConnectionError, FileNotFoundError) as error:
             message = (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,5 +1,4 @@
-"""A row as what the model sees, and what is right: templates and expressions over the row's fields, answered rows
-before it."""
+"""Prompts and gold answers of task rows: Jinja templates and expressions over the row's fields, few-shot examples."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a run measures beside its steps: its validation rows, a second text, tasks; before the first step and after
-it."""
+"""Evaluations of a run: validation rows, the forgetting text and tasks, before training and during it."""
 
 from __future__ import annotations
 

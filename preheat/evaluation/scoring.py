@@ -49,21 +49,21 @@ class Reader:
         self.encoder = Encoder(tokenizer)
 
     def encode(self, text: str, *, complete: bool = False) -> list[int]:
-        """A text's tokens as training has them at a document's beginning; `complete`: its special tokens stand in
-        it."""
+        """Tokenizes a text like the beginning of a document in training; `complete`: it already has its special
+        tokens."""
         return [*([] if complete else self.encoder.begin), *self._plain(text)]
 
     def _plain(self, text: str) -> list[int]:
         return list(self.encoder.backend.encode(text, add_special_tokens=False).ids)
 
     def pair(self, context: str, continuation: str, *, complete: bool = False) -> tuple[list[int], list[int]]:
-        """The tokens of a context and of what follows it, cut from those of both together; blanks between belong to
-        what follows."""
-        blanks = len(context) - len(context.rstrip())
-        if blanks:
-            context, continuation = context[:-blanks], context[-blanks:] + continuation
+        """Tokenizes context and continuation together and splits the tokens; spaces between them belong to the
+        continuation."""
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
         head = self.encode(context, complete=complete) if context else []
-        if not head:  # something must be read before the first token can be scored
+        if not head:  # scoring the first token needs a token before it
             return self.encoder.begin or [self.encoder.end], self._plain(continuation)
         return head, self.encode(context + continuation, complete=complete)[len(head) :]
 
@@ -80,15 +80,15 @@ class Reader:
 
 
 class Scorer(Reader):
-    """Reads with a build.
+    """Scores and generates texts with a build.
 
     Args:
-        micro: rows at once, as in training at most, so that a run needs no more memory than was planned.
-        length: tokens of a row; a longer context loses its beginning, which is counted in `truncated`.
-        classes: names of a head's classes, in the order of its rows, where they are known.
-        compiles: the model may be compiled for single tokens where that pays (`sample.compile: auto`): not within a
-            run, whose plan does not know what that keeps of the device's memory.
-        say: told (what, done, total) now and then.
+        micro: rows per batch; at most as in training, so that a run needs no more memory than planned.
+        length: tokens of a row; longer contexts are cut at their beginning, which `truncated` counts.
+        classes: names of a head's classes, in the order of its rows, if known.
+        compiles: allow compiling the model for generation if it pays off (`sample.compile: auto`); not within a run,
+            whose plan does not include the memory that compiling keeps.
+        say: progress callback of (what, done, total).
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Rows of a task: objects with fields, from JSONL, JSON, Parquet, CSV or a `datasets` name. Every error names the
-row."""
+"""Reads the rows of a task from JSONL, JSON, Parquet, CSV or a `datasets` name. Every error names the row."""
 
 from __future__ import annotations
 
@@ -33,13 +32,13 @@ class Row(NamedTuple):
 
 
 def read_rows(source: str, *, subset: str | None = None, split: str = "test", each: str | None = None) -> list[Row]:
-    """All rows of a file, or of a `datasets` name.
+    """Reads all rows of a file, or of a `datasets` name.
 
     Args:
         source: a file (.jsonl, .json, .parquet, .csv) or a name such as `org/name`. A .json file holds a list of
-            objects, or an object of objects, whose key then is the row's field `key`.
-        subset, split: of a `datasets` name.
-        each: a field that holds a list of objects; each of them is then a row, with the other fields of its owner.
+            objects, or an object of objects whose keys become the field `key` of the rows.
+        subset, split: configuration and split of a `datasets` name.
+        each: a field that holds a list of objects; each of them becomes a row, with the other fields of its parent.
 
     Raises:
         DataError: there is no such file, it is damaged, holds no row, or a row lacks `each`.

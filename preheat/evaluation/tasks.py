@@ -186,15 +186,15 @@ def built_in() -> dict[str, Path]:
 
 
 def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | LengthTask | str]:
-    """Each name as a task of ours, or as the name (or file) of one of lm-eval's, which look different: `lm-eval:NAME`.
+    """Resolves each name to a task, or to the name or file of a task of lm-eval (as str).
 
     Args:
-        names: `NAME` (comes with preheat, or a kind of `OF_LENGTH`) or `FILE.yaml`; each with `=DATA` for rows from
-            elsewhere, and after commas with further keys of `Task` or `LengthTask`: `cloze=rows.jsonl,limit=100`,
-            `recall,lengths=[128, 256]`. `lm-eval:NAME` or `lm-eval:FILE.yaml`.
+        names: `NAME` (built-in, or a kind of `OF_LENGTH`) or `FILE.yaml`; optionally with `=DATA` for other rows, and
+            after commas further keys of `Task` or `LengthTask`: `cloze=rows.jsonl,limit=100`, `recall,lengths=[128,
+            256]`. Tasks of lm-eval are `lm-eval:NAME` or `lm-eval:FILE.yaml`.
 
     Raises:
-        RecipeError: there is no such task; the nearest is named.
+        RecipeError: there is no such task; the closest name is suggested.
     """
     tasks: list[Task | LengthTask | str] = []
     for given in names:
