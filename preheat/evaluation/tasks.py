@@ -35,54 +35,54 @@ class Task:
     """A task over rows. Templates are Jinja; an expression is the inside of Jinja's `{{ }}`, e.g. a field's name."""
 
     kind: Kind
-    """multiple_choice, classification, cloze: by likelihood. exact_match, token_f1, numeric: the model writes,
+    """multiple_choice, classification, cloze: scored by likelihood. exact_match, token_f1, numeric: the model generates
     greedily, and its answer is compared."""
     prompt: str
-    """Template of what the model is asked: "Question: {{question}}\\nAnswer:"."""
+    """Template of the prompt: "Question: {{question}}\\nAnswer:"."""
     text: str | None = None
-    """classification of a run that has a head over classes: template of what it reads, as it did in training; the
-    prompt when not stated."""
+    """classification with a classification head: template of the text that it reads, as in training; default the
+    prompt."""
     gold: str
-    """Expression of what is right: the choice (its text, or its number from 0), the class, the last words (cloze), or
-    the answer, a list where several are (numeric: the spans of one answer)."""
+    """Expression of the right answer: the choice (its text, or its index from 0), the class, the last words (cloze), or
+    the answer; a list if several are right (numeric: the spans of one answer)."""
     name: str = ""
-    """In tables; the file's name when not stated."""
+    """Name in tables; default the file's name."""
     data: str | None = None
-    """The rows: a file beside the task's (.jsonl, .json, .parquet, .csv), or a `datasets` name. `--tasks NAME=FILE`
-    gives it otherwise."""
+    """The rows: a file relative to the task's (.jsonl, .json, .parquet, .csv), or a `datasets` name. `--tasks
+    NAME=FILE` overrides it."""
     subset: str | None = None
     """Configuration name of a `datasets` name."""
     split: str = "test"
     """Split of a `datasets` name."""
     each: str | None = None
-    """A field that holds a list of objects, each of which is a row (with the other fields beside it)."""
+    """A field with a list of objects; each of them becomes a row, together with the other fields."""
     where: str | None = None
     """Expression: rows for which it is not true are left out."""
     keys: str | None = None
-    """A .json file (a list, or an object's keys): rows whose `key` does not stand there are left out."""
+    """A .json file (a list, or an object's keys): rows whose `key` is not in it are left out."""
     choices: str | tuple[str, ...] | None = None
-    """Expression of a row's choices, or a list that all rows share. For classification: the classes; when not stated,
-    those that are gold somewhere."""
+    """Expression of a row's choices, or a list for all rows. For classification: the classes; default those that are
+    gold somewhere."""
     delimiter: str = " "
-    """Between the prompt and what follows it."""
+    """Text between the prompt and its continuation."""
     scale: str | None = None
     """numeric: expression of the scale of a gold number: thousand, million, billion or percent; empty for none."""
     shots: Whole = 0
-    """So many answered rows stand before each question; they are drawn from the rows and then not asked."""
+    """Number of few-shot examples before each question; they are drawn from the rows and not asked themselves."""
     separator: str = "\n\n"
-    """Between them."""
+    """Text between the examples."""
     chat: bool = False
     """Ask through the tokenizer's chat template: the prompt as the user's turn."""
     system: str | None = None
-    """With `chat`: the system's turn."""
+    """With `chat`: the system prompt."""
     tokens: Count = 64
-    """Written at most, where the model writes."""
+    """Maximum tokens of a generated answer."""
     stop: tuple[str, ...] = ("\n",)
-    """What is written ends before the first of these."""
+    """A generated answer ends before the first of these."""
     limit: Count | None = None
-    """The first so many rows only."""
+    """Maximum number of rows."""
     seed: Whole = 0
-    """Draws the answered rows."""
+    """Seed for drawing the few-shot examples."""
 
     def problems(self) -> list[tuple[str, str]]:
         """Returns contradictory settings, as (key, message)."""
@@ -109,23 +109,23 @@ class LengthTask:
     """A long-context task; written `--tasks recall`, `needle=book.txt,needles=4`, or as YAML."""
 
     kind: Literal["positions", "continuation", "needle", "recall"]
-    """positions: loss by place; continuation: loss with more and less before it; needle: phrases hidden in a text;
-    recall: pairs of key and value."""
+    """positions: loss by position; continuation: loss with more and less context; needle: phrases hidden in a text;
+    recall: key-value pairs."""
     name: str = ""
-    """In tables; the kind when not stated."""
+    """Name in tables; default the kind."""
     data: str | None = None
-    """Long documents: a text, a folder or `stdlib`. All but recall need it."""
+    """Long documents: a text, a folder or `stdlib`. All kinds but recall need it."""
     lengths: tuple[Count, ...] = ()
-    """Tokens of context and answer together; up to the longest row in eight even steps (needle, recall), in four
-    doublings (continuation), or that alone (positions) when not stated."""
+    """Tokens of context and answer together. Default: up to the longest row in eight even steps (needle, recall), in
+    four doublings (continuation), or only the longest row (positions)."""
     depths: Count = 8
-    """needle, recall: at so many depths, from the beginning (0) to the end (1)."""
+    """needle, recall: number of depths, from the beginning (0) to the end (1)."""
     each: Count | None = None
-    """Questions of each length and depth (4 when not stated), or passages of each length (16)."""
+    """Questions per length and depth (default 4), or passages per length (default 16)."""
     needles: Count = 1
-    """needle: so many phrases stand in the text, of which one is asked."""
+    """needle: number of phrases hidden in the text, one of which is asked."""
     seed: Whole = 0
-    """Draws passages, places and pieces: equal seeds ask equal questions."""
+    """Seed for drawing passages, positions and tokens: equal seeds give equal questions."""
 
     def problems(self) -> list[tuple[str, str]]:
         """Returns contradictory settings, as (key, message)."""

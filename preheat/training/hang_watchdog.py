@@ -38,7 +38,7 @@ class HangWatchdog:
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
 
-    def at(self, step: int, phase: Phase) -> None:
+    def set_phase(self, step: int, phase: Phase) -> None:
         """Records that this process has begun a phase of a step (counted from 1)."""
         self._progress = (step, phase, time.time())
 

@@ -115,10 +115,10 @@ def _died_again(events: list[dict[str, Any]], step: int) -> bool:
 class _Loop:
     """The state of the training loop within one session."""
 
-    def __init__(self, session: Session, watch: Watch, standing: HangWatchdog):
-        self.session, self.watch, self.standing = session, watch, standing
+    def __init__(self, session: Session, watch: Watch, watchdog: HangWatchdog):
+        self.session, self.watch, self.watchdog = session, watch, watchdog
         self.recipe, self.writer = session.recipe, session.writer
-        self.recovery = Recovery(session, standing)
+        self.recovery = Recovery(session, watchdog)
         self.meter = ThroughputMeter(session)
         self.loss = self._last_loss()
         self.evaluated: tuple[int, Measured] | None = None
@@ -128,7 +128,7 @@ class _Loop:
         self.tried = False  # whether this session has evaluated
         self.late = False  # whether some rank has reached stop.hours
         self.ahead: list[Batch] | Exception | None = None  # the prefetched batch, or the error of reading it
-        self.judged = self._judged()  # the last step whose evaluation, if due, is done
+        self.last_eval_step = self._first_eval_step()  # the last step whose evaluation, if due, is done
 
     def _last_loss(self) -> float:
         """Returns the logged loss of the current step, for sessions that have no step left to train."""
@@ -136,7 +136,7 @@ class _Loop:
         lines = Reader(self.writer.path).metrics() if step and self.session.ranks.lead else []
         return next((float(line["loss"]) for line in lines if line["step"] == step), math.nan)
 
-    def _judged(self) -> int:
+    def _first_eval_step(self) -> int:
         """Returns the step at which the session begins, or -1 if its evaluation is still due.
 
         An evaluation that killed the process is retried once; if it kills the process again, it is skipped with a
@@ -144,7 +144,7 @@ class _Loop:
         """
         step, ranks = self.session.progress.step, self.session.ranks
         if not ranks.lead:
-            return int(ranks.hear("judged"))
+            return int(ranks.fetch("judged"))
         evaluated = step
         run = Reader(self.writer.path)
         if step == 0 or (self._is_evaluated_at(step) and step not in [e["step"] for e in run.evaluations()]):
@@ -155,7 +155,7 @@ class _Loop:
             self.watch.notice(
                 f"step {step}: its evaluation is left out, since it ended the run twice; take it with preheat eval"
             )
-        ranks.tell("judged", evaluated)
+        ranks.publish("judged", evaluated)
         return evaluated
 
     def _is_evaluated_at(self, step: int) -> bool:
@@ -174,30 +174,30 @@ class _Loop:
     def run(self) -> dict[str, Any]:
         check()
         with self.signals:
-            return self.recovery.through(self._train)
+            return self.recovery.run(self._train)
 
     def _train(self) -> dict[str, Any]:
         """Trains from the session's progress to the end of the run."""
         self.meter = ThroughputMeter(self.session)
         self.ahead = None
-        if self.progress.step == 0 and self.session.samples.before and self.judged < 0:
+        if self.progress.step == 0 and self.session.samples.before and self.last_eval_step < 0:
             self._unless_stopped(self._samples)
             reset_peak(self.build.device.kind)  # the measured peak must not include generation
         self.watch.stage("training")
         with closing(self.session.rows()) as stream:
             while True:
-                self._beside()
+                self._run_due_hooks()
                 if self._finished() or self.stopped is not None:
                     break
-                self.standing.at(self.progress.step, Phase.SAVING)
-                self._told(self.session.saving.look())
+                self.watchdog.set_phase(self.progress.step, Phase.SAVING)
+                self._log_checkpoints(self.session.saving.look())
                 self._step(stream)
         if self.stopped is not None:
             self._stopping()
-        self.standing.at(self.progress.step, Phase.SAVING)
+        self.watchdog.set_phase(self.progress.step, Phase.SAVING)
         if self.progress.step > max(self.session.saving.at, 0):
             self._save(last=True)
-        self._told(self.session.saving.wait())
+        self._log_checkpoints(self.session.saving.wait())
         return self._finish()
 
     def _unless_stopped(self, work: Callable[[], object]) -> bool:
@@ -205,7 +205,7 @@ class _Loop:
 
         With several processes the work always completes: the other ranks would wait for an aborted one.
         """
-        self.recovery.begin()  # snapshot, so that an abort undoes the changes of this work only
+        self.recovery.snapshot()  # snapshot, so that an abort undoes the changes of this work only
         if self.build.mesh.world > 1:
             work()
             return True
@@ -214,7 +214,7 @@ class _Loop:
                 work()
         except Interrupted:
             if self.recovery.guard is not None:
-                self.recovery.guard.undo()
+                self.recovery.guard.restore()
             self.stopped = self.signals.received
             return False
         return True
@@ -223,22 +223,22 @@ class _Loop:
         self.writer.event("stopping", signal=self.stopped, step=self.progress.step)
         self.watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
 
-    def _beside(self) -> None:
+    def _run_due_hooks(self) -> None:
         """Runs the evaluation and saves the checkpoint that are due at this step."""
         step, every = self.progress.step, self.recipe.checkpoint.every
         evaluation_due = self._is_evaluated_at(step)
         save_due = every and step and step % every == 0 and not self._finished()
-        if self.judged != step and (evaluation_due or (step == 0 and self.session.probes.at_start)):
+        if self.last_eval_step != step and (evaluation_due or (step == 0 and self.session.probes.at_start)):
             if self.stopped is not None:
                 return
             if not self.tried and step not in (0, self.session.saving.at, self.recovery.left_out):
                 # Saves first, so that a run whose evaluation kills the process resumes at that evaluation.
                 self._save()
-                self._told(self.session.saving.wait())
+                self._log_checkpoints(self.session.saving.wait())
             self.tried = True
             if not self._unless_stopped(self._evaluate):
                 return
-        self.judged = step
+        self.last_eval_step = step
         if save_due and step not in (self.session.saving.at, self.recovery.left_out):
             self._save()
 
@@ -250,7 +250,7 @@ class _Loop:
 
     def _step(self, stream: Any) -> None:
         start, step = time.perf_counter(), self.progress.step + 1
-        self.standing.at(step, Phase.DATA)
+        self.watchdog.set_phase(step, Phase.DATA)
         batch: list[Batch] = []
         try:
             if not self._unless_stopped(lambda: batch.extend(self._read(stream))):
@@ -262,16 +262,16 @@ class _Loop:
             release_unused(self.build.device.kind)
         self.shape = shape
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
-        self.standing.at(step, Phase.GRADIENTS)
+        self.watchdog.set_phase(step, Phase.GRADIENTS)
         loss = gradients(self.build, batch, lr)
         self._read_ahead(stream)
-        self.standing.at(step, Phase.UPDATE)
+        self.watchdog.set_phase(step, Phase.UPDATE)
         stats = update(self.build, lr)
         skippable = (
             self.build.loss.skippable_overflow() if self.build.loss.skippable_overflow else torch.zeros_like(stats[0])
         )
         # The only device synchronization of the step. If the gradients are not finite, the update changed no weights.
-        self.standing.at(step, Phase.STEP_STATS)
+        self.watchdog.set_phase(step, Phase.STEP_STATS)
         late = self._is_late(time.perf_counter() - start)
         total, metrics, weight, (norm, finite, forgiven), (some_stopped, some_late) = read_step_stats(
             self.build, loss, torch.stack([*stats, skippable]), (self.signals.received is not None, late)
@@ -305,7 +305,7 @@ class _Loop:
             "elapsed": p.elapsed,
             "length": shape.length,
             **self.build.loss.scores(metrics, weight),
-            **self._counted(),
+            **self._drain_events(),
         }
         self.writer.metric(**line)
         self.watch.step({**line, "mfu": self.meter.mfu(tokens / seconds)}, self.session.total)
@@ -349,7 +349,7 @@ class _Loop:
         hours = self.recipe.stop.hours
         return hours is not None and self.progress.elapsed + seconds >= hours * 3600
 
-    def _counted(self) -> dict[str, int]:
+    def _drain_events(self) -> dict[str, int]:
         """Logs the pending events of the build's techniques and returns their counters."""
         while self.build.state.events:
             event = self.build.state.events.pop(0)
@@ -373,18 +373,18 @@ class _Loop:
         )
 
     def _save(self, *, last: bool = False) -> None:
-        self.standing.at(self.progress.step, Phase.LAST_SAVING if last else Phase.SAVING)
-        self._told(self.session.saving.begin(self.progress, last=last))
+        self.watchdog.set_phase(self.progress.step, Phase.LAST_SAVING if last else Phase.SAVING)
+        self._log_checkpoints(self.session.saving.begin(self.progress, last=last))
 
-    def _told(self, saved: list[Saved]) -> None:
+    def _log_checkpoints(self, saved: list[Saved]) -> None:
         for save in saved:
             self.writer.event("checkpoint", **save.facts(self.writer.path))
 
     def _evaluate(self) -> float:
         step = self.progress.step
-        self.standing.at(step, Phase.EVALUATION)
+        self.watchdog.set_phase(step, Phase.EVALUATION)
         if self.evaluated is None or self.evaluated[0] != step:
-            self.recovery.begin()
+            self.recovery.snapshot()
             result = self.session.probes.take(self.build, self.writer, step)
             self.evaluated = (step, result)
             if result.weight:
@@ -397,7 +397,7 @@ class _Loop:
         complete = stopped is None and self._unless_stopped(self._evaluate)
         validation = self.evaluated[1].loss if complete and self.evaluated is not None else math.nan
         # Measured before the samples: the predicted peak covers training and evaluation only.
-        measured = {**self.meter.measured(), **self._counted()}
+        measured = {**self.meter.measured(), **self._drain_events()}
         if self.meter.speeds:  # a session without a step has no measurements to compare with the plan
             self.writer.event("measured", **measured)
         if complete and self._unless_stopped(self._afterwards):
@@ -423,7 +423,7 @@ class _Loop:
 
     def _afterwards(self) -> None:
         try:
-            self.meter.teach()
+            self.meter.store_speed_correction()
         except RunError as error:  # the speed correction is optional: do not fail a finished run
             self.watch.notice(str(error))
         self._baselines()
@@ -439,6 +439,6 @@ class _Loop:
 
     def _samples(self) -> None:
         if self.session.samples.prompts:
-            self.recovery.begin()
+            self.recovery.snapshot()
             self.watch.stage("writing samples")
             self.session.samples.write(self.build, self.writer, step=self.progress.step)

@@ -51,12 +51,12 @@ class Ranks:
     def lead(self) -> bool:
         return self.rank == 0
 
-    def tell(self, key: str, value: Any) -> None:
+    def publish(self, key: str, value: Any) -> None:
         """Publishes a value in the store, as JSON."""
         if self.store is not None:
             self.store.set(key, json.dumps(value))
 
-    def hear(self, key: str) -> Any:
+    def fetch(self, key: str) -> Any:
         """Waits for a published value and returns it.
 
         Raises:
@@ -79,7 +79,7 @@ class Ranks:
             with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
                 self.store.wait([f"{key}/{rank}" for rank in range(self.world)])
 
-    def agree(self, facts: dict[str, str]) -> None:
+    def require_equal(self, facts: dict[str, str]) -> None:
         """Checks that all ranks have the same facts.
 
         Raises:
@@ -88,9 +88,9 @@ class Ranks:
         if self.world == 1:
             return
         if self.lead:
-            self.tell("facts", facts)
+            self.publish("facts", facts)
             return
-        first = self.hear("facts")
+        first = self.fetch("facts")
         for key, value in facts.items():
             if value != first[key]:
                 raise RunError(
@@ -115,7 +115,7 @@ class Ranks:
         if device is not None:
             torch.cuda.set_device(device)
             if self.lead:
-                self.tell(BACKEND, "nccl")
+                self.publish(BACKEND, "nccl")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
             # With a device_id NCCL connects at once: unresponsive GPUs fail here, and subgroups are split off.

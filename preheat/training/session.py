@@ -175,7 +175,7 @@ class Session:
             share=(mesh.index(*DATA), mesh.size(*DATA)),
         )
 
-    def let_go(self) -> None:
+    def free_build(self) -> None:
         """Frees the build and its memory; keeps the progress."""
         del self.build, self.saving, self.shape, self.order
         self.assembled = False
@@ -283,21 +283,21 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     if ranks.lead:
         prepared = _prepare(recipe, out, ranks, device, threads, resume=resume, watch=watch, force=force)
         if isinstance(prepared, Finished):
-            ranks.tell("prepared", {"finished": prepared.summary})
+            ranks.publish("prepared", {"finished": prepared.summary})
             ranks.gather("read")  # this process may hold the store: wait until the others have read it
             return prepared
         ready = prepared
         built, expected = ready.effective, ready.expected
-        ranks.tell("prepared", {"recipe": recipes.dump(built), "plan": expected})
+        ranks.publish("prepared", {"recipe": recipes.dump(built), "plan": expected})
         data, probes, samples = ready.data, ready.probes, ready.samples
     else:
-        message = ranks.hear("prepared")
+        message = ranks.fetch("prepared")
         if "finished" in message:
             ranks.gather("read")
             return Finished(message["finished"])
         built, expected = recipes.parse(message["recipe"], where="the recipe of rank 0"), message["plan"]
         data, probes, samples = read_data(recipe, watch)
-    ranks.agree({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
+    ranks.require_equal({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
     import torch.distributed.checkpoint  # noqa: F401  # count its memory as that of imports, not of the build
 
     ranks.join(recipe, device.kind)

@@ -48,7 +48,7 @@ class ThroughputMeter:
             }
         return figures
 
-    def teach(self) -> None:
+    def store_speed_correction(self) -> None:
         """Stores the ratio of measured to predicted step time, which corrects later plans.
 
         Skips runs that are too short, have several batch shapes or use several processes.

@@ -51,7 +51,7 @@ class StepSnapshot:
         self.python, self.numpy = random.getstate(), numpy.random.get_state()
         self.buffers = [(buffer, buffer.clone()) for part in build.trained for buffer in part.buffers()]
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Restores RNG state and buffers, and frees the gradients."""
         self.build.optimizer.zero_grad(set_to_none=True)
         checkpoint.restore_torch_generators(self.generators, self.rank)
@@ -66,23 +66,23 @@ class Recovery:
     """Runs the training loop and recovers from out-of-memory errors.
 
     Args:
-        standing: knows the current phase of this process.
+        watchdog: knows the current phase of this process.
     """
 
-    def __init__(self, session: Session, standing: HangWatchdog):
-        self.session, self.standing = session, standing
+    def __init__(self, session: Session, watchdog: HangWatchdog):
+        self.session, self.watchdog = session, watchdog
         self.guard: StepSnapshot | None = None
         self._failure: Failure | None = None  # set while a fallback is chosen for it
         self.left_out = -1
         """The step whose checkpoint was given up."""
         self._unsaved = -1  # the step whose checkpoint failed once
 
-    def begin(self) -> None:
+    def snapshot(self) -> None:
         """Snapshots RNG state and buffers before work that may be rolled back (single process only)."""
         if self.session.build.mesh.world == 1:
             self.guard = StepSnapshot(self.session.build)
 
-    def through(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """Runs the work, and again with a fallback after each out-of-memory error.
 
         `work` must continue from the session's progress.
@@ -98,16 +98,16 @@ class Recovery:
             try:
                 with memory_limit(self.session.ranks.on_host) if on_cpu else nullcontext():
                     if failure is not None:
-                        self._step_down(failure)
+                        self._apply_fallback(failure)
                     return work()
             except (MemoryError, RuntimeError, OSError) as error:
-                failure = self._seen(error)
-                self._all_again(failure)
+                failure = self._describe(error)
+                self._restart_all_ranks(failure)
                 if failure is None:
                     raise
             # Retry outside the handler: the exception's traceback would keep the failed attempt's tensors alive.
 
-    def _seen(self, error: BaseException) -> Failure | None:
+    def _describe(self, error: BaseException) -> Failure | None:
         if not is_oom(error):
             return None
         session, kind = self.session, self.session.device.kind
@@ -120,7 +120,7 @@ class Recovery:
         most = session.device.memory - session.imports
         room = None if requested is None else min(in_use + requested, most)
         return Failure(
-            where=self.standing.phase,
+            where=self.watchdog.phase,
             step=session.progress.step,
             rank=session.ranks.rank,
             words=(str(error) or type(error).__name__).splitlines()[0],
@@ -131,7 +131,7 @@ class Recovery:
             allocator=_allocator(session) if kind == "cuda" else {},
         )
 
-    def _all_again(self, failure: Failure | None) -> None:
+    def _restart_all_ranks(self, failure: Failure | None) -> None:
         """Ends this process of several if any rank is out of memory: they must all restart together."""
         session = self.session
         if session.ranks.world == 1:
@@ -143,27 +143,27 @@ class Recovery:
         if oom_records(session.writer.path):
             raise SystemExit(1)
 
-    def _step_down(self, failure: Failure) -> None:
+    def _apply_fallback(self, failure: Failure) -> None:
         session = self.session
         session.writer.event("out_of_memory", **asdict(failure))
         if failure.where is Phase.FALLBACK:  # planning did not fit in memory: free the build, then plan again
             if self._failure is None or not session.assembled:
                 raise RunError(f"out of memory, and too little is left to choose a rung in ({failure.words})")
             failure = self._failure
-            self._let_go(failure)
-        self._undo()
-        if failure.where in (Phase.SAVING, Phase.LAST_SAVING) and self._tried_again(failure):
+            self._save_and_free_build(failure)
+        self._roll_back()
+        if failure.where in (Phase.SAVING, Phase.LAST_SAVING) and self._retry_save(failure):
             return
         self._failure = failure
-        self.standing.at(failure.step, Phase.FALLBACK)
+        self.watchdog.set_phase(failure.step, Phase.FALLBACK)
         assert session.planner is not None, "a process that is alone is the first"
         try:
             ladder, rung = choose_fallback(session.effective, failure, session.planner)
         except RunError:
             if session.assembled:
-                self._let_go(failure)  # saves a checkpoint
+                self._save_and_free_build(failure)  # saves a checkpoint
             raise
-        step = session.progress.step if self._in_place(rung.recipe, failure) else self._part(failure)
+        step = session.progress.step if self._in_place(rung.recipe, failure) else self._rebuild_from_checkpoint(failure)
         session.effective, self._failure = rung.recipe, None
         session.writer.event(**recorded(session.settled, rung, ladder, failure, step))
         session.watch.notice(f"out of memory in step {failure.step + 1} ({failure.where}): going on with {rung.words}")
@@ -171,23 +171,23 @@ class Recovery:
             session.plan = dict(rung.plan)
             session.writer.json("plan.json", session.plan)
         if not session.assembled:
-            self.standing.at(step, Phase.BUILDING)
+            self.watchdog.set_phase(step, Phase.BUILDING)
             session.assemble(resume=True)
         reset_peak(session.device.kind)  # the measured peak must be that of the new plan
 
-    def _undo(self) -> None:
+    def _roll_back(self) -> None:
         """Rolls back the failed attempt, and waits for a checkpoint that is being written."""
         session = self.session
         if session.assembled:
             if self.guard is not None:
-                self.guard.undo()
-            self.standing.at(session.progress.step, Phase.SAVING)
+                self.guard.restore()
+            self.watchdog.set_phase(session.progress.step, Phase.SAVING)
             for saved in session.saving.wait():
                 session.writer.event("checkpoint", **saved.facts(session.writer.path))
         gc.collect()
         release_unused(session.device.kind)
 
-    def _whole(self, failure: Failure) -> bool:
+    def _weights_intact(self, failure: Failure) -> bool:
         """Returns True if the weights are still those of the last committed step."""
         in_backward = failure.where is Phase.GRADIENTS and Tag.STEP_IN_BACKWARD in self.session.build.tags
         return failure.where not in _UPDATED and not in_backward
@@ -197,7 +197,7 @@ class Recovery:
         session = self.session
         before = session.effective.techniques
         changed = [t for name, t in recipe.techniques.items() if t != before.get(name)]
-        if not session.assembled or not self._whole(failure) or any(t.stage != Stage.LOADER for t in changed):
+        if not session.assembled or not self._weights_intact(failure) or any(t.stage != Stage.LOADER for t in changed):
             return False
         for t in changed:
             session.build.changes[t.name()] = [t.apply(session.build, part) for part in session.build.trained]
@@ -206,19 +206,19 @@ class Recovery:
         session.read()
         return True
 
-    def _part(self, failure: Failure) -> int:
+    def _rebuild_from_checkpoint(self, failure: Failure) -> int:
         """Frees the build, if any; returns the step of the checkpoint that the next build resumes from."""
         session = self.session
         if session.assembled:
-            self._let_go(failure)
+            self._save_and_free_build(failure)
         session.looked = checkpoint.find(session.writer.path / "checkpoints", run=session.writer.id)
         newest = session.looked[0]
         return int(newest.name.removeprefix("step-")) if newest else 0
 
-    def _let_go(self, failure: Failure) -> None:
+    def _save_and_free_build(self, failure: Failure) -> None:
         """Saves a checkpoint of the current step, if its weights are intact, and frees the build."""
         session = self.session
-        if self._whole(failure) and session.progress.step > max(session.saving.at, 0):
+        if self._weights_intact(failure) and session.progress.step > max(session.saving.at, 0):
             for session.saving.apart in (False, True):  # tensor by tensor if larger files do not fit in memory
                 try:
                     saved = session.saving.begin(session.progress, last=True)
@@ -229,9 +229,9 @@ class Recovery:
                         session.writer.event("checkpoint", **save.facts(session.writer.path))
                     break
         self.guard = None
-        session.let_go()
+        session.free_build()
 
-    def _tried_again(self, failure: Failure) -> bool:
+    def _retry_save(self, failure: Failure) -> bool:
         """Retries a failed checkpoint once, tensor by tensor, then skips it; returns False if a fallback may help."""
         session = self.session
         if is_async(session.effective, session.device) and failure.where is Phase.SAVING:
