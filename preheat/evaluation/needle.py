@@ -57,9 +57,9 @@ def pairs_asked(
 
     Example:
         >>> question = pairs_asked(range(10, 20), 9, 0.0, np.random.default_rng(0))
-        >>> len(question.context), question.context[0] == question.context[-1]
+        >>> len(question.context), question.context[:2] == question.context[-2:]  # keys of two tokens
         (8, True)
-        >>> question.answer == question.context[1:2]
+        >>> question.answer == question.context[2:3]
         True
     """
     keys, values = np.asarray(pieces)[::2], np.asarray(pieces)[1::2]
