@@ -205,7 +205,7 @@ class _Loop:
 
         With several processes the work always completes: the other ranks would wait for an aborted one.
         """
-        self.recovery.snapshot()  # snapshot, so that an abort undoes the changes of this work only
+        self.recovery.snapshot()  # so that an abort undoes the changes of this work only
         if self.build.mesh.world > 1:
             work()
             return True

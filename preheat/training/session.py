@@ -358,7 +358,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path, watch: Watch) -> None:
 
 @dataclass
 class _Ready:
-    """What rank 0 prepares before the others join it."""
+    """The preparation of rank 0, before the others join it."""
 
     data: Any
     probes: RunEvaluator
