@@ -1,4 +1,4 @@
-"""Techniques side by side on this machine: each contender in its own process, in turns, repeated.
+"""Compares techniques on this machine: each contender runs in its own process, in alternating turns.
 
 recipe ──contenders──▶ runs (worker.py, a process each) ──compare──▶ rows and verdicts (bench.json, bench.html)
 """

@@ -1,4 +1,4 @@
-"""Contenders, their turns, and what the figures say."""
+"""Contenders of `preheat bench`, their turns, and the verdicts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from preheat.sanitize import percent
 __all__ = ["Contender", "ablation", "bench", "chosen", "cosine_of", "speed_of", "take_turn", "verdicts"]
 
 NOISE = 0.03
-"""A ratio nearer to 1 than this is noise, whatever the rounds say."""
+"""Ratios closer to 1 than this count as noise, even if the rounds agree."""
 Say = Callable[[str, int, int], None]
-"""Told what runs now, how many turns are done, and of how many."""
+"""Progress callback: the current contender, turns done, turns in total."""
 
 
 @dataclass
 class Contender:
-    """A recipe under a name, and what its turns measured."""
+    """A named recipe and the measurements of its turns."""
 
     name: str
     recipe: Recipe
@@ -42,7 +42,7 @@ class Contender:
 
 
 def ablation(recipe: Recipe) -> list[Contender]:
-    """The plain baseline, the recipe whole, the recipe without each technique, and each technique alone.
+    """Returns the plain baseline, the full recipe, the recipe without each technique, and each technique alone.
 
     Raises:
         RecipeError: the recipe has no technique to leave out.
@@ -53,21 +53,21 @@ def ablation(recipe: Recipe) -> list[Contender]:
             "techniques: the recipe has none, so there is nothing to leave out; name some, or use --techniques"
         )
 
-    def of(name: str, kept: Iterable[str]) -> Contender:
-        return Contender(name, replace(recipe, techniques={n: recipe.techniques[n] for n in kept}))
+    def contender(name: str, techniques: Iterable[str]) -> Contender:
+        return Contender(name, replace(recipe, techniques={n: recipe.techniques[n] for n in techniques}))
 
-    found = [of("plain", []), of("all", names)]
+    contenders = [contender("plain", []), contender("all", names)]
     if len(names) > 1:
-        found += [of(f"without {name}", [n for n in names if n != name]) for name in names]
-        found += [of(f"only {name}", [name]) for name in names]
-    return found
+        contenders += [contender(f"without {name}", [n for n in names if n != name]) for name in names]
+        contenders += [contender(f"only {name}", [name]) for name in names]
+    return contenders
 
 
 def chosen(recipe: Recipe, names: Sequence[str]) -> list[Contender]:
-    """The plain baseline, and each named technique alone: with the recipe's settings where it has it, else with its defaults.
+    """Returns the plain baseline and each named technique alone, with the recipe's settings if any, else with defaults.
 
     Raises:
-        RecipeError: a technique is not known.
+        RecipeError: a technique is unknown.
     """
     known = registry()
     for name in names:
@@ -87,18 +87,19 @@ def bench(
     out: Path,
     say: Say | None = None,
 ) -> dict[str, Any]:
-    """Runs contenders in turns, each turn in a process of its own, and writes `bench.json`.
+    """Runs contenders in alternating turns, each in a process of its own, and writes `bench.json`.
 
-    A contender that the plan says does not fit, or that its techniques refuse, gets a row that says so.
+    A contender that does not fit according to the plan, or that its techniques reject, gets a row with the reason.
 
     Args:
         contenders: the first is the baseline of ratios and gradients.
-        steps: of each turn; warmup: of those, untimed.
-        repeats: turns of each; each round begins with the next contender.
+        steps: steps of each turn.
+        repeats: turns of each contender; each round begins with the next contender.
+        warmup: untimed steps at the beginning of each turn.
 
     Returns:
-        {name, machine, steps, repeats, rows, verdicts, available_gib}; rows are {name, techniques, tokens_per_second, spread, ratio, ratio_spread,
-        mfu, peak_gib, startup_seconds, loss, gradient_cosine, predicted, failed, fits}.
+        {name, machine, steps, repeats, rows, verdicts, available_gib}; rows are {name, techniques, tokens_per_second,
+        spread, ratio, ratio_spread, mfu, peak_gib, startup_seconds, loss, gradient_cosine, predicted, failed, fits}.
 
     Raises:
         RunError: the folder cannot be written, or the baseline failed.
@@ -128,7 +129,7 @@ def bench(
         _row(c, contenders[0], warmup, cosine, plan) for c, cosine, plan in zip(contenders, cosines, plans, strict=True)
     ]
     available = next((p["available_gib"] for p in plans if p), math.nan)
-    made = {
+    summary = {
         "name": recipe.name,
         "machine": _machine(recipe),
         "steps": steps,
@@ -138,12 +139,12 @@ def bench(
         "verdicts": verdicts(rows, list(recipe.techniques), available),
         "recipe": recipes.as_values(recipe),
     }
-    write_atomic(out / "bench.json", to_json(made, indent=1) + "\n")
-    return made
+    write_atomic(out / "bench.json", to_json(summary, indent=1) + "\n")
+    return summary
 
 
 def _machine(recipe: Recipe) -> dict[str, Any]:
-    """What the figures hold for."""
+    """Describes the device on which the figures were measured."""
     import torch
 
     from preheat.engine.device import resolve_device
@@ -153,28 +154,27 @@ def _machine(recipe: Recipe) -> dict[str, Any]:
 
 
 def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
-    """The plan of each; a contender that does not fit or is refused is marked as failed."""
+    """Plans each contender; marks those that do not fit or are rejected as failed."""
     from preheat.training.session import plan_here
 
     plans: list[dict[str, Any] | None] = []
     for c in contenders:
         try:
-            made = plan_here(c.recipe)
+            planned = plan_here(c.recipe)
         except RecipeError as error:
             c.failed = str(error).splitlines()[0]
             plans.append(None)
             continue
-        c.recipe = recipes.parse(
-            json.dumps(made["recipe"])
-        )  # with what a dry run chooses, so that the turns take it too
-        plans.append(made)
-        if not made["fits"]:
-            c.failed, c.fits = falls_short(made), False
+        # With the settings that the dry run chose, so that the turns use them, too.
+        c.recipe = recipes.parse(json.dumps(planned["recipe"]))
+        plans.append(planned)
+        if not planned["fits"]:
+            c.failed, c.fits = falls_short(planned), False
     return plans
 
 
 def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, seconds: float | None = None) -> None:
-    """Runs a contender's steps (or as many as fit in `seconds`) in a process of its own; `turns` or `failed` has what came of it."""
+    """Runs a contender's steps (or as many as fit in `seconds`) in its own process; sets its `turns` or `failed`."""
     job, result = folder / "job.json", folder / "result.json"
     result.unlink(missing_ok=True)
     values = {
@@ -191,15 +191,15 @@ def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, sec
         last = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode >= 0 else ""
         c.failed = last or f"its process {ended_by(done.returncode)}"
         return
-    found = json.loads(result.read_text(encoding="utf-8"))
-    if "failed" in found:
-        c.failed = found["failed"]
+    measured = json.loads(result.read_text(encoding="utf-8"))
+    if "failed" in measured:
+        c.failed = measured["failed"]
     else:
-        c.turns.append(found)
+        c.turns.append(measured)
 
 
 def cosine_of(baseline: Path, other: Path) -> float | None:
-    """Cosine of the sampled gradients of the first step, over the parameters that both have."""
+    """Returns the cosine of the sampled gradients of the first step, over the parameters that both have."""
     if not (baseline.exists() and other.exists()):
         return None
     from safetensors.torch import load_file
@@ -215,7 +215,7 @@ def cosine_of(baseline: Path, other: Path) -> float | None:
 
 
 def speed_of(turn: dict[str, Any], warmup: int) -> float:
-    """Tokens a second of a turn: the median over its steps after the first `warmup`."""
+    """Returns the tokens per second of a turn: the median over its steps after the first `warmup`."""
     return float(median(n / s for n, s in zip(turn["tokens"][warmup:], turn["seconds"][warmup:], strict=True)))
 
 
@@ -250,31 +250,31 @@ def _row(
 
 
 def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: float) -> list[dict[str, Any]]:
-    """What each technique of the recipe gives and costs, by the recipe with and without it.
+    """Compares the recipe with and without each of its techniques.
 
     Returns:
-        {technique, speed: ratio with / without, within_noise, freed_gib, words} each, for techniques that were left out once.
-        within_noise: None where one turn of each, or a failure, leaves nothing to judge by.
+        {technique, speed: ratio with / without, within_noise, freed_gib, words} for each technique that was left out
+        once. within_noise is None if a failure or a single turn of each allows no verdict.
     """
     by_name = {row["name"]: row for row in rows}
-    found: list[dict[str, Any]] = []
-    whole = by_name.get("all")
+    entries: list[dict[str, Any]] = []
+    full = by_name.get("all")
     for name in names:
         rest = by_name.get(f"without {name}") if len(names) > 1 else by_name.get("plain")
-        if whole is None or rest is None:
+        if full is None or rest is None:
             continue
-        if whole["failed"] or rest["failed"]:
-            why = whole["failed"] or rest["failed"]
-            words = f"{name}: {'the recipe' if whole['failed'] else 'without it the recipe'} did not run: {why}"
-            if not whole["failed"] and not rest["fits"]:
-                words = f"{name} is needed: without it the recipe {rest['failed']}"
-            found.append({"technique": name, "speed": None, "within_noise": None, "freed_gib": None, "words": words})
+        if full["failed"] or rest["failed"]:
+            reason = full["failed"] or rest["failed"]
+            text = f"{name}: {'the recipe' if full['failed'] else 'without it the recipe'} did not run: {reason}"
+            if not full["failed"] and not rest["fits"]:
+                text = f"{name} is needed: without it the recipe {rest['failed']}"
+            entries.append({"technique": name, "speed": None, "within_noise": None, "freed_gib": None, "words": text})
             continue
-        ratios = [a / b for a, b in zip(whole["speeds"], rest["speeds"], strict=False)]
-        speed, freed = median(ratios), rest["peak_gib"] - whole["peak_gib"]
-        # One turn of each tells nothing: another process on the machine may be all that differs.
-        noise = None if len(ratios) < 2 else abs(speed - 1) < NOISE or _overlap(whole["speeds"], rest["speeds"])
-        found.append(
+        ratios = [a / b for a, b in zip(full["speeds"], rest["speeds"], strict=False)]
+        speed, freed = median(ratios), rest["peak_gib"] - full["peak_gib"]
+        # No verdict from one turn of each: other processes on the machine may explain the difference.
+        noise = None if len(ratios) < 2 else abs(speed - 1) < NOISE or _overlap(full["speeds"], rest["speeds"])
+        entries.append(
             {
                 "technique": name,
                 "speed": speed,
@@ -283,32 +283,32 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
                 "words": _words(name, speed, noise, freed, rest["peak_gib"], available),
             }
         )
-    return found
+    return entries
 
 
 def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
-    """Whether the ranges of two sets of figures overlap."""
+    """Returns True if the ranges of two sets of figures overlap."""
     return max(min(a), min(b)) <= min(max(a), max(b))
 
 
 def _words(name: str, speed: float, noise: bool | None, freed: float, without: float, available: float) -> str:
-    fast = f"{'gives' if speed > 1 else 'costs'} {percent(abs(speed - 1))} speed"
+    change = f"{'gives' if speed > 1 else 'costs'} {percent(abs(speed - 1))} speed"
     if noise:
-        fast = "no difference in speed seen"
+        change = "no difference in speed seen"
     elif noise is None:
-        fast = "no verdict on speed from one turn (--repeats 3 gives one)"
+        change = "no verdict on speed from one turn (--repeats 3 gives one)"
     small = abs(freed) < max(0.02 * without, 0.01)
     size = f"{abs(freed):.2f} GiB" if abs(freed) >= 1 else f"{abs(freed) * 1024:.0f} MiB"
     space = "memory stays" if small else f"{'frees' if freed > 0 else 'takes'} {size}"
     if noise is False:
-        words = f"{name} {fast} and {space}" if not small else f"{name} {fast}; {space} as it is"
+        text = f"{name} {change} and {space}" if not small else f"{name} {change}; {space} as it is"
     else:
-        words = f"{name}: {fast}; {space if not small else 'no difference in memory seen'}"
+        text = f"{name}: {change}; {space if not small else 'no difference in memory seen'}"
     slower = noise is False and speed < 1
     if slower and freed > 0 and not small:
-        words += f": not needed here, {available - without:.1f} GiB are free without it"
+        text += f": not needed here, {available - without:.1f} GiB are free without it"
     elif slower:
-        words += ": leave it out here"
+        text += ": leave it out here"
     elif noise and (small or freed < 0):
-        words += ": nothing gained here"
-    return words
+        text += ": nothing gained here"
+    return text

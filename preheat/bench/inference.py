@@ -1,8 +1,8 @@
-"""Models side by side as they write: time to the first token, tokens a second, and the memory of the cache, in one alternating run.
+"""Compares models at text generation: time to first token, tokens per second and cache memory, in alternating turns.
 
 contenders ──a process each──▶ rounds over shapes ──medians──▶ inference.json, inference.html
 
-Any folder that `open_model` opens can stand beside any other, compressed or not, and one model beside itself with other settings.
+Any models that `open_model` opens can be compared, compressed or not, and one model with several settings.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Say = Callable[[str, int, int], None]
 
 @dataclass
 class InferenceContender:
-    """A contender: a model, and how it is written with.
+    """A contender: a model and its generation settings.
 
     Attributes:
-        name: in tables.
-        model: a path that `open_model` takes.
-        settings: how tokens are kept and proposed; `tokens` is the run's.
-        dtype: that the weights are cast to; None: as the model is opened.
-        engine: transformers: its own model and `generate`, greedy, with nothing of preheat's.
+        name: name in tables.
+        model: a path that `open_model` accepts.
+        settings: generation settings such as cache and speculative decoding; `tokens` is set by the benchmark.
+        dtype: dtype to which the weights are cast; None: as the model is opened.
+        engine: transformers uses its own model class and `generate`, greedy, without code of preheat.
     """
 
     name: str
@@ -50,7 +50,7 @@ class InferenceContender:
 
 
 class _Worker:
-    """The process of a contender, and what it answers."""
+    """The process of a contender and its answers."""
 
     def __init__(self, speech: InferenceContender, job: dict[str, Any], folder: Path):
         self.speech, self.failed, self.about, self.turns = (
@@ -75,19 +75,19 @@ class _Worker:
         self._process.communicate()
         self._errors.close()
 
-    def ask(self, asked: Any = None) -> dict[str, Any]:
-        """The answer to a question, or the first one, that comes unasked; empty once it failed."""
+    def ask(self, request: Any = None) -> dict[str, Any]:
+        """Sends a request and returns the answer, or waits for the initial one; empty after a failure."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if self.failed:
             return {}
-        if asked is not None:
-            self._process.stdin.write(json.dumps(asked) + "\n")
+        if request is not None:
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
-        found: dict[str, Any] = json.loads(line) if line else self._ended()
-        self.failed = found.get("failed", "")
-        return {} if self.failed else found
+        answer: dict[str, Any] = json.loads(line) if line else self._ended()
+        self.failed = answer.get("failed", "")
+        return {} if self.failed else answer
 
     def _ended(self) -> dict[str, Any]:
         code = self._process.wait()
@@ -107,26 +107,29 @@ def bench_inference(
     out: Path,
     say: Say | None = None,
 ) -> dict[str, Any]:
-    """Measures contenders in turns, shape by shape, and writes `inference.json`.
+    """Measures contenders in alternating turns, shape by shape, and writes `inference.json`.
 
-    Every shape is written once by each contender before it is timed: kernels are chosen, and models compiled, then.
+    Each contender generates every shape once before it is timed, so that kernel selection and compilation are not
+    measured.
 
     Args:
-        speeches: the first is what the others are compared with.
-        batches: rows at a time. lengths: tokens of a prompt. Each is measured with each.
-        tokens: written after each prompt, 2 at least; no token ends a text early.
+        speeches: the first is the baseline.
+        batches: numbers of rows per batch.
+        lengths: prompt lengths in tokens; each is combined with each of `batches`.
+        tokens: tokens generated after each prompt, at least 2; no end token stops a text early.
         repeats: rounds; each begins with the next contender.
-        text: a file that prompts are cut from; Python's own library when not given.
+        text: a file from which prompts are cut; default Python's standard library.
 
     Returns:
-        {machine, batches, lengths, tokens, repeats, models: [{name, model, parameters, weights_bytes, dtype, loss, startup_seconds, beyond_weights_gib,
-        failed}], rows: [{name, rows, length, first_token_seconds, prefill_tokens_per_second, decode_tokens_per_second, ratio, first_token_ratio: each
-        {value, low, high}, tokens_per_pass, cache_bytes, cache_predicted_bytes, same_text}]}. `same_text`: the share of rows whose tokens are those of
-        the first contender.
+        {machine, batches, lengths, tokens, repeats, models: [{name, model, parameters, weights_bytes, dtype, loss,
+        startup_seconds, beyond_weights_gib, failed}], rows: [{name, rows, length, first_token_seconds,
+        prefill_tokens_per_second, decode_tokens_per_second, ratio, first_token_ratio: each {value, low, high},
+        tokens_per_pass, cache_bytes, cache_predicted_bytes, same_text}]}. `same_text` is the fraction of rows with the
+        same tokens as the first contender.
 
     Raises:
-        RecipeError: a prompt with its answer is longer than a model's positions.
-        DoesNotFit: weights and cache of a shape are more than the memory.
+        RecipeError: a prompt with its answer is longer than a model's context.
+        DoesNotFit: weights and cache of a shape exceed the memory.
         RunError: the first contender failed, or the folder cannot be written.
     """
     say = say or (lambda what, done, total: None)
@@ -135,7 +138,7 @@ def bench_inference(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers = []
-        for n, speech in enumerate(speeches):  # one after the other: what start-up takes is told
+        for n, speech in enumerate(speeches):  # one after the other, because start-up is measured
             say(f"opening {speech.name}", n, len(speeches))
             settings = dataclasses.asdict(speech.settings)
             del settings["tokens"], settings["prompts"]
@@ -156,7 +159,7 @@ def bench_inference(
             worker.about |= worker.ask("end")
     if workers[0].failed:
         raise RunError(f"{workers[0].speech.name}: {workers[0].failed}")
-    made = {
+    summary = {
         "machine": workers[0].about["device"] | {"torch": version("torch")},
         "batches": list(batches),
         "lengths": list(lengths),
@@ -170,25 +173,28 @@ def bench_inference(
             if not worker.failed
         ],
     }
-    write_atomic(out / "inference.json", to_json(made, indent=1) + "\n")
-    return made
+    write_atomic(out / "inference.json", to_json(summary, indent=1) + "\n")
+    return summary
 
 
 def _require_room(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], tokens: int) -> None:
-    """Raises where a shape is beyond a model's positions, or beyond the memory, in which all models lie at the same time."""
+    """Raises if a shape exceeds a model's context, or the memory, which holds all models at the same time."""
     weights = sum(worker.about["weights_bytes"] for worker in workers)
     for worker in workers:
         positions, device = worker.about["positions"], worker.about["device"]
         for (rows, length), cache in zip(cells, worker.about["cache_bytes"], strict=True):
             if positions and length + tokens > positions:
                 raise RecipeError(
-                    f"--lengths {length}: with {tokens} tokens more than the {positions:,} positions of {worker.speech.name}; use {positions - tokens} or less"
+                    f"--lengths {length}: with {tokens} tokens more than the {positions:,} positions of "
+                    f"{worker.speech.name}; use {positions - tokens} or less"
                 )
             logits = 4 * rows * worker.about["vocabulary"]
             if (needed := weights + cache + logits) > device["memory"]:
                 raise DoesNotFit(
-                    f"--batches {rows}: with prompts of {length} tokens the cache of {worker.speech.name} needs {cache / 2**30:.2f} GiB beside {weights / 2**30:.2f} GiB of "
-                    f"weights, {needed / 2**30:.2f} GiB in all, and {device['name']} has {device['memory'] / 2**30:.2f} GiB; use fewer rows or sample.cache=int8"
+                    f"--batches {rows}: with prompts of {length} tokens the cache of {worker.speech.name} needs "
+                    f"{cache / 2**30:.2f} GiB beside {weights / 2**30:.2f} GiB of "
+                    f"weights, {needed / 2**30:.2f} GiB in all, and {device['name']} has "
+                    f"{device['memory'] / 2**30:.2f} GiB; use fewer rows or sample.cache=int8"
                 )
 
 
@@ -199,8 +205,8 @@ def _take_turns(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], re
             first = number % len(workers)
             for worker in [*workers[first:], *workers[:first]]:
                 say(f"{worker.speech.name}, {cell[0]} x {cell[1]}{'' if number else ', first time'}", done, total)
-                if (found := worker.ask(cell)) and number:
-                    worker.turns.setdefault(cell, []).append(found)
+                if (turn := worker.ask(cell)) and number:
+                    worker.turns.setdefault(cell, []).append(turn)
                 done += 1
     say("done", total, total)
 

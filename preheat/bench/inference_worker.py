@@ -1,9 +1,10 @@
-"""One contender of `preheat bench --inference` in a process of its own: `python -m preheat.bench.inference_worker JOB.json`.
+"""One contender of `preheat bench --inference` in its own process: `python -m preheat.bench.inference_worker JOB.json`.
 
-It opens its model once and then measures whatever shape it is asked for, a line of JSON in and a line out, so that contenders take turns and
-none waits for its model to be loaded again. While another measures it sleeps.
+Opens its model once and then measures one shape per request: a line of JSON in, a line out. So contenders can alternate
+without reloading their models; a worker sleeps while another measures.
 
-A job: {model: path, settings: keys of Sample, dtype: or null, engine: preheat or transformers, tokens, cells: [[rows, length], ...], text: a file or null}.
+A job: {model: path, settings: keys of Sample, dtype: or null, engine: preheat or transformers, tokens, cells: [[rows,
+length], ...], text: a file or null}.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
 __all__ = ["InferenceWorker", "main"]
 
 _ROWS = 16
-"""Rows of the longest length that the loss is of."""
+"""Rows of the longest length over which the loss is computed."""
 _TEXT = 1 << 20
-"""Tokens of text that are read at most."""
+"""Maximum tokens of text to read."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class InferenceWorker:
-    """A model that writes as a job says.
+    """A model with the generation settings of a job.
 
     Raises:
-        PreheatError: it cannot be opened, or not be written with in that way.
+        PreheatError: the model cannot be opened, or does not support the settings.
     """
 
     def __init__(self, job: dict[str, Any]):
@@ -58,13 +59,14 @@ class InferenceWorker:
             _cast(self.draft, job["dtype"])
         self.facts = facts(self.model.config)
         self._text: list[int] = []
-        self._held: int | None = None
+        self._baseline: int | None = None
 
     def begin(self) -> dict[str, Any]:
-        """Reads the text that prompts are cut from: of a file, or what every Python carries; from here on memory is watched.
+        """Reads the text from which prompts are cut (a file, or Python's standard library), and starts measuring peak
+        memory.
 
         Raises:
-            DataError: there is less than one prompt of it.
+            DataError: the text is shorter than a prompt.
         """
         from preheat.data.sources import open_source
         from preheat.errors import DataError
@@ -79,36 +81,37 @@ class InferenceWorker:
                 break
         if len(self._text) < (longest := max(length for _, length in cells)):
             raise DataError(
-                f"--text {file}: has {len(self._text):,} tokens, and a prompt has {longest:,}; name a longer one, or shorter --lengths"
+                f"--text {file}: has {len(self._text):,} tokens, and a prompt has {longest:,}; name a longer "
+                "one, or shorter --lengths"
             )
         if can_begin_peak(self.device.kind):
             begin_peak(self.device.kind)
-            self._held = peak_bytes(self.device.kind, since_begun=True)
+            self._baseline = peak_bytes(self.device.kind, since_begun=True)
         return {}
 
     def _prompt(self, row: int, length: int) -> list[int]:
-        """Prompts follow one another; where the text ends they begin anew."""
+        """Returns the prompt of a row: consecutive sections of the text, which repeats at its end."""
         start = row % (len(self._text) // length) * length
         return self._text[start : start + length]
 
     def about(self) -> dict[str, Any]:
-        """What is known before anything is measured: sizes, and what the cache of each shape will take."""
+        """Returns the sizes of the model and the predicted cache of each shape."""
         from preheat.models.generation.generate import patterned, settled
         from preheat.models.generation.kv_cache import room
         from preheat.planning.analytic import CACHES, cache_bytes
 
         model = self.model
         self.settings = settled(self.settings, model, 0 if patterned(model) else self.tokens)
-        dtype = next(
-            p.dtype for p in model.parameters() if p.is_floating_point()
-        )  # codes of a compressed model are none
+        # The integer codes of a compressed model are skipped.
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         size, scale = CACHES["int8"] if self.settings.cache == "int8" else (dtype.itemsize, 0.0)
 
         def cache(rows: int, length: int) -> float:
-            kept = room(self.settings, length + self.tokens - 1)  # the last token is not read
-            return cache_bytes(model.config, kept, rows, size, scale=scale, window=self.settings.window)
+            positions = room(self.settings, length + self.tokens - 1)  # the last token is never an input
+            return cache_bytes(model.config, positions, rows, size, scale=scale, window=self.settings.window)
 
-        held = {
+        # By storage, so that tied weights count once.
+        storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for m in (model, self.draft)
             if m
@@ -116,7 +119,7 @@ class InferenceWorker:
         }
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
-            "weights_bytes": sum(held.values()),
+            "weights_bytes": sum(storages.values()),
             "dtype": str(dtype).removeprefix("torch."),
             "positions": self.positions,
             "vocabulary": self.facts.vocabulary,
@@ -126,11 +129,11 @@ class InferenceWorker:
         }
 
     def measure(self, rows: int, length: int) -> dict[str, Any]:
-        """One generation of so many rows after prompts of that length.
+        """Generates `rows` texts after prompts of `length` tokens.
 
         Returns:
-            {first: seconds until the first tokens, rest: seconds until the last ones after that, passes: after the first, drawn: tokens in these,
-            cache_bytes, texts: the tokens of each row}.
+            {first: seconds until the first tokens, rest: seconds from then to the last ones, passes: forward passes
+            after the first, drawn: tokens from these, cache_bytes, texts: the tokens of each row}.
         """
         from preheat.models.generation.generate import Timed, generate
 
@@ -139,7 +142,7 @@ class InferenceWorker:
         if self.job["engine"] == "transformers":
             texts = self._transformers(prompts, timed)
         else:
-            # One row after the other where tokens are proposed, so that all of them count.
+            # Speculative decoding generates row by row, so that the accepted tokens of each row count.
             groups = [[p] for p in prompts] if self.settings.speculates else [prompts]
             parts = [Timed() for _ in groups]
             texts = [
@@ -167,45 +170,49 @@ class InferenceWorker:
 
         class Clock(StoppingCriteria):
             def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-                input_ids[:, -1].tolist()  # the tokens have come from the device
+                input_ids[:, -1].tolist()  # waits for the device
                 timed.at.append(time.perf_counter())
                 timed.tokens.append(len(input_ids))
                 return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
         ids = torch.tensor(prompts, device=self.model.device)
         cache = DynamicCache(config=self.model.config)
-        how = GenerationConfig(max_new_tokens=self.tokens, do_sample=False, pad_token_id=0)
+        config = GenerationConfig(max_new_tokens=self.tokens, do_sample=False, pad_token_id=0)
         timed.begun = time.perf_counter()
-        made = self.model.generate(
+        output = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            generation_config=how,
+            generation_config=config,
             stopping_criteria=StoppingCriteriaList([Clock()]),
             past_key_values=cache,
         )
         timed.cache_bytes = cache_nbytes(cache)
-        return list(made[:, ids.shape[1] :].tolist())
+        return list(output[:, ids.shape[1] :].tolist())
 
     def end(self) -> dict[str, Any]:
-        """What is measured once, after all shapes.
+        """Measures the peak memory of all shapes and the loss.
 
         Returns:
-            {beyond_weights_gib: the most memory that writing took beside what was held once the model was open, None where the system does not tell;
-            loss: mean loss of a token of the text, read through the cache}.
+            {beyond_weights_gib: peak memory above that of the opened model, None if the system does not report it;
+            loss: mean loss per token of the text, computed through the cache}.
         """
         import torch
 
         from preheat.hardware.probe import peak_bytes
         from preheat.models.generation.generate import cached_loss
 
-        beyond = None if self._held is None else (peak_bytes(self.device.kind, since_begun=True) - self._held) / 2**30
+        beyond = (
+            None
+            if self._baseline is None
+            else (peak_bytes(self.device.kind, since_begun=True) - self._baseline) / 2**30
+        )
         length = max(length for _, length in self.job["cells"])
         rows = torch.tensor([self._prompt(row, length) for row in range(_ROWS)])
         return {"beyond_weights_gib": beyond, "loss": cached_loss(self.model, rows, self.settings)}
 
 
 def _joined(parts: list[Timed]) -> dict[str, Any]:
-    """The seconds of groups that were written one after the other."""
+    """Sums the timings of groups that were generated one after the other."""
     return {
         "first": sum(part.at[0] - part.begun for part in parts),
         "rest": sum(part.at[-1] - part.at[0] for part in parts),
@@ -216,10 +223,10 @@ def _joined(parts: list[Timed]) -> dict[str, Any]:
 
 
 def _plain(job: dict[str, Any], device: Any) -> Any:
-    """The folder's model as transformers itself loads it.
+    """Loads the folder's model with transformers alone.
 
     Raises:
-        RunError: it is none that transformers opens, or one of whose weights it finds only some, and would draw the others.
+        RunError: transformers cannot open it, or finds weights for only some tensors and would initialize the others.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -231,20 +238,25 @@ def _plain(job: dict[str, Any], device: Any) -> Any:
             f"{job['model']}: engine=transformers opens Hugging Face folders only (no config.json); export the run"
         )
     dtype = getattr(torch, DTYPES[job["dtype"] or "fp32"])
-    model, told = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         job["model"], dtype=dtype, local_files_only=True, output_loading_info=True
     )
-    if missing := sorted(told["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise RunError(
-            f"{job['model']}: engine=transformers finds no weights for {len(missing)} tensors of the model ({missing[0]}), and would draw them; "
-            "it opens plain folders, and none that `preheat compress` wrote: leave it to preheat, or name the model it was made from"
+            f"{job['model']}: engine=transformers finds no weights for {len(missing)} tensors of the model "
+            f"({missing[0]}), and would draw them; "
+            "it opens plain folders, and none that `preheat compress` wrote: leave it to preheat, or name the "
+            "model it was made from"
         )
-    model.generation_config = GenerationConfig()  # no token ends a text early
+    model.generation_config = GenerationConfig()  # without end tokens: every text gets its full length
     return model.to(device).eval()
 
 
 def _cast(model: Any, dtype: str) -> None:
-    """Plain parameters, in place; not buffers, of which rotary frequencies would lose the positions, nor weights in a format of their own."""
+    """Casts plain parameters in place.
+
+    Buffers are not cast, because rotary frequencies would lose precision, nor are weights in a quantized format.
+    """
     import torch
 
     for p in model.parameters():
@@ -253,37 +265,37 @@ def _cast(model: Any, dtype: str) -> None:
 
 
 def _tensors(model: Any) -> list[Any]:
-    """Tensors that hold a model's weights; those inside of weights in a format of their own, too."""
+    """Returns the tensors that hold a model's weights, including those inside of tensor subclasses."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    found, left = [], [*model.parameters(), *model.buffers()]
+    tensors, left = [], [*model.parameters(), *model.buffers()]
     while left:
         tensor = left.pop()
         if is_traceable_wrapper_subclass(tensor):
             left += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         else:
-            found.append(tensor)
-    return found
+            tensors.append(tensor)
+    return tensors
 
 
 def main() -> None:
     from preheat.errors import PreheatError
 
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries may print to standard output, which is for answers
 
-    def answer(made: dict[str, Any]) -> None:
-        print(json.dumps(made), file=answers, flush=True)
+    def answer(values: dict[str, Any]) -> None:
+        print(json.dumps(values), file=answers, flush=True)
 
     try:
-        speaker = InferenceWorker(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-        answer(speaker.about())
+        worker = InferenceWorker(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+        answer(worker.about())
         for line in sys.stdin:
-            asked = json.loads(line)
+            request = json.loads(line)
             answer(
-                {"begin": speaker.begin, "end": speaker.end}[asked]()
-                if isinstance(asked, str)
-                else speaker.measure(*asked)
+                {"begin": worker.begin, "end": worker.end}[request]()
+                if isinstance(request, str)
+                else worker.measure(*request)
             )
     except PreheatError as error:
         answer({"failed": str(error).splitlines()[0], "code": error.exit_code})

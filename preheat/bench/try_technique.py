@@ -1,7 +1,7 @@
-"""One technique against without it, on a standard model and real text: what `preheat try` shows.
+"""Compares one technique with the baseline on a standard model and real text, for `preheat try`.
 
-Sizes, steps and turns are chosen so that a trial ends within minutes: the plan says what a step will take, and what would take too
-long or needs more than 16 GiB is not run but told with its prediction.
+Sizes, steps and turns are chosen so that a trial ends within minutes, based on the planned step time. What would take
+too long or needs more than 16 GiB is not run; its prediction is shown instead.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ GIB = 2**30
 TECHNIQUES = ("gradient_accumulation", "mixed_precision", "zero", "efficient_attention", "integration")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_weights", "bf16_master", "fp16_master", "fp8")
 MEMORY = 16 * GIB
-"""The most that a trial uses."""
+"""Memory limit of a trial."""
 ACCUMULATED = (4, 2)
-"""Micro-batches of a step where none are wished for, the first that can be run."""
+"""Default micro-batches of a step; the first that can be run is used."""
 PROCESSES = 2
-"""Processes that ZeRO shares out among."""
+"""Processes across which ZeRO shards."""
 STARTUP = 9.0
-"""Seconds that a contender's process may take before its first step."""
+"""Seconds reserved for the start of a contender's process."""
 LEAST = 12.0
-"""Seconds of steps that are taken in any case, however long everything before them took."""
+"""Minimum seconds of training steps, regardless of the time spent before them."""
 LIMIT = {False: 240.0, True: 140.0}
-"""Seconds that a trial may take, alone and with --benchmark: below what is promised (300 and 180), as plans err."""
+"""Seconds of a trial, alone and with --benchmark: below the documented 300 and 180, because plans are inexact."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model of the standard table, and the rows of a micro-batch of 256 tokens that suit it."""
+    """A standard model, and the rows of its micro-batch at 256 tokens."""
 
     model: Model
     rows: int
@@ -60,20 +60,20 @@ SIZES = {
     "medium": Size(Model(size="110M"), 2, "13 layers of 832: 110 M parameters and 6.8 M in embedding and head"),
     "large": Size(Model(size="350M"), 1, "19 layers of 1,216: 350 M parameters and 10 M in embedding and head"),
 }
-"""Llamas over a vocabulary of 4,096 pieces that is trained on Python's standard library."""
+"""Llama models with a vocabulary of 4,096 tokens, trained on Python's standard library."""
 
 
 @dataclass(frozen=True)
 class TrialOptions:
-    """What is tried, on what.
+    """The technique, the model and the settings of a trial.
 
     Attributes:
-        batch_size: rows of a micro-batch; None: by the model's size and `seq_len`.
-        accumulation_steps: micro-batches that make one step of gradient_accumulation and integration; None: 4, or 2 where the whole batch of 4
-            does not fit or takes too long.
-        precision: of mixed_precision and integration: one of PRECISIONS.
-        zero_stage, cpu_offload: of zero.
-        benchmark: all techniques, alone and together.
+        batch_size: rows of a micro-batch; None: depends on the model's size and `seq_len`.
+        accumulation_steps: micro-batches per step of gradient_accumulation and integration; None: 4, or 2 if the batch
+            of 4 micro-batches does not fit or takes too long without the technique.
+        precision: one of PRECISIONS, for mixed_precision and integration.
+        zero_stage, cpu_offload: for zero.
+        benchmark: try all techniques, alone and together.
     """
 
     technique: str
@@ -98,7 +98,7 @@ class TrialOptions:
 
 @dataclass
 class _Group:
-    """Contenders with the same batch: the first is without, the others are compared with it."""
+    """Contenders with the same batch; the first one is the baseline."""
 
     contenders: list[Contender]
     plans: list[dict[str, Any] | None] = field(default_factory=list)
@@ -112,7 +112,7 @@ def _recipe(wish: TrialOptions, rows: int) -> Recipe:
         name="try",
         seed=1,
         model=SIZES[wish.model_size].model,
-        data=Data(source="stdlib", vocabulary=4096, limit=400),  # the first 400 files: text enough, and read in seconds
+        data=Data(source="stdlib", vocabulary=4096, limit=400),  # 400 files are enough text and take seconds to read
         batch=Batch(size=rows, length=wish.seq_len),
         stop=Stop(steps=100),
         hardware=Hardware(memory=f"{most}B"),
@@ -120,7 +120,7 @@ def _recipe(wish: TrialOptions, rows: int) -> Recipe:
 
 
 def _techniques(wish: TrialOptions, name: str) -> dict[str, Technique]:
-    """What a technique of the command stands for in a recipe."""
+    """Returns the techniques of a recipe for a technique of the command."""
     known = registry()
     if name == "gradient_accumulation":
         return {name: known[name](steps=wish.micro_batches)}  # type: ignore[call-arg]
@@ -136,35 +136,36 @@ def _techniques(wish: TrialOptions, name: str) -> dict[str, Technique]:
 
 
 def _group(wish: TrialOptions) -> _Group | None:
-    """The contenders that are recipes; ZeRO's are not, since one process has nothing to share out."""
+    """Returns the contenders that are recipes; None for ZeRO, which needs several processes."""
     if wish.technique == "zero" and not wish.benchmark:
         return None
     accumulates = wish.benchmark or wish.technique in ("gradient_accumulation", "integration")
-    whole = _recipe(wish, wish.rows * (wish.micro_batches if accumulates else 1))
+    baseline = _recipe(wish, wish.rows * (wish.micro_batches if accumulates else 1))
     names = [n for n in TECHNIQUES if n != "zero" and not (n == "gradient_accumulation" and wish.micro_batches < 2)]
     chosen = names if wish.benchmark else [wish.technique]
     return _Group(
         [
-            Contender("without", whole),
-            *(Contender(n, dataclasses.replace(whole, techniques=_techniques(wish, n))) for n in chosen),
+            Contender("without", baseline),
+            *(Contender(n, dataclasses.replace(baseline, techniques=_techniques(wish, n))) for n in chosen),
         ]
     )
 
 
-def trial(wish: TrialOptions, say: Callable[[str], None] = lambda words: None) -> dict[str, Any]:
+def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Trains a few steps without and with a technique, each in a process of its own.
 
     Returns:
-        {technique, model_size, model, batch: {rows, length}, steps, rows: [{name, tokens_per_second, ratio, peak_gib, loss, gradient_cosine,
-        predicted, not_run, changes}], words: what the technique changed, notes: what this device cannot do, gpu: {name: peak_gib}}.
+        {technique, model_size, model, batch: {rows, length}, steps, rows: [{name, tokens_per_second, ratio, peak_gib,
+        loss, gradient_cosine, predicted, not_run, changes}], words: summary of each comparison, notes: limits of this
+        device, gpu: {name: peak_gib}}.
 
     Raises:
-        RecipeError: a wish that contradicts itself.
+        RecipeError: the options contradict each other.
         RunError: nothing could be run.
     """
     from preheat.data import prepare
 
-    begun = time.monotonic()
+    start = time.monotonic()
     limit = LIMIT[wish.benchmark]
     for key, value, known in (
         ("--technique", wish.technique, TECHNIQUES),
@@ -184,7 +185,7 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda words: None) -
     rows: list[dict[str, Any]] = []
     steps = 0
     zero = wish.benchmark or wish.technique == "zero"
-    kept = 2 * STARTUP + LEAST if zero else 0.0
+    reserved = 2 * STARTUP + LEAST if zero else 0.0
     for accumulated in ACCUMULATED if wish.accumulation_steps is None else (wish.accumulation_steps,):
         wish = dataclasses.replace(wish, accumulation_steps=accumulated)
         group = _group(wish)
@@ -192,14 +193,14 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda words: None) -
             break
         say("planning")
         _plan(group)
-        steps = _steps(group, limit - (time.monotonic() - begun) - kept)
+        steps = _steps(group, limit - (time.monotonic() - start) - reserved)
         if not group.contenders[0].failed:
             break
     if group is not None:
-        rows += _run(group, steps, begun + limit - kept, say)
+        rows += _run(group, steps, start + limit - reserved, say)
     if zero:
-        made, steps_of_zero = _with_and_without_zero(wish, plain, limit - (time.monotonic() - begun), say)
-        rows, steps = [*rows, *made], steps or steps_of_zero
+        zero_rows, steps_of_zero = _with_and_without_zero(wish, plain, limit - (time.monotonic() - start), say)
+        rows, steps = [*rows, *zero_rows], steps or steps_of_zero
     if not any("tokens_per_second" in row for row in rows):
         raise RunError("nothing could be run: " + "; ".join(f"{row['name']}: {row['not_run']}" for row in rows))
     say("dry run for a GPU")
@@ -211,10 +212,10 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda words: None) -
         "batch": {"rows": wish.rows, "length": wish.seq_len, "accumulation_steps": wish.accumulation_steps},
         "steps": steps,
         "rows": rows,
-        "words": [words for row in rows if (words := _changed(row, rows))],
+        "words": [summary for row in rows if (summary := _changed(row, rows))],
         "notes": [*_limits(wish), *more],
         "gpu": gpu,
-        "seconds": time.monotonic() - begun,
+        "seconds": time.monotonic() - start,
     }
 
 
@@ -223,20 +224,22 @@ def _plan(group: _Group) -> None:
 
     for c in group.contenders:
         try:
-            made = plan_here(c.recipe)
+            planned = plan_here(c.recipe)
         except RecipeError as error:
             c.failed = str(error).splitlines()[0]
             group.plans.append(None)
             continue
-        group.plans.append(made)
-        if not made["fits"]:
+        group.plans.append(planned)
+        if not planned["fits"]:
             c.failed = (
-                f"needs {made['peak_gib']:.1f} GiB, more than the {made['available_gib']:.1f} GiB that a trial may use"
+                f"needs {planned['peak_gib']:.1f} GiB, more than the "
+                f"{planned['available_gib']:.1f} GiB that a trial may use"
             )
 
 
 def _steps(group: _Group, left: float) -> int:
-    """Steps of each contender within `left` seconds; those that cannot take two are marked. At least 2, at most 10."""
+    """Returns the steps of each contender within `left` seconds, from 2 to 10; marks those that cannot take two as
+    failed."""
     running = [
         (c, p["seconds_per_step"]) for c, p in zip(group.contenders, group.plans, strict=True) if p and not c.failed
     ]
@@ -247,12 +250,16 @@ def _steps(group: _Group, left: float) -> int:
         if steps >= 2:
             return min(steps, 10)
         c, seconds = running.pop()
-        c.failed = f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len or --model-size"
+        c.failed = (
+            f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, "
+            "--seq-len or --model-size"
+        )
     return 2
 
 
 def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Runs the contenders one after the other until about that moment: on a busy machine each takes fewer steps, two at least."""
+    """Runs the contenders one after the other until about `until`; on a busy machine with fewer steps, but at least
+    two."""
     with tempfile.TemporaryDirectory() as folder:
         left = sum(not c.failed for c in group.contenders)
         for number, c in enumerate(group.contenders):
@@ -277,7 +284,7 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
             row |= {
                 "tokens_per_second": speed_of(turn, 1),
                 **{key: turn[key] for key in MEMORY_KEYS if key in turn},
-                "loss": turn["losses"][common - 1],  # of the last step that all took
+                "loss": turn["losses"][common - 1],  # at the last step that all contenders took
                 "gradient_cosine": cosine,
                 "changes": turn["changes"],
             }
@@ -287,7 +294,7 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Adds to each row its ratio to the one it is against, in place."""
+    """Adds to each row its speed ratio to its baseline, in place."""
     by_name = {row["name"]: row for row in rows}
     for row in rows:
         base = by_name[row["against"]]
@@ -296,7 +303,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
 
 
 def _changed(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """What a technique changed, in words; empty for the rows that others are compared with."""
+    """Summarizes the comparison of a row with its baseline; empty for baselines."""
     if row["name"] == row["against"]:
         return ""
     base = next(r for r in rows if r["name"] == row["against"])
@@ -304,9 +311,12 @@ def _changed(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if "tokens_per_second" not in row:
         return f"{name} was not run: {row['not_run']}"
     if "tokens_per_second" not in base:
-        return f"{name}: {row['tokens_per_second']:,.0f} tokens/s in {row['peak_gib']:.2f} GiB; without it nothing runs: {base['not_run']}"
+        return (
+            f"{name}: {row['tokens_per_second']:,.0f} tokens/s in {row['peak_gib']:.2f} GiB; without it "
+            f"nothing runs: {base['not_run']}"
+        )
     speed, freed = row["ratio"], base["peak_gib"] - row["peak_gib"]
-    # One turn of each: a figure, and no verdict.
+    # One turn of each does not allow a verdict.
     fast = f"{percent(abs(speed - 1))} {'faster' if speed > 1 else 'slower'} in one turn"
     if abs(speed - 1) < NOISE:
         fast = "no difference in speed seen"
@@ -320,61 +330,65 @@ def _changed(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def _limits(wish: TrialOptions) -> list[str]:
-    """What the device at hand cannot show of this technique."""
+    """Lists what this device cannot show about the technique."""
     from preheat.hardware.probe import probe
 
     if probe().kind != "cpu":
         return []
-    found = []
+    notes = []
     tried = set(TECHNIQUES) if wish.benchmark else {wish.technique}
     if tried & {"mixed_precision", "integration"} and wish.precision.startswith("fp16"):
-        found.append("a CPU's fp16 products are slower than fp32's: fp16 gains speed on a GPU only")
+        notes.append("a CPU's fp16 products are slower than fp32's: fp16 gains speed on a GPU only")
     if tried & {"mixed_precision", "integration"} and wish.precision == "fp8":
-        found.append("a CPU has no fp8 products; the memory given for a GPU is that of bf16, fp8's casts are not in it")
+        notes.append("a CPU has no fp8 products; the memory given for a GPU is that of bf16, fp8's casts are not in it")
     if tried & {"efficient_attention", "integration"}:
-        found.append(
-            "the fused kernels are those of the CPU; on a GPU they are other ones (flash), whose speed this does not show"
+        notes.append(
+            "the fused kernels are those of the CPU; on a GPU they are other ones (flash), whose speed this does "
+            "not show"
         )
     if "zero" in tried:
-        found.append(
-            f"{PROCESSES} processes share this CPU's cores and memory: the speed of several GPUs is not shown, what each keeps is"
+        notes.append(
+            f"{PROCESSES} processes share this CPU's cores and memory: the speed of several GPUs is not shown, "
+            "what each keeps is"
         )
         if wish.cpu_offload:
-            found.append("--cpu-offload: the states are on the host already, so here it changes nothing")
-    return found
+            notes.append("--cpu-offload: the states are on the host already, so here it changes nothing")
+    return notes
 
 
 def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[str, float], list[str]]:
-    """Peak of the tensors of a step on one GPU, by a dry run of the same step with the kernel that a GPU has; and what else it tells.
+    """Predicts the peak of the tensors of a step on one GPU, by a dry run with the GPU's attention kernel; returns
+    notes, too.
 
-    The plan cannot yet time another device, so no speed is predicted; context and workspaces of a GPU, about 0.5 GiB, are not in it.
+    No speed is predicted, and the context and workspaces of a GPU (about 0.5 GiB) are not included.
     """
     from preheat.planning.dry_run import observe
     from preheat.training.session import vocabulary_of
 
     flash = registry()["efficient_attention"](kernel="flash")  # type: ignore[call-arg]
     here = Device("cpu", "dry run", MEMORY)
-    found: dict[str, float] = {}
+    peaks: dict[str, float] = {}
     vocabulary = vocabulary_of(plain)
     for c in group.contenders if group else []:
         named = {n: flash if n == "efficient_attention" else t for n, t in c.recipe.techniques.items() if n != "fp8"}
-        seen = observe(dataclasses.replace(c.recipe, techniques=named), vocabulary=vocabulary, device=here)
-        found[c.name] = max(seen.peak.values()) / GIB
-    words = []
+        observation = observe(dataclasses.replace(c.recipe, techniques=named), vocabulary=vocabulary, device=here)
+        peaks[c.name] = max(observation.peak.values()) / GIB
+    notes = []
     if wish.benchmark or wish.technique == "zero":
-        seen = observe(plain, vocabulary=vocabulary, device=here)
-        at = seen.categories[Phase.UPDATE]
+        observation = observe(plain, vocabulary=vocabulary, device=here)
+        at = observation.categories[Phase.UPDATE]
         shared = {1: ("optimizer",), 2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "parameters")}[
             wish.zero_stage
         ]
         one = sum(at[k] for k in ("optimizer", "gradients", "parameters"))
         eight = sum(at[k] / (8 if k in shared else 1) for k in ("optimizer", "gradients", "parameters"))
-        words.append(
-            f"dry run: weights, gradients and states take {_size(one)} of a GPU alone, {_size(eight)} of each of 8 GPUs with ZeRO stage {wish.zero_stage}"
+        notes.append(
+            f"dry run: weights, gradients and states take {_size(one)} of a GPU alone, {_size(eight)} of each of "
+            f"8 GPUs with ZeRO stage {wish.zero_stage}"
         )
         if wish.cpu_offload:
-            words.append(f"dry run: offloading the states would free {_size(at['optimizer'])} of a single GPU")
-    return found, words
+            notes.append(f"dry run: offloading the states would free {_size(at['optimizer'])} of a single GPU")
+    return peaks, notes
 
 
 def _size(count: float) -> str:
@@ -384,7 +398,8 @@ def _size(count: float) -> str:
 def _with_and_without_zero(
     wish: TrialOptions, plain: Recipe, left: float, say: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Rows of both contenders, each on several processes, and the steps they took within about `left` seconds."""
+    """Returns the rows of ZeRO and its baseline, each on several processes, and their steps within about `left`
+    seconds."""
     from preheat.training.session import plan_here
 
     rows = wish.rows * PROCESSES
@@ -392,17 +407,23 @@ def _with_and_without_zero(
     flash = {"efficient_attention": registry()["efficient_attention"](kernel="flash")}  # type: ignore[call-arg]
     one = plan_here(dataclasses.replace(plain, techniques=flash))
     names = (f"{PROCESSES} processes", f"zero, stage {wish.zero_stage}")
-    made: list[dict[str, Any]] = [
+    results: list[dict[str, Any]] = [
         {"name": name, "against": names[0], "predicted": None, "not_run": "", "changes": {}} for name in names
     ]
-    seconds = one["seconds_per_step"] * PROCESSES * 1.5  # the cores are shared; gradients and weights travel
+    seconds = one["seconds_per_step"] * PROCESSES * 1.5  # 1.5: shared cores, and communication of gradients and weights
     steps = min(10, int(max(left - 2 * STARTUP, LEAST) / (2 * seconds)))
     why = ""
     if one["peak_gib"] * PROCESSES * GIB > MEMORY:
-        why = f"{PROCESSES} processes need {one['peak_gib'] * PROCESSES:.1f} GiB, more than the {MEMORY / GIB:.0f} GiB that a trial may use"
+        why = (
+            f"{PROCESSES} processes need {one['peak_gib'] * PROCESSES:.1f} GiB, more than the "
+            f"{MEMORY / GIB:.0f} GiB that a trial may use"
+        )
     elif steps < 2:
-        why = f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len or --model-size"
-    for row, stage in zip(made, (0, wish.zero_stage), strict=True):
+        why = (
+            f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len "
+            "or --model-size"
+        )
+    for row, stage in zip(results, (0, wish.zero_stage), strict=True):
         row["not_run"] = why
         if not why:
             say(f"{row['name']}: {steps} steps")
@@ -415,9 +436,9 @@ def _with_and_without_zero(
             }
             job["seconds"] = max(left / 2 - STARTUP, LEAST / 2)
             row |= run_processes(job)
-    common = min((len(row["losses"]) for row in made if "losses" in row), default=0)
-    for row in made:
+    common = min((len(row["losses"]) for row in results if "losses" in row), default=0)
+    for row in results:
         if "losses" in row:
-            row["loss"] = row.pop("losses")[common - 1]  # of the last step that both took
-    compare(made)
-    return made, steps
+            row["loss"] = row.pop("losses")[common - 1]  # at the last step that both took
+    compare(results)
+    return results, steps

@@ -1,7 +1,7 @@
-"""One contender's turn: `python -m preheat.bench.worker JOB.json` trains a few steps and writes what it measured as JSON.
+"""One contender's turn: `python -m preheat.bench.worker JOB.json` trains a few steps and writes measurements as JSON.
 
-A job: {recipe: YAML text, steps, gradient: file for a sample of the first step's gradients, or null, result: file for the figures,
-seconds: after which no further step is begun, or null}.
+A job: {recipe: YAML text, steps, gradient: file for a sample of the first step's gradients, or null, result: file for
+the measurements, seconds: after which no further step begins, or null}.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any  # noqa: E402
 __all__ = ["SAMPLE", "main", "take_steps"]
 
 SAMPLE = 1 << 16
-"""Elements of each parameter's gradient that are kept for the comparison: every n-th."""
+"""Maximum elements of each parameter's gradient to store for the comparison, evenly spaced."""
 
 
 def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     """Trains `job["steps"]` steps as `train` does, without evaluating, saving or reporting.
 
     Returns:
-        {seconds: of each step, losses, startup_seconds: from the start to the end of the first step, peak_gib and on a GPU
-        its parts (`preheat.hardware.gpu_memory`), tokens: of each step,
-        changes: {technique: [words]}}.
+        {seconds: of each step, losses, startup_seconds: from the start of the process to the end of the first step,
+        peak_gib and on a GPU its parts (`preheat.hardware.gpu_memory`), tokens: of each step,
+        changes: {technique: [text]}}.
     """
     import torch
 
@@ -57,27 +57,26 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
         recipe = settled(
             recipe, vocabulary=len(data.tokenizer), device=device, rates=measured, rows=rows, in_use=in_use(device)
         )
-    observe(
-        recipe, vocabulary=len(data.tokenizer), device=device
-    )  # imports what techniques import, so that memory leaves it out
+    # The dry run imports the modules of the techniques, so that their memory is not attributed to the steps.
+    observe(recipe, vocabulary=len(data.tokenizer), device=device)
     paused = time.perf_counter() - pause
     imports = reset_memory_baseline(device)
-    made = build(recipe, vocabulary=len(data.tokenizer), device=device)
-    lr = peak_learning_rate(made)
-    shape = made.slot(Slot.BATCH_SHAPE)
+    model_build = build(recipe, vocabulary=len(data.tokenizer), device=device)
+    lr = peak_learning_rate(model_build)
+    shape = model_build.slot(Slot.BATCH_SHAPE)
     samples = job["steps"] * recipe.batch.size
 
     def order() -> Iterator[int]:
-        found: Iterator[int] = made.slot(Slot.SAMPLE_ORDER)(data.train, recipe.seed, 0, samples)
-        return found
+        rows_in_order: Iterator[int] = model_build.slot(Slot.SAMPLE_ORDER)(data.train, recipe.seed, 0, samples)
+        return rows_in_order
 
-    made.run_dataset_passes(data.train, itertools.islice(order(), samples), lambda what, done, whole: None)
+    model_build.run_dataset_passes(data.train, itertools.islice(order(), samples), lambda what, done, total: None)
     seconds, losses, tokens, startup = [], [], [], 0.0
     stream = batches(
         data.train,
         seed=recipe.seed,
         committed=0,
-        shape=lambda step: shape(step / job["steps"]),  # as a whole run has them
+        shape=lambda step: shape(step / job["steps"]),  # as in a full run
         order=order(),
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,
@@ -87,19 +86,19 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
         for step in range(job["steps"]):
             begun = time.perf_counter()
             batch = next(stream)
-            loss = gradients(made, batch, lr)
+            loss = gradients(model_build, batch, lr)
             if step == 0 and job["gradient"]:
                 pause = time.perf_counter()
-                _keep_gradients(made, Path(job["gradient"]))
+                _keep_gradients(model_build, Path(job["gradient"]))
                 pause = time.perf_counter() - pause
                 begun, paused = begun + pause, paused + pause
-            stats = update(made, lr)
+            stats = update(model_build, lr)
             mean, _, finite = torch.cat([(loss.total / max(loss.weight, 1)).float().reshape(1), stats]).tolist()
             seconds.append(time.perf_counter() - begun)
             losses.append(mean if finite else float("nan"))
             tokens.append(sum(b.tokens.numel() for b in batch))
             startup = startup or time.perf_counter() - _BEGUN - paused
-            if step and job.get("seconds") and sum(seconds) > job["seconds"]:  # two at least
+            if step and job.get("seconds") and sum(seconds) > job["seconds"]:  # after at least two steps
                 break
     return {
         "seconds": seconds,
@@ -107,17 +106,17 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
         "startup_seconds": startup,
         **memory_peak(device.kind, imports).figures(),
         "tokens": tokens,
-        "changes": {name: [c.what for c in changes] for name, changes in made.changes.items()},
+        "changes": {name: [c.what for c in changes] for name, changes in model_build.changes.items()},
     }
 
 
-def _keep_gradients(made: Any, path: Path) -> None:
+def _keep_gradients(build: Any, path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(
         {
             name: p.grad.flatten()[:: max(1, p.numel() // SAMPLE)].float().cpu().contiguous()
-            for name, p in made.parameters()
+            for name, p in build.parameters()
             if p.grad is not None
         },
         path,
@@ -129,10 +128,10 @@ def main() -> None:
 
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
-        made = take_steps(job)
+        result = take_steps(job)
     except PreheatError as error:
-        made = {"failed": str(error).splitlines()[0]}
-    Path(job["result"]).write_text(json.dumps(made), encoding="utf-8")
+        result = {"failed": str(error).splitlines()[0]}
+    Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

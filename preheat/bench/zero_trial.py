@@ -1,6 +1,6 @@
-"""ZeRO against every process keeping all states: `python -m preheat.bench.zero_trial JOB.json RANK` is one process of a contender.
+"""Compares ZeRO with replicated optimizer states: `python -m preheat.bench.zero_trial JOB.json RANK` is one process.
 
-A plain loop by hand over the recipe's model and data; several processes of one machine, over gloo.
+A plain training loop over the recipe's model and data, with several processes on one machine, over gloo.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["main", "run_processes", "take_steps"]
 
 
 def run_processes(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs one contender on its processes; what they measured as the figures of a row, or why they did not run."""
+    """Runs one contender on its processes; returns the figures of a row, or the reason why it did not run."""
     world = job["world"]
     threads = max(1, (os.cpu_count() or 1) // world)
     with tempfile.TemporaryDirectory() as folder:
@@ -50,27 +50,29 @@ def run_processes(job: dict[str, Any]) -> dict[str, Any]:
             if process.returncode:
                 last = error.strip().splitlines()[-1:] if process.returncode > 0 else []
                 return {"not_run": last[0] if last else f"a process {ended_by(process.returncode)}"}
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
-    first = found[0]
+        results = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
+    first = results[0]
     return {
         "tokens_per_second": first["tokens"] / median(first["seconds"][1:]),
-        "peak_gib": max(f["peak_gib"] for f in found),
+        "peak_gib": max(f["peak_gib"] for f in results),
         "losses": first["losses"],
         "gradient_cosine": None,
-        "optimizer_gib": max(f["optimizer_gib"] for f in found),
+        "optimizer_gib": max(f["optimizer_gib"] for f in results),
         "changes": {
             "zero": [
-                f"{f['optimizer_gib'] * 1024:,.1f} MiB of states on process {rank}" for rank, f in enumerate(found)
+                f"{f['optimizer_gib'] * 1024:,.1f} MiB of states on process {rank}" for rank, f in enumerate(results)
             ]
         },
     }
 
 
 def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
-    """One process's part of a contender: the same model everywhere, its own rows, gradients averaged. Stage 0: every process keeps all states.
+    """Trains on one rank: the same model everywhere, own rows, averaged gradients; with stage 0, replicated optimizer
+    states.
 
     Returns:
-        {seconds, losses: over all processes, tokens: of a step over all processes, peak_gib, optimizer_gib: of this process}.
+        {seconds, losses: over all processes, tokens: of a step over all processes, peak_gib, optimizer_gib: of this
+        process}.
     """
     import torch
     import torch.distributed as dist
@@ -107,7 +109,7 @@ def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
     seconds, losses = [], []
     with closing(batches(data.train, seed=recipe.seed, committed=0, shape=lambda samples: shape)) as stream:
         for _ in range(job["steps"]):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             parts = next(stream)
             mine, weight = parts[rank], sum(part.weight for part in parts)
             logits = model(
@@ -118,7 +120,7 @@ def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
                 preheat_mask=mine.mask,
             ).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), mine.labels.flatten(), reduction="sum")
-            loss = loss / (weight / world)  # the mean over processes is then the mean over all tokens
+            loss = loss / (weight / world)  # averaging over processes then gives the mean over all tokens
             loss.backward()
             del logits
             if stage:
@@ -133,12 +135,14 @@ def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
             mean = loss.detach() / world
             dist.all_reduce(mean)
             losses.append(float(mean))
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
             late = torch.tensor(float(len(seconds) > 1 and sum(seconds) > job["seconds"]))
-            dist.all_reduce(late)  # all end together
+            dist.all_reduce(late)  # so that all ranks stop at the same step
             if late:
                 break
-    kept = optimizer.state_bytes() if stage else sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+    state_bytes = (
+        optimizer.state_bytes() if stage else sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+    )
     peak = max(peak_resident_bytes() - imports, 0)
     dist.destroy_process_group()
     return {
@@ -146,7 +150,7 @@ def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
         "losses": losses,
         "tokens": shape.rows * shape.length,
         "peak_gib": peak / 2**30,
-        "optimizer_gib": kept / 2**30,
+        "optimizer_gib": state_bytes / 2**30,
     }
 
 

@@ -1,14 +1,16 @@
-"""How good a model is: losses of texts and scores of tasks, each with an interval, before and after. Importing this imports no torch.
+"""Model evaluation: losses of texts and scores of tasks with confidence intervals, before and after training.
 
-bootstrap.py      a metric as sums over rows, its interval, and the difference of two
+Importing this package does not import torch.
+
+bootstrap.py      metrics as sums over rows, their intervals, and differences of two
 metrics.py        exact match, token F1, numbers, macro F1: plain functions of text
 task_rows.py      rows of a task from JSONL, JSON, Parquet, CSV or a `datasets` name
 tasks.py          a task's settings (YAML), and those that come with preheat
-prompts.py        a row as the text that the model sees
-scoring.py        likelihoods of continuations and answers, through a build
-run_task.py       a task or a text over a build: its metrics
-lm_eval.py        the same build under lm-eval
-run_evaluator.py  what a run measures beside its steps
+prompts.py        the prompt of a row
+scoring.py        likelihoods of continuations and greedy answers of a build
+run_task.py       metrics of a task
+lm_eval.py        a build as a model of lm-eval
+run_evaluator.py  evaluations during a run
 
-It stands between engine and training, since a run evaluates too; planning and this know nothing of each other.
+The package is a layer between engine and training, because runs evaluate, too; it is independent of planning.
 """

@@ -1,4 +1,4 @@
-"""A build under lm-eval (EleutherAI's lm-evaluation-harness): its tasks by name, or local YAML with local rows."""
+"""Runs tasks of lm-eval (EleutherAI's lm-evaluation-harness) on a build: by name, or from a local YAML file."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from preheat.recipe.yaml_io import nodes, read_text
 __all__ = ["measure_by_harness", "model_for_harness", "require_harness"]
 
 WRITTEN = 256
-"""Tokens that an answer has at most where a task does not say."""
+"""Maximum tokens of an answer if the task sets none (lm-eval's own default)."""
 
 
 def require_harness() -> Any:
-    """lm-eval, imported.
+    """Imports lm-eval and returns it.
 
     Raises:
         RecipeError: it is not installed.
@@ -42,7 +42,7 @@ def require_harness() -> Any:
 
 
 def model_for_harness(scorer: Scorer) -> Any:
-    """The build as a model of lm-eval: what it asks is answered by `scorer`, so precision and memory are those of our own tasks."""
+    """Returns the build as a model of lm-eval; `scorer` answers its requests, with the same precision and memory."""
     require_harness()
     from lm_eval.api.model import TemplateLM
 
@@ -67,8 +67,10 @@ def model_for_harness(scorer: Scorer) -> Any:
             return str(scorer.tokenizer.name_or_path).replace("/", "__")
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            begun = bool(scorer.tokenizer.bos_token) and string.startswith(scorer.tokenizer.bos_token)
-            return scorer.encode(string, complete=add_special_tokens is False or (add_special_tokens is None and begun))
+            has_bos = bool(scorer.tokenizer.bos_token) and string.startswith(scorer.tokenizer.bos_token)
+            return scorer.encode(
+                string, complete=add_special_tokens is False or (add_special_tokens is None and has_bos)
+            )
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return str(
@@ -121,18 +123,18 @@ def model_for_harness(scorer: Scorer) -> Any:
 
 
 def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -> dict[str, Result]:
-    """A task of lm-eval, or one YAML file of its kind.
+    """Measures a task of lm-eval, or of a YAML file in its format.
 
     Args:
-        name: as lm-eval knows it (a group too), or a file.
-        limit: the first so many rows.
+        name: task or group of lm-eval, or a file.
+        limit: maximum number of rows.
 
     Returns:
-        By task: a group has several. A metric that is a mean over rows has them, others only their value.
+        Results by task; a group has several. Only metrics that are means over rows have values per row.
 
     Raises:
         RecipeError: no such task, or lm-eval is not installed.
-        DataError: its rows cannot be had.
+        DataError: its rows cannot be loaded.
     """
     lm_eval = require_harness()
     from lm_eval.tasks import TaskManager
@@ -146,21 +148,23 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
         known = list(manager.all_tasks)
         if task not in known:
             raise RecipeError(
-                f"--tasks lm-eval:{name}: no such task; {nearest(task, known) if len(known) < 50 else _near(task, known)}"
+                f"--tasks lm-eval:{name}: no such task; "
+                f"{nearest(task, known) if len(known) < 50 else _near(task, known)}"
             )
         try:
-            # Seeds: None leaves the process's generators alone, on which a run's exactness rests.
-            found = lm_eval.simple_evaluate(
-                model=model_for_harness(scorer), tasks=[task], task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True,
+            # Seeds of None leave the process's generators unchanged, so that a run stays reproducible.
+            output = lm_eval.simple_evaluate(
+                model=model_for_harness(scorer), tasks=[task], task_manager=manager,
+                limit=limit, bootstrap_iters=0, log_samples=True,
                 random_seed=None, numpy_random_seed=None, torch_random_seed=None,
             )  # fmt: skip
         except (OSError, ConnectionError, FileNotFoundError) as error:
-            words = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            message = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise DataError(
-                f"--tasks lm-eval:{name}: its rows cannot be had ({words}); download them where there is a network"
+                f"--tasks lm-eval:{name}: its rows cannot be had ({message}); download them where there is a network"
             ) from None
-    assert found is not None, "only ranks above 0 get nothing"
-    return {key: _result(values, found["samples"].get(key, [])) for key, values in found["results"].items()}
+    assert output is not None, "only ranks above 0 get nothing"
+    return {key: _result(values, output["samples"].get(key, [])) for key, values in output["results"].items()}
 
 
 def _task_of(file: Path) -> str:
@@ -169,37 +173,40 @@ def _task_of(file: Path) -> str:
     if not file.is_file():
         raise RecipeError(f"--tasks lm-eval:{file}: no such file")
     where = f"--tasks lm-eval:{file}"
-    node = nodes(read_text(file, where), where)  # nothing is constructed: !function is lm-eval's own
+    node = nodes(read_text(file, where), where)  # parses only: constructing would run lm-eval's !function
     remote_code.may_run("--tasks", f"lm-eval:{file}", _code_of(node))
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     named = ((key.value, value.value) for key, value in pairs if isinstance(value, yaml.ScalarNode))
-    found = next((name for key, name in named if key in ("task", "group")), None)
-    if found is None:
+    task = next((name for key, name in named if key in ("task", "group")), None)
+    if task is None:
         raise RecipeError(f"--tasks lm-eval:{file}: has no key 'task', so it is no task of lm-eval")
-    return found
+    return task
 
 
 def _code_of(node: Any) -> list[str]:
-    """What lm-eval would import for a task's file: functions beside it, and other files, which may name functions."""
+    """Lists the code that lm-eval would run for a task's file: its functions, and included files, which may have
+    more."""
     import yaml
 
-    found: list[str] = []
+    code: list[str] = []
     todo = [node]
     while todo:
         part = todo.pop()
         if isinstance(part, yaml.MappingNode):
-            found += [f"include: {value.value}" for key, value in part.value if key.value == "include"]
+            code += [f"include: {value.value}" for key, value in part.value if key.value == "include"]
             todo += [inner for pair in part.value for inner in pair]
         elif isinstance(part, yaml.SequenceNode):
             todo += part.value
         if part is not None and part.tag.startswith("!"):
-            found.append(f"{part.tag} {part.value if isinstance(part.value, str) else ''}")
-    return found
+            code.append(f"{part.tag} {part.value if isinstance(part.value, str) else ''}")
+    return code
 
 
 def _near(task: str, known: list[str]) -> str:
-    words = nearest(task, known)
-    return words if words.startswith("did") else f"lm-eval knows {len(known):,}: `lm-eval ls tasks` lists them"
+    suggestion = nearest(task, known)
+    return (
+        suggestion if suggestion.startswith("did") else f"lm-eval knows {len(known):,}: `lm-eval ls tasks` lists them"
+    )
 
 
 def _result(values: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> Result:
@@ -215,13 +222,13 @@ def _result(values: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> 
             metrics[shown] = bootstrap.mean(rows)
         else:
             alone[shown] = float(value)
-    asked = sorted({(s["doc_id"], s.get("doc_hash")) for s in samples})
-    return Result(metrics, len(asked), digest(asked), alone=alone)
+    documents = sorted({(s["doc_id"], s.get("doc_hash")) for s in samples})
+    return Result(metrics, len(documents), digest(documents), alone=alone)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """lm-eval logs what it does at length, and draws bars: what matters is raised or returned."""
+    """Context manager that silences lm-eval's logger and redirects what it prints to standard error."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,8 +1,9 @@
-"""What a model makes of long texts: loss by position, needles, key-value recall, and passages with more or less before them.
+"""Long-context evaluation: loss by position, needles, key-value recall, and loss with more or less context.
 
-A loss that no longer falls says that what is far back is not used; but it can fall while single things far back, above all in the middle, are not
-found (Liu et al. 2023, arXiv:2307.03172): so both are asked. Needles, one and several: RULER, Hsieh et al. 2024 (arXiv:2404.06654); recall of
-pairs: Arora et al. 2023 (arXiv:2312.04927). What is hidden are words of the tokenizer, drawn at random: nothing of it can be known beforehand.
+A loss that stops falling shows that distant context is not used. But it can fall while single facts far back, above all
+in the middle, are not found (Liu et al. 2023, arXiv:2307.03172), so both are measured. Single and multiple needles:
+RULER, Hsieh et al. 2024 (arXiv:2404.06654); key-value recall: Arora et al. 2023 (arXiv:2312.04927). The hidden phrases
+are random words of the tokenizer, so no model can know them beforehand.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from preheat.models.conversions import architecture
 __all__ = ["Questions", "measure_length", "questions_of", "reach_of"]
 
 SHARES = {"none": 0.0, "quarter": 0.25, "half": 0.5, "all": 1.0}
-LEAST = 8  # tokens of the shortest length that is asked where none is stated; needles need more
-FIRST = 16  # tokens of the first stretch of positions, at least
+LEAST = 8  # shortest default length in tokens; needles need more
+FIRST = 16  # minimum tokens of the first range of positions
 
 
 @dataclass(frozen=True)
 class Questions:
-    """A task's questions in tokens, in the order of its cells.
+    """A task's questions in tokens, grouped in cells.
 
     Attributes:
-        places: of each cell, what it is of: length and depth, or length and share.
-        asked: of each cell, its questions.
-        longest: tokens that a row reads.
+        places: for each cell, its length and depth, or its length and share of context.
+        asked: for each cell, its questions.
+        longest: tokens of the longest row.
     """
 
     task: LengthTask
@@ -65,27 +66,28 @@ def questions_of(
     """Draws a task's questions.
 
     Args:
-        longest: of the longest row that is asked where the task states no lengths, tokens.
-        reach: that may be asked at most.
-        texts: (source, knob for messages) -> its documents in tokens.
-        limit: questions of each cell at most.
+        longest: tokens of the longest row if the task sets no lengths.
+        reach: maximum length in tokens.
+        texts: (source, option name for messages) -> its documents in tokens.
+        limit: maximum questions per cell.
 
     Raises:
-        RecipeError: a length beyond reach, or with no room for a question.
+        RecipeError: a length is beyond `reach` or too short for a question.
         DataError: the text has no document that is long enough.
     """
     lengths = task.lengths or _lengths(task, longest)
     if max(lengths) > reach:
         raise RecipeError(
-            f"task {task.name}: lengths: {max(lengths):,} is beyond the {reach:,} tokens that are read here; lower it, or raise batch.length (of a run) or --length"
+            f"task {task.name}: lengths: {max(lengths):,} is beyond the {reach:,} tokens that are read here; "
+            "lower it, or raise batch.length (of a run) or --length"
         )
-    few = 4 if task.kind in ("needle", "recall") else 16
-    each = min(task.each or few, limit or task.each or few)
+    default = 4 if task.kind in ("needle", "recall") else 16
+    each = min(task.each or default, limit or task.each or default)
     text = texts(task.data, f"task {task.name}: data") if task.data is not None else None
     begin: list[int] = reader.encoder.begin
     if task.kind == "continuation" and not begin:
-        begin = [reader.encoder.end]  # something must be read before the first token can be scored
-    places, asked = list[dict[str, float]](), list[tuple[RetrievalQuestion, ...]]()
+        begin = [reader.encoder.end]  # scoring the first token needs a token before it
+    places, cells = list[dict[str, float]](), list[tuple[RetrievalQuestion, ...]]()
     pieces = word_pieces(reader.tokenizer) if task.kind in ("needle", "recall") else []
     for length in lengths:
         passages = _passages(task, text, length - len(begin), each) if text is not None else []
@@ -105,22 +107,22 @@ def questions_of(
                 raise RecipeError(f"task {task.name}: lengths: {error}") from None
             if task.kind != "continuation":
                 places.append({"length": length, "depth": depth})
-                asked.append(tuple(cell))
+                cells.append(tuple(cell))
                 continue
             last = max(1, min(64, length // 8))
             for share in SHARES.values():
                 read = round((length - last - len(begin)) * share)
                 places.append({"length": length, "share": share})
-                asked.append(
+                cells.append(
                     tuple(
                         RetrievalQuestion([*begin, *q.context[-last - read : -last]], q.context[-last:]) for q in cell
                     )
                 )
-    return Questions(task, tuple(places), tuple(asked), max(lengths))
+    return Questions(task, tuple(places), tuple(cells), max(lengths))
 
 
 def reach_of(build: Build) -> int:
-    """Tokens of the longest row that a model can read at all: any number where positions are rotary, beyond what it was trained on too."""
+    """Returns the longest row in tokens that a model can read: unlimited with rotary positions."""
     positions = build.model.positions
     return positions if positions and not architecture.has_rotary(build.trained[0]) else sys.maxsize
 
@@ -135,30 +137,32 @@ def _lengths(task: LengthTask, longest: int) -> list[int]:
 
 
 def _passages(task: LengthTask, text: Tokens, length: int, each: int) -> list[list[int]]:
-    """Passages of one document each, which do not overlap, drawn by the task's seed; as many as there are where they are fewer."""
+    """Draws up to `each` passages by the task's seed, which do not overlap and lie within one document each."""
     ends = np.asarray(text.ends)
     sizes = np.diff(ends, prepend=0)
     starts = [(end - size) + n * length for end, size in zip(ends, sizes, strict=True) for n in range(size // length)]
     if not starts:
         raise DataError(
-            f"task {task.name}: no document of {task.data} has {length:,} tokens, the longest has {max(sizes, default=0):,}; name longer texts, or shorter lengths"
+            f"task {task.name}: no document of {task.data} has {length:,} tokens, the longest has "
+            f"{max(sizes, default=0):,}; name longer texts, or shorter lengths"
         )
     chosen = permutation(len(starts), task.seed, length)[:each]
     return [np.asarray(text.ids[starts[n] : starts[n] + length]).tolist() for n in chosen]
 
 
 def measure_length(questions: Questions, scorer: Scorer) -> Result:
-    """Asks a task's questions: scores by likelihood, in rows of the lengths that they have.
+    """Measures a task: scores its questions by likelihood, in rows as long as the questions.
 
-    Memory is that of reading: no scores of all places against all (`_linear`), logits by some rows at a time.
+    Memory is linear in the length: attention is computed in blocks (`_linear`), and logits for some rows at a time.
     """
     task = questions.task
-    # As many tokens at once as the scorer's rows have, and one row at least.
+    # Keep the tokens per batch of the scorer, but read at least one row.
     scorer, own = copy(scorer), scorer.length
     scorer.length, scorer.micro = questions.longest, max(1, scorer.micro * own // max(own, questions.longest))
     if CLASSES in scorer.build.tags:
         raise RecipeError(
-            f"task {task.name}: this run has a head over classes in place of the vocabulary's: no token has a loss under it"
+            f"task {task.name}: this run has a head over classes in place of the vocabulary's: no token has a "
+            "loss under it"
         )
     identity = digest([[(q.context, q.answer) for q in cell] for cell in questions.asked])
     with _linear(scorer.build):
@@ -173,7 +177,7 @@ def measure_length(questions: Questions, scorer: Scorer) -> Result:
 
     if task.kind == "continuation":
         top = max(place["length"] for place in questions.places)
-        made = {
+        metrics = {
             f"loss_{name}": loss(cell)
             for name, share in SHARES.items()
             for place, cell in zip(questions.places, cells, strict=True)
@@ -182,51 +186,54 @@ def measure_length(questions: Questions, scorer: Scorer) -> Result:
         parts = [Part(place, loss(cell)) for place, cell in zip(questions.places, cells, strict=True)]
     else:
         every = [s for cell in cells for s in cell]
-        made = {"accuracy": bootstrap.mean([float(s.greedy) for s in every]), "loss": loss(every)}
+        metrics = {"accuracy": bootstrap.mean([float(s.greedy) for s in every]), "loss": loss(every)}
         parts = [
             Part(place, bootstrap.mean([float(s.greedy) for s in cell]))
             for place, cell in zip(questions.places, cells, strict=True)
         ]
-    return Result(made, len(flat), identity, parts=tuple(parts))
+    return Result(metrics, len(flat), identity, parts=tuple(parts))
 
 
 def _by_position(questions: Questions, scorer: Scorer, identity: str) -> Result:
     rows = [q.context for cell in questions.asked for q in cell]
     length = len(rows[0]) - 1
     edges = [0]
-    while 8 * max(edges[-1], FIRST // 2) <= 3 * length:  # the last stretch is a quarter of all at least
+    while 8 * max(edges[-1], FIRST // 2) <= 3 * length:  # the last range has at least a quarter of all positions
         edges.append(2 * max(edges[-1], FIRST // 2))
     edges.append(length)
-    found = []
+    batch_losses = []
     for first in range(0, len(rows), scorer.micro):
-        some = rows[first : first + scorer.micro]
-        batch = batch_of([row[:-1] for row in some], length, scorer.encoder.pad)
-        targets = torch.tensor([row[1:] for row in some])
+        chunk = rows[first : first + scorer.micro]
+        batch = batch_of([row[:-1] for row in chunk], length, scorer.encoder.pad)
+        targets = torch.tensor([row[1:] for row in chunk])
         scores, _ = token_scores(scorer.build, batch, torch.arange(targets.numel()), targets.flatten())
-        found.append(-scores.view(len(some), length).double().numpy())
+        batch_losses.append(-scores.view(len(chunk), length).double().numpy())
         scorer.say("reading passages", min(first + scorer.micro, len(rows)), len(rows))
-    losses = np.concatenate(found)
+    losses = np.concatenate(batch_losses)
 
     def mean(start: int, end: int) -> bootstrap.Metric:
         return bootstrap.ratio(losses[:, start:end].sum(axis=1), [float(end - start)] * len(losses), higher=False)
 
     parts = [Part({"start": a, "end": b}, mean(a, b)) for a, b in itertools.pairwise(edges)]
-    whole, last = mean(0, length), parts[-1].metric
-    made = {"loss": whole, "perplexity": bootstrap.Metric(whole.rows, "perplexity", higher=False), "loss_at_end": last}
-    return Result(made, len(rows), identity, tokens=losses.size, parts=tuple(parts))
+    loss, last = mean(0, length), parts[-1].metric
+    metrics = {"loss": loss, "perplexity": bootstrap.Metric(loss.rows, "perplexity", higher=False), "loss_at_end": last}
+    return Result(metrics, len(rows), identity, tokens=losses.size, parts=tuple(parts))
 
 
 @contextmanager
 def _linear(build: Build) -> Iterator[None]:
-    """Attention without all scores in memory, where the recipe chose none: a row of 32,000 tokens would need 4 GiB a head."""
+    """Context manager that replaces the plain attention kernel by blockwise attention, whose memory is linear.
+
+    The scores of a row of 32,000 tokens would need 4 GiB per head.
+    """
     from preheat.ops.attention.blockwise import blocked_attention
 
     plain = build.slot(Slot.ATTENTION_KERNEL)
-    takes = build.owner(Slot.ATTENTION_KERNEL) == "plain"
-    if takes:
+    is_plain = build.owner(Slot.ATTENTION_KERNEL) == "plain"
+    if is_plain:
         build.own(Slot.ATTENTION_KERNEL, blocked_attention, "plain")
     try:
         yield
     finally:
-        if takes:
+        if is_plain:
             build.own(Slot.ATTENTION_KERNEL, plain, "plain")

@@ -1,7 +1,8 @@
-"""Scores of an answer against right ones: text in, a number from 0 to 1 out. Means over rows are taken elsewhere.
+"""Scores of one answer against references, from 0 to 1: exact match, token F1, numeric match and numeric F1.
 
-Sources: SQuAD's normalisation, exact match and token F1 (Rajpurkar et al. 2016, arXiv:1606.05250); numbers that must agree and
-spans matched one to one, DROP (Dua et al. 2019, arXiv:1903.00161); scales and percents, TAT-QA (Zhu et al. 2021, arXiv:2105.07624).
+Sources: normalisation, exact match and token F1 of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250); matching of numbers
+and alignment of spans of DROP (Dua et al. 2019, arXiv:1903.00161); scales and percents of TAT-QA (Zhu et al. 2021,
+arXiv:2105.07624).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NUMBER = re.compile(
 
 
 def normalised(text: str) -> str:
-    """Lower case without punctuation, articles and double blanks.
+    """Returns the text in lower case, without punctuation, articles and repeated spaces.
 
     Example:
         >>> normalised("The  Cat's  hat.")
@@ -53,7 +54,7 @@ def normalised(text: str) -> str:
 
 
 def exact_match(answer: str, golds: Sequence[str]) -> float:
-    """1 where the normalised answer is one of the normalised golds.
+    """Returns 1 if the normalised answer equals one of the normalised golds, else 0.
 
     Example:
         >>> exact_match("the Eiffel Tower.", ["Eiffel tower"])
@@ -63,7 +64,7 @@ def exact_match(answer: str, golds: Sequence[str]) -> float:
 
 
 def token_f1(answer: str, golds: Sequence[str]) -> float:
-    """The best F1 over the golds between the words of the answer and the gold's, each as often as it stands.
+    """Returns the best F1 over the golds between the bags of words of the answer and of the gold.
 
     Example:
         >>> round(token_f1("a small red hat", ["red hat", "blue"]), 4)  # 2 of 3 words right, 2 of 2 found
@@ -72,45 +73,47 @@ def token_f1(answer: str, golds: Sequence[str]) -> float:
     return max((_bag_f1(normalised(answer).split(), normalised(gold).split()) for gold in golds), default=0.0)
 
 
-def _bag_f1(found: Sequence[str], wanted: Sequence[str]) -> float:
-    if not found or not wanted:
-        return float(not found and not wanted)
-    common = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * common / (len(found) + len(wanted))
+def _bag_f1(predicted: Sequence[str], wanted: Sequence[str]) -> float:
+    if not predicted or not wanted:
+        return float(not predicted and not wanted)
+    common = sum((Counter(predicted) & Counter(wanted)).values())
+    return 2 * common / (len(predicted) + len(wanted))
 
 
 def number_in(text: str, scale: str = "") -> float | None:
-    """The number that a text is, with its scale counted in; None where the text is more or other than a number.
+    """Parses a text as a number and multiplies it by its scale; None if the text is not exactly one number.
 
     Args:
-        text: such as `$1,452.4`, `(12.6)` (negative, as accountants write), `-3 %`, `2 million`.
-        scale: of a number that states none itself: `thousand`, `million`, `billion`, `percent`.
+        text: such as `$1,452.4`, `(12.6)` (negative, in accounting notation), `-3 %`, `2 million`.
+        scale: scale of a number without one: `thousand`, `million`, `billion`, `percent`.
 
     Example:
-        >>> number_in("$1,452.4 million"), number_in("(12.6)"), number_in("12.5%"), number_in("5", "thousand"), number_in("in 2019")
-        (1452400000.0, -12.6, 0.125, 5000.0, None)
+        >>> number_in("$1,452.4 million"), number_in("(12.6)"), number_in("12.5%")
+        (1452400000.0, -12.6, 0.125)
+        >>> number_in("5", "thousand"), number_in("in 2019")
+        (5000.0, None)
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
         return None
     word = (match["word"] or "").lower()
     if match["percent"] or match["after"]:
-        stated = "percent"
+        unit = "percent"
         if word:
             return None
     else:
-        stated = _WORDS.get(word, word)
-    if stated not in SCALES:
+        unit = _WORDS.get(word, word)
+    if unit not in SCALES:
         return None
     value = float(match["digits"].replace(",", ""))
     if bool(match["open"]) != bool(match["close"]):
         return None
     negative = bool(match["open"] or match["inner"]) or match["sign"] in ("-", "−", "–")
-    return (-value if negative else value) * SCALES[stated or scale]
+    return (-value if negative else value) * SCALES[unit or scale]
 
 
 def scaled(text: str, scale: str = "") -> str:
-    """An answer in the form in which two are compared: a number as its value with the scale, other text normalised.
+    """Returns the canonical form of an answer for comparison: the scaled value of a number, or the normalised text.
 
     Example:
         >>> scaled("$1.5 billion") == scaled("1,500", "million"), scaled("The fixed-price type")
@@ -121,7 +124,7 @@ def scaled(text: str, scale: str = "") -> str:
 
 
 def spans_of(text: str) -> list[str]:
-    """The spans of an answer that lists several, with `;` or line ends between them.
+    """Splits an answer into its spans, which `;` or line breaks separate.
 
     Example:
         >>> spans_of("fixed-price; cost-plus ;")
@@ -131,50 +134,50 @@ def spans_of(text: str) -> list[str]:
 
 
 def numeric_match(answer: str, golds: Sequence[str], scale: str = "") -> float:
-    """1 where the answer's spans are the gold ones, in any order; numbers by value, scale and percent counted in.
+    """Returns 1 if the answer's spans equal the gold spans in any order, else 0; numbers are compared by scaled value.
 
     Args:
-        answer: with spans apart by `;`. Its numbers state their scale themselves.
+        answer: spans separated by `;`; its numbers include their scale.
         golds: the spans of the one right answer.
-        scale: of the gold's numbers.
+        scale: scale of the gold's numbers.
 
     Example:
         >>> numeric_match("1,496.5 million", ["$1,496.5"], "million"), numeric_match("1,496.5", ["$1,496.5"], "million")
         (1.0, 0.0)
     """
-    wanted = [span for gold in golds for span in spans_of(gold)]  # published ones hold `;` and line ends too
+    wanted = [span for gold in golds for span in spans_of(gold)]  # published golds contain `;` and line breaks, too
     return float(sorted(map(scaled, spans_of(answer))) == sorted(scaled(span, scale) for span in wanted))
 
 
 def numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> float:
-    """F1 of words where both are text and equality where the gold is a number, over spans matched one to one.
+    """Returns the mean score over spans matched one to one: equality for numbers, F1 of words for text.
 
-    A span of words whose numbers share none with the other's counts nothing. Spans are matched best pair first; what is left
-    over on either side counts as wrong.
+    A pair of text spans scores 0 if the gold has numbers and the answer has none of them. Spans are matched greedily,
+    best pair first; unmatched spans on either side count as wrong.
 
     Example:
         >>> numeric_f1("-12.6 million", ["-12.6"], "million"), numeric_f1("red hat; 5", ["hat", "6"])
         (1.0, 0.3333333333333333)
     """
-    found, wanted = spans_of(answer), [span for gold in golds for span in spans_of(gold)]
-    if not found or not wanted:
-        return float(not found and not wanted)
+    spans, wanted = spans_of(answer), [span for gold in golds for span in spans_of(gold)]
+    if not spans or not wanted:
+        return float(not spans and not wanted)
     pairs = sorted(
-        ((_span_f1(f, w, scale), -i, -j) for i, f in enumerate(found) for j, w in enumerate(wanted)), reverse=True
+        ((_span_f1(s, w, scale), -i, -j) for i, s in enumerate(spans) for j, w in enumerate(wanted)), reverse=True
     )
-    total, used_found, used_gold = 0.0, set[int](), set[int]()
+    total, used_spans, used_gold = 0.0, set[int](), set[int]()
     for score, i, j in pairs:
-        if i not in used_found and j not in used_gold:
-            used_found.add(i)
+        if i not in used_spans and j not in used_gold:
+            used_spans.add(i)
             used_gold.add(j)
             total += score
-    return total / max(len(found), len(wanted))
+    return total / max(len(spans), len(wanted))
 
 
-def _span_f1(found: str, gold: str, scale: str) -> float:
-    if number_in(gold, scale) is not None or number_in(found) is not None:
-        return float(scaled(found) == scaled(gold, scale))
-    a, b = _words_and_numbers(found), _words_and_numbers(gold)
+def _span_f1(span: str, gold: str, scale: str) -> float:
+    if number_in(gold, scale) is not None or number_in(span) is not None:
+        return float(scaled(span) == scaled(gold, scale))
+    a, b = _words_and_numbers(span), _words_and_numbers(gold)
     numbers = {w for w in b if w.startswith("#")}
     if numbers and not numbers & set(a):
         return 0.0
@@ -182,8 +185,8 @@ def _span_f1(found: str, gold: str, scale: str) -> float:
 
 
 def _words_and_numbers(text: str) -> list[str]:
-    made = []
+    tokens = []
     for word in text.split():
         value = number_in(word.strip("()[],;:"))
-        made += [f"#{round(value, 4) + 0.0:.10g}"] if value is not None else normalised(word).split()
-    return made
+        tokens += [f"#{round(value, 4) + 0.0:.10g}"] if value is not None else normalised(word).split()
+    return tokens

@@ -1,4 +1,4 @@
-"""The loss of a text: in nats a token, as perplexity, and in bits a byte, which does not depend on the tokenizer."""
+"""Loss of a text: nats per token, perplexity, and bits per byte, which does not depend on the tokenizer."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from preheat.recipe import Data
 __all__ = ["bytes_of_tokens", "measure_text", "rows_of_text", "tokens_of_text"]
 
 UNITS = 64
-"""Batches that a text is read in at least, where it has the rows: they are what the bootstrap draws."""
+"""Minimum number of batches of a text, if it has enough rows: the bootstrap resamples batches."""
 
 
 def rows_of_text(
     data: Data, source: str, *, knob: str, length: int, seed: int, tokenizer: str, partial: bool = False
 ) -> Rows:
-    """A second text as rows, cut as the run's own are.
+    """Reads another text into rows, packed like those of the run.
 
     Args:
-        data: the run's settings: which fields are read, where the source has fields.
-        knob: what names the source, for messages.
-        tokenizer: the folder of the run's tokenizer.
-        partial: what does not fill a last row is one too, so that each token is evaluated.
+        data: the run's settings, which select the fields of a source with fields.
+        knob: option or key that names the source, for messages.
+        tokenizer: folder of the run's tokenizer.
+        partial: keep a shorter last row, so that each token is evaluated.
 
     Raises:
         DataError: no such text, it is empty, or (not `partial`) it is shorter than a row.
@@ -47,7 +47,7 @@ def rows_of_text(
     fields: dict[str, Any] = (
         {"layout": "text", "columns": {}, "prompt": None, "completion": None, "classes": ()} if plain else {}
     )
-    # What is measured and not trained on is read as it is; `preheat data` says what is wrong with it.
+    # Evaluation texts are read as they are; `preheat data` reports their problems.
     fields["preflight"] = {**data.preflight, "encoding": "warn", "truncated": "warn"}
     settings = replace(
         data, source=source, validation=0.0, limit=None, streaming=False, tokenizer=tokenizer, packing="auto", **fields
@@ -58,14 +58,14 @@ def rows_of_text(
 
 
 def tokens_of_text(data: Data, source: str, knob: str, *, seed: int, tokenizer: str) -> Tokens:
-    """A second text's documents in tokens, each file whole; arguments and errors as of `rows_of_text`."""
+    """Returns another text's documents in tokens, one per file; arguments and errors as in `rows_of_text`."""
     return rows_of_text(
         replace(data, text_files="whole"), source, knob=knob, length=2, seed=seed, tokenizer=tokenizer
     ).tokens
 
 
 def bytes_of_tokens(tokenizer: Any) -> np.ndarray:
-    """How many bytes of text each token stands for, [vocabulary]; special tokens stand for none.
+    """Returns the number of bytes of text of each token, [vocabulary]; 0 for special tokens.
 
     Example:
         >>> bytes_of_tokens(AutoTokenizer.from_pretrained("gpt2"))[[464, 50256]]  # doctest: +SKIP
@@ -77,13 +77,15 @@ def bytes_of_tokens(tokenizer: Any) -> np.ndarray:
 def measure_text(
     build: Build, rows: Rows, *, micro: int, limit: int, sizes: np.ndarray, objective: bool = False
 ) -> Result:
-    """The loss of rows of text and, where it is that of the next token, perplexity and bits a byte; else what the objective scores.
+    """Measures the loss of rows of text; for next-token prediction also perplexity and bits per byte.
+
+    Other objectives report their own scores instead.
 
     Args:
-        micro: rows at once, at most.
-        limit: the first so many rows.
-        sizes: of `bytes_of_tokens`.
-        objective: take the build's own objective, as the run's validation does, whatever it is; else the next token's loss.
+        micro: maximum rows per batch.
+        limit: maximum number of rows.
+        sizes: result of `bytes_of_tokens`.
+        objective: use the build's own objective, as in the run's validation; else the next-token loss.
     """
     count = min(limit, len(rows))
     micro = max(1, min(micro, count // UNITS))
@@ -93,27 +95,27 @@ def measure_text(
             "--data: this run has a head over classes in place of the vocabulary's: a text has no loss under it"
         )
     losses, weights, bytes_ = [], [], []
-    judged: list[LossSum] = []
+    sums: list[LossSum] = []
     batches = list(evaluation_batches(rows, micro=micro, limit=limit))
     if objective or build.owner(Slot.OBJECTIVE) == "plain":
-        judged = list(parts(build, batches))
+        sums = list(parts(build, batches))
     for number, batch in enumerate(batches):
-        total, weight = (float(judged[number].total), judged[number].weight) if judged else _next_tokens(build, batch)
+        total, weight = (float(sums[number].total), sums[number].weight) if sums else _next_tokens(build, batch)
         losses.append(total)
         weights.append(float(weight))
         bytes_.append(0.0 if own else float(sizes[batch.labels[batch.labels != -100].numpy()].sum()))
-    made = {"loss": bootstrap.ratio(losses, weights, higher=False)}
+    metrics = {"loss": bootstrap.ratio(losses, weights, higher=False)}
     if not own:
-        made["perplexity"] = bootstrap.perplexity(losses, weights)
+        metrics["perplexity"] = bootstrap.perplexity(losses, weights)
         if sum(bytes_):
-            made["bits_per_byte"] = bootstrap.ratio([loss / math.log(2) for loss in losses], bytes_, higher=False)
-    scores = summed(build, judged).scores if own else {}
+            metrics["bits_per_byte"] = bootstrap.ratio([loss / math.log(2) for loss in losses], bytes_, higher=False)
+    scores = summed(build, sums).scores if own else {}
     identity, left = digest(weights, bytes_, count), len(rows) - count
-    return Result(made, count, identity, tokens=int(sum(weights)), truncated=rows.truncated, left=left, alone=scores)
+    return Result(metrics, count, identity, tokens=int(sum(weights)), truncated=rows.truncated, left=left, alone=scores)
 
 
 def _next_tokens(build: Build, batch: Batch) -> tuple[float, int]:
     labels = batch.labels.flatten()
-    places = torch.nonzero(labels != -100)[:, 0]
-    scores, _ = token_scores(build, batch, places, labels[places])
-    return -float(scores.double().sum()), len(places)
+    positions = torch.nonzero(labels != -100)[:, 0]
+    scores, _ = token_scores(build, batch, positions, labels[positions])
+    return -float(scores.double().sum()), len(positions)

@@ -1,4 +1,4 @@
-"""A row as what the model sees, and what is right: templates and expressions over the row's fields, answered rows before it."""
+"""Prompts and gold answers of task rows: Jinja templates and expressions over the row's fields, few-shot examples."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Item(NamedTuple):
 
     Attributes:
         where: file and row.
-        context: all that the model reads before what is scored or written.
-        complete: the context has its special tokens already, as a chat template writes them.
-        choices: what may follow the context, delimiter included; `texts` are the same without it.
-        gold: the right choice, from 0; -1 where the model writes.
-        answers: the right answers where the model writes.
-        scale: of their numbers.
+        context: the text before the scored or generated continuation.
+        complete: True if the context already has its special tokens, as from a chat template.
+        choices: possible continuations, including the delimiter; `texts` are the same without it.
+        gold: index of the right choice; -1 for generated answers.
+        answers: the right answers, for generated answers.
+        scale: scale of their numbers.
     """
 
     where: str
@@ -43,7 +43,7 @@ class Item(NamedTuple):
 
 
 class _Language:
-    """Templates and expressions of a task, compiled once; what a row lacks is an error with the row."""
+    """Compiles the templates and expressions of a task; errors at evaluation name the row."""
 
     def __init__(self, task: Task):
         from jinja2 import StrictUndefined
@@ -53,17 +53,17 @@ class _Language:
         self.environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
     def template(self, key: str) -> Callable[[Row], str]:
-        return self._guarded(key, self.environment.from_string, lambda made, values: made.render(values))
+        return self._guarded(key, self.environment.from_string, lambda template, values: template.render(values))
 
     def expression(self, key: str) -> Callable[[Row], Any]:
         def make(text: str) -> Any:
             return self.environment.compile_expression(text, undefined_to_none=False)
 
-        def take(made: Any, values: Mapping[str, Any]) -> Any:
+        def take(compiled: Any, values: Mapping[str, Any]) -> Any:
             from jinja2 import StrictUndefined
 
-            found = made(values)
-            return str(found) if isinstance(found, StrictUndefined) else found  # str() raises: the field is not there
+            value = compiled(values)
+            return str(value) if isinstance(value, StrictUndefined) else value  # str() raises for a missing field
 
         return self._guarded(key, make, take)
 
@@ -77,35 +77,35 @@ class _Language:
         require_template(where, text if "{" in text else f"{{{{ {text} }}}}")
         with limited(where):
             try:
-                made = make(text)
+                compiled = make(text)
             except TemplateSyntaxError as error:
-                words = shorten(error.message or "", 200)
-                raise RecipeError(f"{where}: line {error.lineno}: {words} in {quoted(text, 200)}") from None
+                message = shorten(error.message or "", 200)
+                raise RecipeError(f"{where}: line {error.lineno}: {message} in {quoted(text, 200)}") from None
 
         def run(row: Row) -> Any:
             with limited(where):
                 try:
-                    return take(made, row.values)
+                    return take(compiled, row.values)
                 except (TemplateError, TypeError, ValueError, KeyError, IndexError, ZeroDivisionError) as error:
-                    words = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
-                    lacking = re.fullmatch(r"'(\w+)' is undefined", words)
-                    if lacking:
-                        words = f"no field '{lacking[1]}'; {closest(lacking[1], sorted(row.values))}"
-                    raise DataError(f"{row.where}: {words} (task {name}, {key})") from None
+                    message = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
+                    missing = re.fullmatch(r"'(\w+)' is undefined", message)
+                    if missing:
+                        message = f"no field '{missing[1]}'; {closest(missing[1], sorted(row.values))}"
+                    raise DataError(f"{row.where}: {message} (task {name}, {key})") from None
 
         return run
 
 
 def items_of(task: Task, tokenizer: Any, *, limit: int | None = None, head: bool = False) -> list[Item]:
-    """The questions of a task, in the order of its rows.
+    """Returns the questions of a task, in the order of its rows.
 
     Args:
-        limit: the first so many; `task.limit` counts too.
-        head: for a head over classes, which reads the text alone where the task states it (`task.text`).
+        limit: maximum number of questions; `task.limit` applies, too.
+        head: True for a classification head, which reads only `task.text` if the task sets it.
 
     Raises:
-        DataError: a row lacks a field, or its gold is none of its choices; the row is named.
-        RecipeError: a template that is none, or `chat` without the tokenizer's template.
+        DataError: a row lacks a field, or its gold is none of its choices; the message names the row.
+        RecipeError: a template is invalid, or `chat` is set and the tokenizer has no template.
     """
     assert task.data is not None, "find_tasks refuses a task without rows"
     rows = _chosen(task, read_rows(task.data, subset=task.subset, split=task.split, each=task.each))
@@ -123,23 +123,23 @@ def items_of(task: Task, tokenizer: Any, *, limit: int | None = None, head: bool
     scale = language.expression("scale") if task.scale is not None else lambda row: ""
 
     def answered(row: Row) -> tuple[str, str]:
-        """What is asked, and the right answer as text."""
+        """Returns the prompt and the right answer as text."""
         item = _item(task, row, "", False, gold(row), choices(row) if task.choices or classes else None, scale(row))
         return prompt(row), item.texts[item.gold] if item.texts else "; ".join(item.answers)
 
     before = [answered(row) for row in shots]
     bare = language.template("text") if head and task.text is not None else None
     limits = [n for n in (task.limit, limit) if n is not None]
-    made = []
+    items = []
     for row in rows[: min(limits)] if limits else rows:
         context = bare(row) if bare else _context(task, before, prompt(row), tokenizer)
         complete = task.chat and bare is None
-        made.append(
+        items.append(
             _item(
                 task, row, context, complete, gold(row), choices(row) if task.choices or classes else None, scale(row)
             )
         )
-    return made
+    return items
 
 
 def _chosen(task: Task, rows: list[Row]) -> list[Row]:
@@ -148,8 +148,10 @@ def _chosen(task: Task, rows: list[Row]) -> list[Row]:
         try:
             wanted = set(map(str, read_json(expanded(f"task {task.name}: keys:", task.keys))))
         except (OSError, TypeError) as error:
-            words = shorten(str(error), 200)
-            raise DataError(f"task {task.name}: keys: {task.keys}: not a list or an object in JSON ({words})") from None
+            message = shorten(str(error), 200)
+            raise DataError(
+                f"task {task.name}: keys: {task.keys}: not a list or an object in JSON ({message})"
+            ) from None
         for row in rows:
             if "key" not in row.values:
                 raise DataError(f"{row.where}: no field 'key', which the task's `keys` needs")
@@ -167,10 +169,10 @@ def _classes(task: Task, rows: Sequence[Row], gold: Callable[[Row], Any]) -> tup
         return task.choices
     if isinstance(task.choices, str):
         raise RecipeError(f"task {task.name}: choices: of a classification are a list, the same for all rows")
-    found = tuple(sorted({str(gold(row)) for row in rows}))
-    if len(found) < 2:
-        raise DataError(f"task {task.name}: every row of {task.data} has the class {found[0]!r}; state `choices`")
-    return found
+    classes = tuple(sorted({str(gold(row)) for row in rows}))
+    if len(classes) < 2:
+        raise DataError(f"task {task.name}: every row of {task.data} has the class {classes[0]!r}; state `choices`")
+    return classes
 
 
 def _item(task: Task, row: Row, context: str, complete: bool, gold: Any, choices: Any, scale: Any) -> Item:
@@ -201,22 +203,22 @@ def _number_of(gold: Any, texts: tuple[str, ...], *, by_number: bool) -> int | N
         return gold if 0 <= gold < len(texts) else None
     if str(gold) in texts:
         return texts.index(str(gold))
-    if by_number and str(gold).isdecimal() and int(gold) < len(texts):  # CSV has text only
+    if by_number and str(gold).isdecimal() and int(gold) < len(texts):  # CSV files have only text
         return int(gold)
     return None
 
 
-def _context(task: Task, before: Sequence[tuple[str, str]], asked: str, tokenizer: Any) -> str:
+def _context(task: Task, before: Sequence[tuple[str, str]], prompt: str, tokenizer: Any) -> str:
     if not task.chat:
-        return task.separator.join([*(question + task.delimiter + answer for question, answer in before), asked])
+        return task.separator.join([*(question + task.delimiter + answer for question, answer in before), prompt])
     turns = [{"role": "system", "content": task.system}] if task.system is not None else []
     for question, answer in before:
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return _templated([*turns, {"role": "user", "content": asked}], tokenizer, task)
+    return _templated([*turns, {"role": "user", "content": prompt}], tokenizer, task)
 
 
 def _templated(turns: list[dict[str, str]], tokenizer: Any, task: Task) -> str:
-    """The one place where a chat template is asked."""
+    """Renders a chat; the only use of the chat template in evaluation."""
     if not tokenizer.chat_template:
         raise RecipeError(f"task {task.name}: chat: the tokenizer has no chat template; remove chat: true")
     try:

@@ -1,4 +1,4 @@
-"""What was measured, and two of it side by side, as plain values with intervals."""
+"""Evaluation results, their comparison, and their serialization as plain values with intervals."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Part", "Result", "comparable", "compared", "described", "kept", "rea
 
 
 class Part(NamedTuple):
-    """A metric over some of the rows, or of their places.
+    """A metric over a subset of the rows or of their positions.
 
     Attributes:
-        place: which: {length, depth}, {length, share} or {start, end}.
+        place: the subset: {length, depth}, {length, share} or {start, end}.
     """
 
     place: Mapping[str, float]
@@ -27,17 +27,17 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Of one task or one text.
+    """The result of one task or one text.
 
     Attributes:
-        metrics: by name; of those without rows of their own only the value is known (lm-eval's own sums), see `alone`.
-        rows: questions, or rows of text.
-        identity: two results with equal ones are over the same rows, and can be compared row by row.
-        tokens: that a loss was taken over; None for a task.
-        truncated: contexts that lost their beginning; of a text, examples that lost their end.
+        metrics: by name.
+        rows: number of questions, or of rows of text.
+        identity: digest of the rows; results with equal digests can be compared row by row.
+        tokens: number of tokens of the loss; None for a task.
+        truncated: number of contexts whose beginning was cut; for a text, examples whose end was cut.
         left: rows of a text that were not read.
-        alone: metrics without an interval.
-        parts: the first metric, or what `preheat.evaluation.long_context` says, part by part.
+        alone: metrics of which only the value is known, without an interval (e.g. aggregates of lm-eval).
+        parts: the first metric by subset, or the metric that `preheat.evaluation.long_context` chooses.
     """
 
     metrics: Mapping[str, Metric]
@@ -51,11 +51,15 @@ class Result:
 
 
 def described(result: Result, *, seed: int = 0) -> dict[str, Any]:
-    """{rows, tokens, truncated, left, metrics: {name: {value, low, high}}}; low and high are None without an interval. Where the result has parts:
-    parts: [{length, depth (or others of `Part.place`), value, low, high}]."""
+    """Returns a result as plain values.
+
+    Returns:
+        {rows, tokens, truncated, left, metrics: {name: {value, low, high}}}; low and high are None without an interval.
+        If the result has parts, also parts: [{length, depth (or other keys of `Part.place`), value, low, high}].
+    """
     metrics = {name: _values(metric.value, interval(metric, seed=seed)) for name, metric in result.metrics.items()}
     metrics |= {name: _values(value, None) for name, value in result.alone.items()}
-    made = {
+    summary = {
         "rows": result.rows,
         "tokens": result.tokens,
         "truncated": result.truncated,
@@ -63,13 +67,13 @@ def described(result: Result, *, seed: int = 0) -> dict[str, Any]:
         "metrics": metrics,
     }
     parts = [{**part.place, **_values(part.metric.value, interval(part.metric, seed=seed))} for part in result.parts]
-    return {**made, "parts": parts} if parts else made
+    return {**summary, "parts": parts} if parts else summary
 
 
 def compared(before: Result, after: Result, *, seed: int = 0) -> dict[str, Any]:
-    """{paired, metrics: {name: {value, low, high}}} of after - before.
+    """Returns {paired, metrics: {name: {value, low, high}}} of after - before.
 
-    Where the rows differ (another tokenizer cuts the text otherwise), a loss or a perplexity a token means two things and is left out.
+    If the rows differ (e.g. with another tokenizer), losses and perplexities per token are not comparable and left out.
     """
     paired = before.identity == after.identity and len(before.metrics) > 0
     metrics = {}
@@ -79,23 +83,23 @@ def compared(before: Result, after: Result, *, seed: int = 0) -> dict[str, Any]:
     for name, value in after.alone.items():
         if name in before.alone:
             metrics[name] = _values(value - before.alone[name], None)
-    made = {"paired": paired, "metrics": metrics}
+    summary = {"paired": paired, "metrics": metrics}
     old = {tuple(part.place.items()): part.metric for part in before.parts}
     parts = [
         {**place, **_values(*difference(old[tuple(place.items())], metric, seed=seed))}
         for place, metric in after.parts
         if paired and tuple(place.items()) in old
     ]
-    return {**made, "parts": parts} if parts else made
+    return {**summary, "parts": parts} if parts else summary
 
 
-def _values(value: float, found: tuple[float, float] | None) -> dict[str, float | None]:
-    low, high = found or (None, None)
+def _values(value: float, bounds: tuple[float, float] | None) -> dict[str, float | None]:
+    low, high = bounds or (None, None)
     return {"value": value, "low": low, "high": high}
 
 
 def comparable(before: Result, after: Result | None) -> bool:
-    """Whether two results can be `compared`: their metrics are sums of the same kind, of as many rows where the rows are the same."""
+    """Returns True if two results can be `compared`: equal kinds of metrics, and equal shapes if the rows are equal."""
     same = after is not None and before.identity == after.identity
 
     def alike(old: Metric, new: Metric | None) -> bool:
@@ -115,7 +119,7 @@ def comparable(before: Result, after: Result | None) -> bool:
 
 
 def kept(result: Result) -> dict[str, Any]:
-    """A result with its rows as plain values, to compare with later; `read_kept` reads it back."""
+    """Serializes a result with its rows as plain values; `read_kept` reads it back."""
 
     def plain(metric: Metric) -> dict[str, Any]:
         return {"kind": metric.kind, "higher": metric.higher, "rows": metric.rows.tolist()}
@@ -127,15 +131,13 @@ def kept(result: Result) -> dict[str, Any]:
 
 
 def read_kept(values: Mapping[str, Any]) -> Result:
-    """What `kept` made."""
+    """Reads a result that `kept` serialized."""
 
     def metric(m: Mapping[str, Any]) -> Metric:
         return Metric(np.array(m["rows"], np.float64), m["kind"], m["higher"])
 
     metrics = {name: metric(m) for name, m in values["metrics"].items()}
-    parts = [
-        Part(p["place"], metric(p["metric"])) for p in values.get("parts", ())
-    ]  # not in runs from before there were any
+    parts = [Part(p["place"], metric(p["metric"])) for p in values.get("parts", ())]  # older runs have no parts
     alone = {name: math.nan if value is None else value for name, value in values["alone"].items()}
     same = {key: values[key] for key in ("rows", "identity", "tokens", "truncated")}
     return Result(metrics, parts=parts, alone=alone, **same)

@@ -1,4 +1,4 @@
-"""What a run measures beside its steps: its validation rows, a second text, tasks; before the first step and after it."""
+"""Evaluations of a run: validation rows, the forgetting text and tasks, before training and during it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BEFORE, SUMMARY = "before.json", "evaluation.json"
 
 
 class RunEvaluator:
-    """Read before a run begins, so that what is wrong with them stops it there.
+    """Evaluates a run. Texts and tasks are read in the constructor, so that their errors appear before training.
 
     Args:
-        data: the run's (preheat.data.PreparedData).
+        data: the run's data (preheat.data.PreparedData).
 
     Raises:
-        RecipeError, DataError: no such task or text, or its rows are wrong.
+        RecipeError, DataError: a task or text does not exist, or its rows are invalid.
     """
 
     def __init__(self, recipe: Recipe, data: Any, say: Callable[[str, float, float | None], None] | None = None):
@@ -47,8 +47,8 @@ class RunEvaluator:
         if any(isinstance(task, str) for task in self.tasks):
             require_harness()
         head = CLASSES in {tag for t in recipe.techniques.values() for tag in t.provided()}
-        asked: dict[str, Any] = {"limit": settings.rows, "head": head}
-        self.items = {t.name: items_of(t, data.tokenizer, **asked) for t in self.tasks if isinstance(t, Task)}
+        options: dict[str, Any] = {"limit": settings.rows, "head": head}
+        self.items = {t.name: items_of(t, data.tokenizer, **options) for t in self.tasks if isinstance(t, Task)}
         if not head:
             for items in self.items.values():
                 require_room(items, Reader(data.tokenizer, recipe.batch.length))
@@ -56,35 +56,35 @@ class RunEvaluator:
         length, self.forgetting = recipe.batch.length, None
         with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
             write_tokenizer(data.tokenizer, Path(folder))
-            how: dict[str, Any] = {"seed": recipe.seed, "tokenizer": folder}
+            reading: dict[str, Any] = {"seed": recipe.seed, "tokenizer": folder}
             if settings.forgetting is not None:
                 self.forgetting = rows_of_text(
-                    recipe.data, settings.forgetting, knob="evaluate.forgetting", length=length, partial=True, **how
+                    recipe.data, settings.forgetting, knob="evaluate.forgetting", length=length, partial=True, **reading
                 )
             reader, of = Reader(data.tokenizer, length), {"longest": length, "reach": length, "limit": settings.rows}
-            texts = functools.partial(tokens_of_text, recipe.data, **how)
+            texts = functools.partial(tokens_of_text, recipe.data, **reading)
             of_length = [task for task in self.tasks if isinstance(task, LengthTask)]
             self.questions = {task.name: questions_of(task, reader, texts=texts, **of) for task in of_length}
         pretrained = recipe.model.path is not None and recipe.model.weights == "pretrained"
         self.at_start = pretrained or bool(self.tasks or self.forgetting)
-        """Whether there is something before the first step to compare with."""
+        """True if the model is evaluated before the first step, to compare with later."""
         self.any = bool(self.tasks or self.forgetting or (data.validation is not None and len(data.validation)))
-        """Whether there is anything to measure."""
+        """True if there is anything to measure."""
 
     def take(self, build: Build, writer: Writer, step: int) -> Measured:
-        """Measures all, and writes a line of metrics, `before.json` at step 0 and `evaluation.json` after it.
+        """Runs all evaluations; writes a line of metrics, `before.json` at step 0 and `evaluation.json` after it.
 
-        No row is longer than the run's, and no more are read at once than in a step: the planned peak holds.
+        Rows are at most as long as the run's and batches at most as large as a step's, so the planned peak is valid.
 
         Returns:
-            Of the validation rows; a loss of NaN where there are none.
+            The measurement of the validation rows; a loss of NaN without any.
         """
         texts, tasks = self._measure(build)
         nothing = Measured(math.nan, 0, {})
         if not texts and not tasks:
             return nothing
-        told: dict[str, Any] = {f"{name}_loss": result.metrics["loss"].value for name, result in texts.items()}
-        line: dict[str, Any] = {"step": step, **told}
+        losses: dict[str, Any] = {f"{name}_loss": result.metrics["loss"].value for name, result in texts.items()}
+        line: dict[str, Any] = {"step": step, **losses}
         if "validation" in texts:
             line["tokens"] = texts["validation"].tokens
             line |= {f"validation_{name}": value for name, value in texts["validation"].alone.items()}
@@ -93,36 +93,38 @@ class RunEvaluator:
                 name: {key: v["value"] for key, v in described(r)["metrics"].items()} for name, r in tasks.items()
             }
         writer.metric(**line)
-        found = {"texts": texts, "tasks": tasks}
+        results = {"texts": texts, "tasks": tasks}
         if step == 0:
-            writer.json(BEFORE, {part: {name: kept(r) for name, r in of.items()} for part, of in found.items()})
-        summary: dict[str, Any] = {"step": step, "after": _values(found)}
-        # Of several processes the first alone reads and writes the run.
+            writer.json(BEFORE, {part: {name: kept(r) for name, r in of.items()} for part, of in results.items()})
+        summary: dict[str, Any] = {"step": step, "after": _values(results)}
+        # With several processes, only rank 0 reads and writes the run's folder.
         run = runs.Reader(writer.path) if step and (writer.path / "recipe.yaml").is_file() else None
         if run is not None and (values := run.before):
             before = {part: {name: read_kept(r) for name, r in of.items()} for part, of in values.items()}
             for part, name in [(part, name) for part, of in before.items() for name in of]:
-                if not comparable(before[part][name], found.get(part, {}).get(name)):
+                if not comparable(before[part][name], results.get(part, {}).get(name)):
                     run.damaged[BEFORE] = f"left out {shorten(name)}, whose rows are not those that were measured"
                     del before[part][name]
-            summary |= {"before": _values(before), "difference": differences(before, found)}
+            summary |= {"before": _values(before), "difference": differences(before, results)}
         if run is not None and BEFORE in run.damaged:
             writer.event("damaged", file=BEFORE, problem=run.damaged[BEFORE])
         writer.json(SUMMARY, summary)
         if "validation" not in texts:
             return nothing
-        return Measured(told["validation_loss"], texts["validation"].tokens or 0, dict(texts["validation"].alone))
+        return Measured(losses["validation_loss"], texts["validation"].tokens or 0, dict(texts["validation"].alone))
 
     def _measure(self, build: Build) -> tuple[dict[str, Result], dict[str, Result]]:
         settings = self.recipe.evaluate
-        micro = build.slot(Slot.BATCH_SHAPE)(1.0).micro  # these rows are whole at any time
+        micro = build.slot(Slot.BATCH_SHAPE)(
+            1.0
+        ).micro  # the shape of the last steps: evaluation rows always have full length
         micro = min(build.recipe.evaluate.micro or micro, micro)
         texts = {}
-        how: dict[str, Any] = {"micro": micro, "limit": settings.rows, "sizes": self.sizes}
+        options: dict[str, Any] = {"micro": micro, "limit": settings.rows, "sizes": self.sizes}
         if self.data.validation is not None and len(self.data.validation):
-            texts["validation"] = measure_text(build, self.data.validation, objective=True, **how)
+            texts["validation"] = measure_text(build, self.data.validation, objective=True, **options)
         if self.forgetting is not None:
-            texts["forgetting"] = measure_text(build, self.forgetting, **how)
+            texts["forgetting"] = measure_text(build, self.forgetting, **options)
         tasks: dict[str, Result] = {}
         length, classes = self.recipe.batch.length, self.data.classes
         scorer = Scorer(build, self.data.tokenizer, micro=micro, length=length, classes=classes, say=self.say)
@@ -136,14 +138,14 @@ class RunEvaluator:
         return texts, tasks
 
 
-def _values(found: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
-    return {part: {name: described(result) for name, result in of.items()} for part, of in found.items()}
+def _values(results: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
+    return {part: {name: described(result) for name, result in of.items()} for part, of in results.items()}
 
 
 def differences(
     before: Mapping[str, Mapping[str, Result]], after: Mapping[str, Mapping[str, Result]]
 ) -> dict[str, Any]:
-    """after - before of what stands in both: {texts, tasks: {name: {paired, metrics}}}."""
+    """Returns after - before for results that are in both: {texts, tasks: {name: {paired, metrics}}}."""
     return {
         part: {
             name: compared(before[part][name], result) for name, result in of.items() if name in before.get(part, {})

@@ -1,4 +1,4 @@
-"""Rows of a task: objects with fields, from JSONL, JSON, Parquet, CSV or a `datasets` name. Every error names the row."""
+"""Reads the rows of a task from JSONL, JSON, Parquet, CSV or a `datasets` name. Every error names the row."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 class Row(NamedTuple):
-    """One row and where it stands, for messages."""
+    """One row and its location, for messages."""
 
     where: str
     values: Mapping[str, Any]
 
 
 def read_rows(source: str, *, subset: str | None = None, split: str = "test", each: str | None = None) -> list[Row]:
-    """All rows of a file, or of a `datasets` name.
+    """Reads all rows of a file, or of a `datasets` name.
 
     Args:
-        source: a file (.jsonl, .json, .parquet, .csv) or a name such as `org/name`. A .json file holds a list of objects, or an
-            object of objects, whose key then is the row's field `key`.
-        subset, split: of a `datasets` name.
-        each: a field that holds a list of objects; each of them is then a row, with the other fields of its owner.
+        source: a file (.jsonl, .json, .parquet, .csv) or a name such as `org/name`. A .json file holds a list of
+            objects, or an object of objects whose keys become the field `key` of the rows.
+        subset, split: configuration and split of a `datasets` name.
+        each: a field that holds a list of objects; each of them becomes a row, with the other fields of its parent.
 
     Raises:
         DataError: there is no such file, it is damaged, holds no row, or a row lacks `each`.
@@ -93,8 +93,8 @@ def _read(path: Path) -> Iterator[Row]:
     if path.suffix == ".csv":
         for number, (_, names, values) in enumerate(read_csv(path), 1):
             if len(values) != len(names):
-                words = "more" if len(values) > len(names) else "fewer"
-                raise DataError(f"{shown(path)}: row {number} has {words} fields than the header's {len(names)}")
+                comparison = "more" if len(values) > len(names) else "fewer"
+                raise DataError(f"{shown(path)}: row {number} has {comparison} fields than the header's {len(names)}")
             yield Row(f"{shown(path)}: row {number}", dict(zip(names, values, strict=True)))
         return
     for where, value in read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path):
@@ -102,16 +102,17 @@ def _read(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    found = read_json(path)
-    if isinstance(found, dict):
-        for number, (key, value) in enumerate(found.items(), 1):
+    content = read_json(path)
+    if isinstance(content, dict):
+        for number, (key, value) in enumerate(content.items(), 1):
             yield _row(f"{shown(path)}: row {number}", {"key": key, **value} if isinstance(value, dict) else value)
         return
-    if not isinstance(found, list):
+    if not isinstance(content, list):
         raise DataError(
-            f"{shown(path)}: holds {kind_of(found)}; a .json file of a task holds a list of objects or an object of them"
+            f"{shown(path)}: holds {kind_of(content)}; a .json file of a task holds a list of objects or an object "
+            "of them"
         )
-    for number, value in enumerate(found, 1):
+    for number, value in enumerate(content, 1):
         yield _row(f"{shown(path)}: row {number}", value)
 
 
@@ -125,9 +126,9 @@ def _named(name: str, subset: str | None, split: str) -> Iterator[Row]:
             f"{name}: no such file, and no network to look for a data set of that name; give the task a file: NAME=FILE"
         )
     try:
-        found = datasets.load_dataset(name, subset, split=split)
+        rows = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        words = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
-        raise DataError(f"{name}: no such file, and `datasets` cannot load it: {words}") from None
-    for number, row in enumerate(found, 1):
+        message = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
+        raise DataError(f"{name}: no such file, and `datasets` cannot load it: {message}") from None
+    for number, row in enumerate(rows, 1):
         yield _row(f"{name}, {split}: row {number}", row)

@@ -1,4 +1,4 @@
-"""A task: rows, how a row is asked, and what is counted. Written as YAML beside its rows; some come with preheat."""
+"""Evaluation tasks: their settings, as YAML files, and the built-in ones."""
 
 from __future__ import annotations
 
@@ -32,130 +32,140 @@ TEXTS = ("positions", "continuation", "needle")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Templates are jinja; an expression is what stands inside jinja's `{{ }}`, in the simplest case a field's name."""
+    """A task over rows. Templates are Jinja; an expression is the inside of Jinja's `{{ }}`, e.g. a field's name."""
 
     kind: Kind
-    """multiple_choice, classification, cloze: by likelihood. exact_match, token_f1, numeric: the model writes, greedily, and its answer is compared."""
+    """multiple_choice, classification, cloze: scored by likelihood. exact_match, token_f1, numeric: the model generates
+    greedily, and its answer is compared."""
     prompt: str
-    """Template of what the model is asked: "Question: {{question}}\\nAnswer:"."""
+    """Template of the prompt: "Question: {{question}}\\nAnswer:"."""
     text: str | None = None
-    """classification of a run that has a head over classes: template of what it reads, as it did in training; the prompt when not stated."""
+    """classification with a classification head: template of the text that it reads, as in training; default the
+    prompt."""
     gold: str
-    """Expression of what is right: the choice (its text, or its number from 0), the class, the last words (cloze), or the answer, a list where several are (numeric: the spans of one answer)."""
+    """Expression of the right answer: the choice (its text, or its index from 0), the class, the last words (cloze), or
+    the answer; a list if several are right (numeric: the spans of one answer)."""
     name: str = ""
-    """In tables; the file's name when not stated."""
+    """Name in tables; default the file's name."""
     data: str | None = None
-    """The rows: a file beside the task's (.jsonl, .json, .parquet, .csv), or a `datasets` name. `--tasks NAME=FILE` gives it otherwise."""
+    """The rows: a file relative to the task's (.jsonl, .json, .parquet, .csv), or a `datasets` name. `--tasks
+    NAME=FILE` overrides it."""
     subset: str | None = None
     """Configuration name of a `datasets` name."""
     split: str = "test"
     """Split of a `datasets` name."""
     each: str | None = None
-    """A field that holds a list of objects, each of which is a row (with the other fields beside it)."""
+    """A field with a list of objects; each of them becomes a row, together with the other fields."""
     where: str | None = None
     """Expression: rows for which it is not true are left out."""
     keys: str | None = None
-    """A .json file (a list, or an object's keys): rows whose `key` does not stand there are left out."""
+    """A .json file (a list, or an object's keys): rows whose `key` is not in it are left out."""
     choices: str | tuple[str, ...] | None = None
-    """Expression of a row's choices, or a list that all rows share. For classification: the classes; when not stated, those that are gold somewhere."""
+    """Expression of a row's choices, or a list for all rows. For classification: the classes; default those that are
+    gold somewhere."""
     delimiter: str = " "
-    """Between the prompt and what follows it."""
+    """Text between the prompt and its continuation."""
     scale: str | None = None
     """numeric: expression of the scale of a gold number: thousand, million, billion or percent; empty for none."""
     shots: Whole = 0
-    """So many answered rows stand before each question; they are drawn from the rows and then not asked."""
+    """Number of few-shot examples before each question; they are drawn from the rows and not asked themselves."""
     separator: str = "\n\n"
-    """Between them."""
+    """Text between the examples."""
     chat: bool = False
     """Ask through the tokenizer's chat template: the prompt as the user's turn."""
     system: str | None = None
-    """With `chat`: the system's turn."""
+    """With `chat`: the system prompt."""
     tokens: Count = 64
-    """Written at most, where the model writes."""
+    """Maximum tokens of a generated answer."""
     stop: tuple[str, ...] = ("\n",)
-    """What is written ends before the first of these."""
+    """A generated answer ends before the first of these."""
     limit: Count | None = None
-    """The first so many rows only."""
+    """Maximum number of rows."""
     seed: Whole = 0
-    """Draws the answered rows."""
+    """Seed for drawing the few-shot examples."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """What contradicts itself, as (key, words)."""
-        found = []
+        """Returns contradictory settings, as (key, message)."""
+        problems = []
         if self.kind == "multiple_choice" and self.choices is None:
-            found.append(("choices", "is needed for multiple_choice: a field that holds the row's choices, or a list"))
+            problems.append(
+                ("choices", "is needed for multiple_choice: a field that holds the row's choices, or a list")
+            )
         if self.kind not in ("multiple_choice", "classification") and self.choices is not None:
-            found.append(("choices", f"means nothing for {self.kind}; remove it"))
+            problems.append(("choices", f"means nothing for {self.kind}; remove it"))
         if isinstance(self.choices, tuple) and len(set(self.choices)) < max(2, len(self.choices)):
-            found.append(("choices", "needs two or more, each once"))
+            problems.append(("choices", "needs two or more, each once"))
         if self.text is not None and self.kind != "classification":
-            found.append(("text", f"means nothing for {self.kind}; remove it"))
+            problems.append(("text", f"means nothing for {self.kind}; remove it"))
         if self.scale is not None and self.kind != "numeric":
-            found.append(("scale", f"means nothing for {self.kind}; remove it"))
+            problems.append(("scale", f"means nothing for {self.kind}; remove it"))
         if self.system is not None and not self.chat:
-            found.append(("system", "needs chat: true"))
-        return found
+            problems.append(("system", "needs chat: true"))
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthTask:
-    """What is asked of a model about length; written `--tasks recall`, `needle=book.txt,needles=4`, or as YAML."""
+    """A long-context task; written `--tasks recall`, `needle=book.txt,needles=4`, or as YAML."""
 
     kind: Literal["positions", "continuation", "needle", "recall"]
-    """positions: loss by place; continuation: loss with more and less before it; needle: phrases hidden in a text; recall: pairs of key and value."""
+    """positions: loss by position; continuation: loss with more and less context; needle: phrases hidden in a text;
+    recall: key-value pairs."""
     name: str = ""
-    """In tables; the kind when not stated."""
+    """Name in tables; default the kind."""
     data: str | None = None
-    """Long documents: a text, a folder or `stdlib`. All but recall need it."""
+    """Long documents: a text, a folder or `stdlib`. All kinds but recall need it."""
     lengths: tuple[Count, ...] = ()
-    """Tokens of context and answer together; up to the longest row in eight even steps (needle, recall), in four doublings (continuation), or
-    that alone (positions) when not stated."""
+    """Tokens of context and answer together. Default: up to the longest row in eight even steps (needle, recall), in
+    four doublings (continuation), or only the longest row (positions)."""
     depths: Count = 8
-    """needle, recall: at so many depths, from the beginning (0) to the end (1)."""
+    """needle, recall: number of depths, from the beginning (0) to the end (1)."""
     each: Count | None = None
-    """Questions of each length and depth (4 when not stated), or passages of each length (16)."""
+    """Questions per length and depth (default 4), or passages per length (default 16)."""
     needles: Count = 1
-    """needle: so many phrases stand in the text, of which one is asked."""
+    """needle: number of phrases hidden in the text, one of which is asked."""
     seed: Whole = 0
-    """Draws passages, places and pieces: equal seeds ask equal questions."""
+    """Seed for drawing passages, positions and tokens: equal seeds give equal questions."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """What contradicts itself, as (key, words)."""
-        found = []
+        """Returns contradictory settings, as (key, message)."""
+        problems = []
         if self.kind in TEXTS and self.data is None:
-            found.append(("data", f"names no text; give one: {self.kind}=FILE (long documents), or {self.kind}=stdlib"))
+            problems.append(
+                ("data", f"names no text; give one: {self.kind}=FILE (long documents), or {self.kind}=stdlib")
+            )
         if self.kind == "recall" and self.data is not None:
-            found.append(("data", "means nothing for recall, whose lists are drawn; remove it"))
+            problems.append(("data", "means nothing for recall, whose lists are drawn; remove it"))
         if self.needles > 1 and self.kind != "needle":
-            found.append(("needles", f"means nothing for {self.kind}; remove it"))
+            problems.append(("needles", f"means nothing for {self.kind}; remove it"))
         if self.kind == "positions" and len(self.lengths) > 1:
-            found.append(("lengths", f"{len(self.lengths)} of them: positions are those of the longest; state one"))
+            problems.append(("lengths", f"{len(self.lengths)} of them: positions are those of the longest; state one"))
         if list(self.lengths) != sorted(set(self.lengths)):
-            found.append(("lengths", f"{list(self.lengths)} must rise, each once"))
+            problems.append(("lengths", f"{list(self.lengths)} must rise, each once"))
         if self.depths < 2 and self.kind in ("needle", "recall"):
-            found.append(("depths", "needs two or more"))
-        return found
+            problems.append(("depths", "needs two or more"))
+        return problems
 
 
 def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | LengthTask:
-    """A task from its YAML file; names of files in it are relative to it. Its kind decides which keys it has.
+    """Reads a task from a YAML file; file names in it are relative to it, and its kind determines its keys.
 
     Args:
-        settings: further keys, as they would stand in the file; they go before its own.
+        settings: additional keys, written as in the file; they override its own.
 
     Raises:
-        RecipeError: no such file, an unknown key (the nearest is named), a value out of range.
+        RecipeError: no such file, an unknown key (the closest one is suggested), or a value out of range.
     """
     values, lines = read(path)
     if settings and isinstance(values, dict):
         values |= {key: compose(value, f"{path.stem}, {key}", numbered=False)[0] for key, value in settings.items()}
     task = _read(values, str(path), lines)
-    beside: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for key in ("data", "keys"):
         name = getattr(task, key, None)
         if name and key not in (settings or {}) and (path.parent / name).is_file():
-            beside[key] = str(path.parent / name)
-    return replace(task, name=task.name or path.stem, **beside)
+            files[key] = str(path.parent / name)
+    return replace(task, name=task.name or path.stem, **files)
 
 
 def _read(values: Any, name: str, lines: Any) -> Task | LengthTask:
@@ -163,34 +173,35 @@ def _read(values: Any, name: str, lines: Any) -> Task | LengthTask:
     of_length = isinstance(values, Mapping) and values.get("kind") in OF_LENGTH
     task: Task | LengthTask | None = reader.flat(LengthTask if of_length else Task, values, ())
     if task is not None:
-        for key, words in task.problems():
-            reader.say((key,), f"{key}: {words}")
+        for key, problem in task.problems():
+            reader.say((key,), f"{key}: {problem}")
     reader.refuse()
     assert task is not None, "a task that was not read has a problem"
     return task
 
 
 def built_in() -> dict[str, Path]:
-    """The tasks that come with preheat."""
+    """Returns the built-in tasks."""
     return {path.stem: path for path in sorted(BUILT_IN.glob("*.yaml"))}
 
 
 def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | LengthTask | str]:
-    """Each name as a task of ours, or as the name (or file) of one of lm-eval's, which look different: `lm-eval:NAME`.
+    """Resolves each name to a task, or to the name or file of a task of lm-eval (as str).
 
     Args:
-        names: `NAME` (comes with preheat, or a kind of `OF_LENGTH`) or `FILE.yaml`; each with `=DATA` for rows from elsewhere, and after commas with
-            further keys of `Task` or `LengthTask`: `cloze=rows.jsonl,limit=100`, `recall,lengths=[128, 256]`. `lm-eval:NAME` or `lm-eval:FILE.yaml`.
+        names: `NAME` (built-in, or a kind of `OF_LENGTH`) or `FILE.yaml`; optionally with `=DATA` for other rows, and
+            after commas further keys of `Task` or `LengthTask`: `cloze=rows.jsonl,limit=100`, `recall,lengths=[128,
+            256]`. Tasks of lm-eval are `lm-eval:NAME` or `lm-eval:FILE.yaml`.
 
     Raises:
-        RecipeError: there is no such task; the nearest is named.
+        RecipeError: there is no such task; the closest name is suggested.
     """
-    found: list[Task | LengthTask | str] = []
+    tasks: list[Task | LengthTask | str] = []
     for given in names:
         if given.startswith("lm-eval:"):
-            found.append(given.removeprefix("lm-eval:"))
+            tasks.append(given.removeprefix("lm-eval:"))
             continue
-        first, *more = re.split(r",(?![^\[]*\])", given)  # a list in brackets is one value
+        first, *more = re.split(r",(?![^\[]*\])", given)  # do not split lists in brackets
         name, _, data = first.partition("=")
         if bad := [part for part in more if "=" not in part]:
             raise RecipeError(f"{knob} {given}: '{bad[0]}' is no KEY=VALUE")
@@ -200,7 +211,7 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
             values = {"name": name} | {
                 key: compose(value, f"{name}, {key}", numbered=False)[0] for key, value in settings.items()
             }
-            found.append(_read(values | {"kind": name}, f"{knob} {name}", {}))
+            tasks.append(_read(values | {"kind": name}, f"{knob} {name}", {}))
             continue
         if path.suffix in (".yaml", ".yml"):
             if not path.is_file():
@@ -208,16 +219,17 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
         elif name in built_in():
             path = built_in()[name]
         else:
-            words = nearest(name, [*built_in(), *OF_LENGTH])
+            suggestion = nearest(name, [*built_in(), *OF_LENGTH])
             raise RecipeError(
-                f"{knob} {name}: no such task; {words} (a file ends in .yaml; a task of lm-eval is written lm-eval:{name})"
+                f"{knob} {name}: no such task; {suggestion} (a file ends in .yaml; a task of lm-eval is written "
+                f"lm-eval:{name})"
             )
         task = load_task(path, settings)
         if task.data is None and isinstance(task, Task):
-            words = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-            raise RecipeError(f"{knob} {name}: names no rows; give them: {name}=FILE ({words})")
-        found.append(task)
-    names_of = [t if isinstance(t, str) else t.name for t in found]
+            comment = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+            raise RecipeError(f"{knob} {name}: names no rows; give them: {name}=FILE ({comment})")
+        tasks.append(task)
+    names_of = [t if isinstance(t, str) else t.name for t in tasks]
     if twice := next((n for n in names_of if names_of.count(n) > 1), None):
         raise RecipeError(f"{knob}: {twice} stands twice")
-    return found
+    return tasks

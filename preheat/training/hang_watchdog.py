@@ -1,4 +1,4 @@
-"""Where each process of a run stands: left in the common store while it goes on, and told when one waits too long for the others."""
+"""Hang watchdog: each rank publishes its progress to the store; on a timeout, print where every rank is stuck."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ __all__ = ["HangWatchdog"]
 
 
 class HangWatchdog:
-    """A thread that tells the others every few seconds what this process does, and compares when nothing goes on.
+    """A thread that publishes this rank's step and phase every few seconds, and reports all ranks after a timeout.
 
     Args:
-        patience: seconds in one place after which all places are told, once, by the first process that still answers.
-        say: told them, a line each.
+        patience: seconds without progress after which the lowest rank that still answers prints the report, once.
+        say: called with each line of the report.
     """
 
     def __init__(self, ranks: Ranks, patience: float, say: Callable[[str], None]):
         self.ranks, self.patience, self.say = ranks, patience, say
         self.interval = min(5.0, patience / 8)
         self.main = threading.get_ident()
-        self._place: tuple[int, Phase, float] = (0, Phase.STARTING, time.time())
+        self._progress: tuple[int, Phase, float] = (0, Phase.STARTING, time.time())
         self._over = threading.Event()
-        self._told = False
+        self._reported = False
         self._thread: threading.Thread | None = None
         if ranks.world > 1:
             self.store = ranks.store.clone()  # a connection of its own: the main thread may be waiting on the other
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
 
-    def at(self, step: int, phase: Phase) -> None:
-        """Reports that this process has begun a phase of a step (counted from 1)."""
-        self._place = (step, phase, time.time())
+    def set_phase(self, step: int, phase: Phase) -> None:
+        """Records that this process has begun a phase of a step (counted from 1)."""
+        self._progress = (step, phase, time.time())
 
     @property
     def phase(self) -> Phase:
-        """The phase reported last."""
-        return self._place[1]
+        """The phase recorded last."""
+        return self._progress[1]
 
     def close(self) -> None:
         self._over.set()
@@ -56,42 +56,44 @@ class HangWatchdog:
         over = False
         while not over:
             try:
-                step, phase, since = self._place
-                mine = {"step": step, "phase": phase, "since": since, "now": time.time(), "line": self._line()}
-                self.store.set(f"stands/{self.ranks.rank}", json.dumps(mine))
-                if time.time() - since > self.patience and not self._told:
-                    self._told = True
-                    self._compare()
-            except RuntimeError:  # the store is gone, and with it the run
+                step, phase, since = self._progress
+                status = {"step": step, "phase": phase, "since": since, "now": time.time(), "line": self._line()}
+                self.store.set(f"stands/{self.ranks.rank}", json.dumps(status))
+                if time.time() - since > self.patience and not self._reported:
+                    self._reported = True
+                    self._report()
+            except RuntimeError:  # the store is gone: the run has ended
                 return
             over = self._over.wait(self.interval)
 
     def _line(self) -> str:
-        """The innermost line of preheat's own source that the main thread is in."""
+        """Returns the innermost line of preheat's own source in the main thread's stack."""
         frame: FrameType | None = sys._current_frames().get(self.main)
-        house = Path(__file__).parents[1]
+        package = Path(__file__).parents[1]
         while frame is not None:
             file = Path(frame.f_code.co_filename)
-            if house in file.parents:
-                return f"{file.relative_to(house.parent)}:{frame.f_lineno}"
+            if package in file.parents:
+                return f"{file.relative_to(package.parent)}:{frame.f_lineno}"
             frame = frame.f_back
         return "outside preheat"
 
-    def _compare(self) -> None:
+    def _report(self) -> None:
+        """Prints the last status of every rank, if this is the lowest rank that still answers."""
         keys = [f"stands/{rank}" for rank in range(self.ranks.world)]
-        all_places: list[dict[str, Any] | None] = [
+        statuses: list[dict[str, Any] | None] = [
             json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys
         ]
         now = time.time()
-        alive = [place is not None and now - place["now"] < 3 * self.interval for place in all_places]
+        alive = [status is not None and now - status["now"] < 3 * self.interval for status in statuses]
         if self.ranks.rank != alive.index(True):
             return
         self.say(f"nothing went on for {self.patience:.0f} s; this is where each process stands:")
-        for rank, (place, answers) in enumerate(zip(all_places, alive, strict=True)):
-            if place is None:
+        for rank, (status, answers) in enumerate(zip(statuses, alive, strict=True)):
+            if status is None:
                 self.say(f"  rank {rank}: never answered")
                 continue
-            silent = "" if answers else f", silent for {now - place['now']:.0f} s: stopped, or its host is gone"
+            silent = "" if answers else f", silent for {now - status['now']:.0f} s: stopped, or its host is gone"
             self.say(
-                f"  rank {rank}: step {place['step']}, {place['phase']} for {now - place['since']:.0f} s, at {place['line']}{silent}"
+                f"  rank {rank}: step {status['step']}, {status['phase']} for {now - status['since']:.0f} s, at "
+                f"{status['line']}{silent}"
             )

@@ -1,4 +1,4 @@
-"""What a plan of a run takes from the data that is read: the images of its fullest row."""
+"""Copies the maximum number of images per row from the data into the recipe, for planning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["with_images"]
 
 
 def with_images(recipe: Recipe, data: Any) -> Recipe:
-    """The recipe with the images of the training rows, to plan with; as it is where the model reads text alone.
+    """Returns the recipe with the image counts of the training rows, for planning; unchanged for text-only models.
 
     Args:
         data: data.PreparedData.

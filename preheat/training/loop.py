@@ -1,7 +1,7 @@
-"""The loop: take a batch, make gradients, update, look at the numbers, write them down. It names no technique.
+"""The training loop: read a batch, compute gradients, update, check the statistics, log them.
 
-What is particular to a build stands in its slots; the data's order is a function of the samples committed; all that a
-later session needs is in the checkpoint. So the loop has nothing to decide but when to evaluate, save and stop.
+Technique-specific behaviour lives in the build's slots; the data order is a function of the committed samples; the
+checkpoint holds everything that resuming needs. The loop itself decides only when to evaluate, save and stop.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ def train(
     """Trains a recipe into a run folder.
 
     Args:
-        out: the folder; `runs/<name>` when not given.
-        resume: go on with the run in that folder: bit for bit on CPUs, and on a GPU with `hardware.deterministic`.
-        force: train even where the plan says that it does not fit.
-        progress: log stages, the plan and steps as `preheat.run` (on standard error where logging is not set up).
-        watch: what to tell instead.
-        trust_remote_code: run Python code that comes with the model's folder, which `model.trust_remote_code` alone never does.
+        out: the folder; default `runs/<name>`.
+        resume: resume the run in that folder: bit for bit on CPUs, and on a GPU with `hardware.deterministic`.
+        force: train even if the plan says that it does not fit.
+        progress: log stages, the plan and steps as `preheat.run` (to standard error if logging is not configured).
+        watch: callbacks to use instead.
+        trust_remote_code: run Python code from the model's folder; `model.trust_remote_code` alone never does.
 
     Returns:
-        {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped},
-        on a GPU also the parts of its memory (`preheat.run_dir.MEMORY_KEYS`), and where
-        the objective has them (accuracy for one) scores: {name: value} of the last evaluation. `already_finished` is True if the run
-        had ended before: then nothing was written.
+        {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second},
+        stopped}; on a GPU also the parts of its memory (`preheat.run_dir.MEMORY_KEYS`); scores: {name: value} of the
+        last evaluation, if the objective has metrics (e.g. accuracy). `already_finished` is True if the run had
+        finished before; nothing is written then.
 
     Raises:
-        PreheatError: one clear line; see preheat/errors.py for the kinds.
+        PreheatError: with a one-line message; see preheat/errors.py for the kinds.
 
     Example:
         >>> from preheat import load_recipe, train
@@ -82,84 +82,87 @@ def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool,
     session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
     if isinstance(session, Finished):
         return session.summary
-    standing = HangWatchdog(session.ranks, 0.8 * recipe.parallel.timeout, watch.alarm)
-    loop = _Loop(session, watch, standing)
+    # The watchdog reports before torch's own timeout, which aborts the process without saying where the others are.
+    watchdog = HangWatchdog(session.ranks, 0.8 * recipe.parallel.timeout, watch.alarm)
+    loop = _Loop(session, watch, watchdog)
     try:
-        made = loop.run()
+        summary = loop.run()
     except BaseException as error:
-        if words := session.assembled and session.saving.close():
-            watch.alarm(words)
-        lost = explain_lacking(error) or session.ranks.explained(error, session.progress.step)
+        if warning := session.assembled and session.saving.close():
+            watch.alarm(warning)
+        explained = explain_lacking(error) or session.ranks.explained(error, session.progress.step)
         if not isinstance(error, SystemExit):
-            session.writer.event("failed", reason=str(lost) or type(lost).__name__)
-        if lost is not error:
-            raise lost from None
+            session.writer.event("failed", reason=str(explained) or type(explained).__name__)
+        if explained is not error:
+            raise explained from None
         raise
     finally:
-        standing.close()
+        watchdog.close()
         session.writer.close()
     session.ranks.leave()
-    return made
+    return summary
 
 
 def _died_again(events: list[dict[str, Any]], step: int) -> bool:
-    """Whether the session before the newest went on from this step and ended there without having been asked to."""
-    begun = [n for n, event in enumerate(events) if event["kind"] in ("started", "resumed")]
-    if len(begun) < 2:
+    """Returns True if the previous session resumed at this step and ended there without being asked to stop."""
+    starts = [n for n, event in enumerate(events) if event["kind"] in ("started", "resumed")]
+    if len(starts) < 2:
         return False
-    first, *others = events[begun[-2] : begun[-1]]
+    first, *others = events[starts[-2] : starts[-1]]
     return first["kind"] == "resumed" and first["step"] == step and all(e["kind"] != "stopping" for e in others)
 
 
 class _Loop:
-    def __init__(self, session: Session, watch: Watch, standing: HangWatchdog):
-        self.session, self.watch, self.standing = session, watch, standing
+    """The state of the training loop within one session."""
+
+    def __init__(self, session: Session, watch: Watch, watchdog: HangWatchdog):
+        self.session, self.watch, self.watchdog = session, watch, watchdog
         self.recipe, self.writer = session.recipe, session.writer
-        self.recovery = Recovery(session, standing)
+        self.recovery = Recovery(session, watchdog)
         self.meter = ThroughputMeter(session)
         self.loss = self._last_loss()
         self.evaluated: tuple[int, Measured] | None = None
         self.shape: Shape | None = None
         self.signals = Signals()
         self.stopped: str | None = None  # the signal that ends the run
-        self.tried = False  # whether this session evaluated
-        self.late = False  # some process says that the hours are over
-        self.ahead: list[Batch] | Exception | None = None  # rows that were read ahead, or why they could not be
-        self.judged = self._judged()  # the step whose evaluation, if one is due, was taken
+        self.tried = False  # whether this session has evaluated
+        self.late = False  # whether some rank has reached stop.hours
+        self.ahead: list[Batch] | Exception | None = None  # the prefetched batch, or the error of reading it
+        self.last_eval_step = self._first_eval_step()  # the last step whose evaluation, if due, is done
 
     def _last_loss(self) -> float:
-        """The loss of the step that the run stands at: a session may find none left to take."""
+        """Returns the logged loss of the current step, for sessions that have no step left to train."""
         step = self.session.progress.step
         lines = Reader(self.writer.path).metrics() if step and self.session.ranks.lead else []
         return next((float(line["loss"]) for line in lines if line["step"] == step), math.nan)
 
-    def _judged(self) -> int:
-        """The step that the session begins at, unless its evaluation is still to be taken.
+    def _first_eval_step(self) -> int:
+        """Returns the step at which the session begins, or -1 if its evaluation is still due.
 
-        One in which the process was killed is taken again once: if that too ended the process, it is left out with a notice,
-        so that an evaluation that does not fit in memory does not end every later session.
+        An evaluation that killed the process is retried once; if it kills the process again, it is skipped with a
+        notice, so that an evaluation that does not fit in memory does not end every later session.
         """
         step, ranks = self.session.progress.step, self.session.ranks
         if not ranks.lead:
-            return int(ranks.hear("judged"))
-        judged = step
+            return int(ranks.fetch("judged"))
+        evaluated = step
         run = Reader(self.writer.path)
         if step == 0 or (self._is_evaluated_at(step) and step not in [e["step"] for e in run.evaluations()]):
-            judged = -1
-        if step and judged < 0 and _died_again(run.events(), step):
-            judged = step
+            evaluated = -1
+        if step and evaluated < 0 and _died_again(run.events(), step):
+            evaluated = step
             self.writer.event("unevaluated", step=step)
             self.watch.notice(
                 f"step {step}: its evaluation is left out, since it ended the run twice; take it with preheat eval"
             )
-        ranks.tell("judged", judged)
-        return judged
+        ranks.publish("judged", evaluated)
+        return evaluated
 
     def _is_evaluated_at(self, step: int) -> bool:
         every = self.recipe.evaluate.every
         return bool(every and step and step % every == 0 and not self._finished() and self.session.probes.any)
 
-    # Another build and another place to go on from may stand there after a lack of memory.
+    # Properties, because recovery from an out-of-memory error replaces the session's build and progress.
     @property
     def build(self) -> Build:
         return self.session.build
@@ -171,38 +174,38 @@ class _Loop:
     def run(self) -> dict[str, Any]:
         check()
         with self.signals:
-            return self.recovery.through(self._train)
+            return self.recovery.run(self._train)
 
     def _train(self) -> dict[str, Any]:
-        """From where the session stands to the end."""
+        """Trains from the session's progress to the end of the run."""
         self.meter = ThroughputMeter(self.session)
         self.ahead = None
-        if self.progress.step == 0 and self.session.samples.before and self.judged < 0:
+        if self.progress.step == 0 and self.session.samples.before and self.last_eval_step < 0:
             self._unless_stopped(self._samples)
-            reset_peak(self.build.device.kind)  # the peak that is measured is that of training
+            reset_peak(self.build.device.kind)  # the measured peak must not include generation
         self.watch.stage("training")
         with closing(self.session.rows()) as stream:
             while True:
-                self._beside()
+                self._run_due_hooks()
                 if self._finished() or self.stopped is not None:
                     break
-                self.standing.at(self.progress.step, Phase.SAVING)
-                self._told(self.session.saving.look())
+                self.watchdog.set_phase(self.progress.step, Phase.SAVING)
+                self._log_checkpoints(self.session.saving.look())
                 self._step(stream)
         if self.stopped is not None:
             self._stopping()
-        self.standing.at(self.progress.step, Phase.SAVING)
+        self.watchdog.set_phase(self.progress.step, Phase.SAVING)
         if self.progress.step > max(self.session.saving.at, 0):
             self._save(last=True)
-        self._told(self.session.saving.wait())
+        self._log_checkpoints(self.session.saving.wait())
         return self._finish()
 
     def _unless_stopped(self, work: Callable[[], object]) -> bool:
-        """Does what may take long and changes nothing that is trained; whether it was done, and not broken off by a signal.
+        """Runs long work that does not change the weights; returns False if a signal aborted it.
 
-        Of several processes none breaks off alone: the others would wait for it.
+        With several processes the work always completes: the other ranks would wait for an aborted one.
         """
-        self.recovery.begin()  # what the work changes is put back if it is broken off, and nothing from before it
+        self.recovery.snapshot()  # so that an abort undoes the changes of this work only
         if self.build.mesh.world > 1:
             work()
             return True
@@ -211,7 +214,7 @@ class _Loop:
                 work()
         except Interrupted:
             if self.recovery.guard is not None:
-                self.recovery.guard.undo()
+                self.recovery.guard.restore()
             self.stopped = self.signals.received
             return False
         return True
@@ -220,23 +223,23 @@ class _Loop:
         self.writer.event("stopping", signal=self.stopped, step=self.progress.step)
         self.watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
 
-    def _beside(self) -> None:
-        """The evaluation and the checkpoint that are due at this step."""
+    def _run_due_hooks(self) -> None:
+        """Runs the evaluation and saves the checkpoint that are due at this step."""
         step, every = self.progress.step, self.recipe.checkpoint.every
-        look = self._is_evaluated_at(step)
-        save = every and step and step % every == 0 and not self._finished()
-        if self.judged != step and (look or (step == 0 and self.session.probes.at_start)):
+        evaluation_due = self._is_evaluated_at(step)
+        save_due = every and step and step % every == 0 and not self._finished()
+        if self.last_eval_step != step and (evaluation_due or (step == 0 and self.session.probes.at_start)):
             if self.stopped is not None:
                 return
             if not self.tried and step not in (0, self.session.saving.at, self.recovery.left_out):
                 # Saves first, so that a run whose evaluation kills the process resumes at that evaluation.
                 self._save()
-                self._told(self.session.saving.wait())
+                self._log_checkpoints(self.session.saving.wait())
             self.tried = True
             if not self._unless_stopped(self._evaluate):
                 return
-        self.judged = step
-        if save and step not in (self.session.saving.at, self.recovery.left_out):
+        self.last_eval_step = step
+        if save_due and step not in (self.session.saving.at, self.recovery.left_out):
             self._save()
 
     def _finished(self) -> bool:
@@ -246,8 +249,8 @@ class _Loop:
         return self.late or (self.build.mesh.world == 1 and self._is_late())
 
     def _step(self, stream: Any) -> None:
-        begun, step = time.perf_counter(), self.progress.step + 1
-        self.standing.at(step, Phase.DATA)
+        start, step = time.perf_counter(), self.progress.step + 1
+        self.watchdog.set_phase(step, Phase.DATA)
         batch: list[Batch] = []
         try:
             if not self._unless_stopped(lambda: batch.extend(self._read(stream))):
@@ -259,19 +262,19 @@ class _Loop:
             release_unused(self.build.device.kind)
         self.shape = shape
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
-        self.standing.at(step, Phase.GRADIENTS)
+        self.watchdog.set_phase(step, Phase.GRADIENTS)
         loss = gradients(self.build, batch, lr)
         self._read_ahead(stream)
-        self.standing.at(step, Phase.UPDATE)
+        self.watchdog.set_phase(step, Phase.UPDATE)
         stats = update(self.build, lr)
-        endures = (
+        skippable = (
             self.build.loss.skippable_overflow() if self.build.loss.skippable_overflow else torch.zeros_like(stats[0])
         )
-        # The one read of the step. Where the gradients were not finite the update left the weights as they were.
-        self.standing.at(step, Phase.STEP_STATS)
-        late = self._is_late(time.perf_counter() - begun)
+        # The only device synchronization of the step. If the gradients are not finite, the update changed no weights.
+        self.watchdog.set_phase(step, Phase.STEP_STATS)
+        late = self._is_late(time.perf_counter() - start)
         total, metrics, weight, (norm, finite, forgiven), (some_stopped, some_late) = read_step_stats(
-            self.build, loss, torch.stack([*stats, endures]), (self.signals.received is not None, late)
+            self.build, loss, torch.stack([*stats, skippable]), (self.signals.received is not None, late)
         )
         self.stopped = self.signals.received or ("a signal to another process" if some_stopped else None)
         self.late = some_late and self.build.mesh.world > 1
@@ -281,11 +284,11 @@ class _Loop:
             self.watch.notice(f"step {step}: the scaled gradients overflowed: left out, and the scale lowered")
         elif not (finite and math.isfinite(mean)):
             self._refuse(mean, norm, batch, lr)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         p = self.progress
         p.samples += rows_consumed(shape, self.recipe.batch.length)
         p.step += 1
-        tokens = shape.rows * shape.length  # of all devices
+        tokens = shape.rows * shape.length  # on all devices
         p.tokens += tokens
         p.elapsed += seconds
         self.loss = mean
@@ -302,13 +305,13 @@ class _Loop:
             "elapsed": p.elapsed,
             "length": shape.length,
             **self.build.loss.scores(metrics, weight),
-            **self._counted(),
+            **self._drain_events(),
         }
         self.writer.metric(**line)
         self.watch.step({**line, "mfu": self.meter.mfu(tokens / seconds)}, self.session.total)
 
     def _read(self, stream: Any) -> list[Batch]:
-        """The rows of a step."""
+        """Returns the micro-batches of the next step, prefetched if possible."""
         ahead, self.ahead = self.ahead, None
         if isinstance(ahead, Exception):
             raise ahead
@@ -317,13 +320,13 @@ class _Loop:
 
     @property
     def _reads_ahead(self) -> bool:
-        """Whether the host has nothing to do while the device computes."""
+        """True if the device computes asynchronously, so that the host is free to read."""
         return self.build.device.kind == "cuda"
 
     def _read_ahead(self, stream: Any) -> None:
-        """Reads the next step's rows while the device still makes this one's gradients. What goes wrong is raised when they are due.
+        """Reads the next step's batch while the device computes the gradients; errors are raised in the next step.
 
-        The order stays: it depends on the samples that were trained on alone, and so does what a checkpoint keeps.
+        The data order does not change: like the checkpoint, it depends only on the samples trained on.
         """
         total = self.session.total
         if not self._reads_ahead or (total is not None and self.progress.step + 1 >= total):
@@ -331,12 +334,12 @@ class _Loop:
         try:
             self.ahead = batches = next(stream)
         except (PreheatError, MemoryError, OSError, RuntimeError) as error:
-            self.ahead = error.with_traceback(None)  # which would keep alive what the reading held
+            self.ahead = error.with_traceback(None)  # the traceback would keep the reader's buffers alive
             return
-        self.build.begin(batches[0])  # beside the update, which is queued from here on
+        self.build.begin(batches[0])  # overlaps with the update, which is queued next
 
     def _saved_before_the_end(self) -> str:
-        """Saves what stands, if this process can do so alone, and says from where `--resume` goes on."""
+        """Saves the current step, if this is the only process, and describes where `--resume` would resume."""
         if self.build.mesh.world == 1 and self.progress.step > max(self.session.saving.at, 0):
             self._save(last=True)
         at = self.session.saving.at
@@ -346,8 +349,8 @@ class _Loop:
         hours = self.recipe.stop.hours
         return hours is not None and self.progress.elapsed + seconds >= hours * 3600
 
-    def _counted(self) -> dict[str, int]:
-        """What the build's techniques counted so far; what they did is written down, and said where there are words."""
+    def _drain_events(self) -> dict[str, int]:
+        """Logs the pending events of the build's techniques and returns their counters."""
         while self.build.state.events:
             event = self.build.state.events.pop(0)
             self.writer.event(**{"step": self.progress.step, **event})
@@ -357,51 +360,51 @@ class _Loop:
 
     def _refuse(self, mean: float, norm: float, batch: list[Batch], lr: float) -> None:
         rows = [row for b in batch for row in b.rows]
-        some = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+        listed = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
         step = self.progress.step + 1
-        left = (
+        state = (
             f"The weights of step {step - 1} are untouched"
             if Tag.STEP_IN_BACKWARD not in self.build.tags
             else "Some weights were updated before that was seen: go on from the last checkpoint"
         )
         raise RunError(
-            f"step {step}: the loss is {mean:g} and the gradients' norm {norm:g}; rows {some} of the training data. "
-            f"{left}. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup, or fp32"
+            f"step {step}: the loss is {mean:g} and the gradients' norm {norm:g}; rows {listed} of the training data. "
+            f"{state}. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup, or fp32"
         )
 
     def _save(self, *, last: bool = False) -> None:
-        self.standing.at(self.progress.step, Phase.LAST_SAVING if last else Phase.SAVING)
-        self._told(self.session.saving.begin(self.progress, last=last))
+        self.watchdog.set_phase(self.progress.step, Phase.LAST_SAVING if last else Phase.SAVING)
+        self._log_checkpoints(self.session.saving.begin(self.progress, last=last))
 
-    def _told(self, saved: list[Saved]) -> None:
-        for one in saved:
-            self.writer.event("checkpoint", **one.facts(self.writer.path))
+    def _log_checkpoints(self, saved: list[Saved]) -> None:
+        for save in saved:
+            self.writer.event("checkpoint", **save.facts(self.writer.path))
 
     def _evaluate(self) -> float:
         step = self.progress.step
-        self.standing.at(step, Phase.EVALUATION)
+        self.watchdog.set_phase(step, Phase.EVALUATION)
         if self.evaluated is None or self.evaluated[0] != step:
-            self.recovery.begin()
-            found = self.session.probes.take(self.build, self.writer, step)
-            self.evaluated = (step, found)
-            if found.weight:
-                self.watch.evaluated(step, found.loss, found.scores)
+            self.recovery.snapshot()
+            result = self.session.probes.take(self.build, self.writer, step)
+            self.evaluated = (step, result)
+            if result.weight:
+                self.watch.evaluated(step, result.loss, result.scores)
         return self.evaluated[1].loss
 
     def _finish(self) -> dict[str, Any]:
         plan, p = self.session.plan, self.progress
-        # Before evaluation and samples: the peak that was predicted is that of training and evaluation.
         stopped = self.stopped
-        whole = stopped is None and self._unless_stopped(self._evaluate)
-        validation = self.evaluated[1].loss if whole and self.evaluated is not None else math.nan
-        measured = {**self.meter.measured(), **self._counted()}
-        if self.meter.speeds:  # a session without a step has measured nothing that stands beside the plan
+        complete = stopped is None and self._unless_stopped(self._evaluate)
+        validation = self.evaluated[1].loss if complete and self.evaluated is not None else math.nan
+        # Measured before the samples: the predicted peak covers training and evaluation only.
+        measured = {**self.meter.measured(), **self._drain_events()}
+        if self.meter.speeds:  # a session without a step has no measurements to compare with the plan
             self.writer.event("measured", **measured)
-        if whole and self._unless_stopped(self._afterwards):
+        if complete and self._unless_stopped(self._afterwards):
             self.writer.event(
                 "finished", steps=p.step, loss=self.loss, validation_loss=validation, tokens=p.tokens, seconds=p.elapsed
             )
-        elif whole or stopped is None:
+        elif complete or stopped is None:
             self.writer.event("stopping", signal=self.stopped, step=p.step)
             self.watch.notice(f"{self.stopped}: ending; all steps are done and saved, the figures after them are not")
         summary = {
@@ -420,8 +423,8 @@ class _Loop:
 
     def _afterwards(self) -> None:
         try:
-            self.meter.teach()
-        except RunError as error:  # the run is whole without it
+            self.meter.store_speed_correction()
+        except RunError as error:  # the speed correction is optional: do not fail a finished run
             self.watch.notice(str(error))
         self._baselines()
         self._samples()
@@ -429,13 +432,13 @@ class _Loop:
     def _baselines(self) -> None:
         if self.recipe.evaluate.baselines:
             self.watch.stage("counting a unigram and a bigram model")
-            found = baselines(
+            losses = baselines(
                 self.session.data, evaluation_rows(len(self.session.data.validation), self.recipe.evaluate.rows)
             )
-            self.writer.event("baseline", vocabulary=len(self.session.data.tokenizer), **found)
+            self.writer.event("baseline", vocabulary=len(self.session.data.tokenizer), **losses)
 
     def _samples(self) -> None:
         if self.session.samples.prompts:
-            self.recovery.begin()
+            self.recovery.snapshot()
             self.watch.stage("writing samples")
             self.session.samples.write(self.build, self.writer, step=self.progress.step)

@@ -1,4 +1,4 @@
-"""The learning rate as a share of its peak, over the run."""
+"""Learning rate schedules, as a fraction of the peak learning rate."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["share_of_peak"]
 
 
 def share_of_peak(schedule: Schedule, step: int, total: int | None) -> float:
-    """Share of the peak learning rate in step `step` (from 0) of `total` (None: no known end).
+    """Returns the fraction of the peak learning rate in step `step` (from 0) of `total` (None: no known end).
 
-    Warmup rises linearly and gives the first step more than 0. cosine: Loshchilov and Hutter 2017 (arXiv:1608.03983);
+    Warmup is linear, and the first step's rate is above 0. cosine: Loshchilov and Hutter 2017 (arXiv:1608.03983);
     wsd: Hu et al. 2024 (arXiv:2404.06395), linear decay.
 
     >>> [round(share_of_peak(Schedule(kind="wsd", warmup=0.2, decay=0.2, floor=0.0), s, 10), 2) for s in range(10)]
@@ -27,8 +27,8 @@ def share_of_peak(schedule: Schedule, step: int, total: int | None) -> float:
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "cosine":
-        done = (step - warmup) / max(total - warmup, 1)
-        return schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * done)) / 2
+        progress = (step - warmup) / max(total - warmup, 1)
+        return schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * progress)) / 2
     decay = max(round(schedule.decay * total), 1)
     left = (total - step) / decay
     return 1.0 if left >= 1 else schedule.floor + (1 - schedule.floor) * left

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it: the command line draws it, and from Python the logger `preheat.run` has it."""
+"""Progress callbacks of a run: the command line draws them, and the Python API logs them as `preheat.run`."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Any
 __all__ = ["Logged", "Watch"]
 
 _log = logging.getLogger("preheat.run")
-_EVERY = 5.0  # seconds between lines of steps
+_EVERY = 5.0  # seconds between logged steps
 
 
 class Watch:
-    """Override what you want to see."""
+    """Callbacks that do nothing; override the ones you need."""
 
     def stage(self, words: str) -> None:
-        """A new part of the work begins."""
+        """Called when a new part of the work begins."""
 
     def progress(self, what: str, done: float, total: float | None) -> None:
-        """Part of the present stage is done."""
+        """Called when part of the current stage is done."""
 
     def planned(self, plan: Mapping[str, Any]) -> None:
-        """The prediction, before training."""
+        """Called with the predicted memory and speed, before training."""
 
     def step(self, metrics: Mapping[str, Any], total: int | None) -> None:
-        """A step was committed."""
+        """Called after each committed step."""
 
     def evaluated(self, step: int, loss: float, scores: Mapping[str, float] | None = None) -> None:
-        """The validation rows were read; `scores` are the objective's, accuracy for one."""
+        """Called after an evaluation; `scores` are the objective's metrics, e.g. accuracy."""
 
     def notice(self, words: str) -> None:
-        """Something that the user should know."""
+        """Called with information for the user."""
 
     def alarm(self, words: str) -> None:
-        """Something that must be seen, whichever process says it."""
+        """Called with warnings that every rank shows, not only rank 0."""
 
 
 class Logged(Watch):
-    """Logs stages, the plan, steps and evaluations as `preheat.run`; on standard error where no handler is set up for it."""
+    """Logs stages, the plan, steps and evaluations as `preheat.run`; to standard error if it has no handler."""
 
     def __init__(self) -> None:
         self._last = 0.0

@@ -1,4 +1,4 @@
-"""What `preheat plan` is asked about: a recipe, or a model by name, folder or size, on this machine or on a device of the catalogue."""
+"""Resolves the arguments of `preheat plan` to a recipe (from a recipe, model name, folder or size) and a device."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "lora": {"techniques": {"lora": {}}, "optimizer": {"lr": 2e-4, "weight_decay": 0.0}},
     "qlora": {"techniques": {"lora": {}, "nf4": {}}, "optimizer": {"lr": 2e-4, "weight_decay": 0.0}},
 }
-"""Ways to train a model that is named: all of it, an adapter, an adapter on a base in 4 bits. LoRA wants about ten times the rate of full tuning."""
-_ROWS, _LENGTH = 16, 2048  # of a global batch, where nobody says
+"""Ways to train a named model: full fine-tuning, LoRA, or LoRA on a 4-bit base. LoRA needs about ten times the learning
+rate of full fine-tuning."""
+_ROWS, _LENGTH = 16, 2048  # default rows and tokens per row of a global batch
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class Question:
     """A recipe to plan.
 
     Attributes:
-        given: the user's own, to be planned as it is.
-        checkpoint: where the weights of a model by name are to be had.
-        absent: `model.path` of a given recipe, the checkpoint of its preset, that cannot be read here: the preset is planned, and the recipe lacks the path.
+        given: True for a recipe of the user, which is planned as it is.
+        checkpoint: hub checkpoint with the weights of a model given by name.
+        absent: `model.path` of a given recipe, if it is the preset's checkpoint and cannot be read here: the preset is
+            planned, and the recipe lacks the path.
     """
 
     recipe: Recipe
@@ -61,22 +63,24 @@ def asked(
     batch_tokens: int | None = None,
     devices: int = 1,
 ) -> Question:
-    """The recipe that is meant.
+    """Returns the recipe to plan.
 
     Args:
-        what: a recipe (a file, or a built-in one's name), a model's name, a folder or its config.json, a size as 15M; None where `overrides` say it.
+        what: a recipe (a file, or the name of a built-in one), a model's name, a folder or its config.json, or a size
+            such as 15M; None if `overrides` name the model.
         overrides: `key=value` each.
-        method: of `METHODS`, for a model.
-        length: tokens of a row. batch_tokens: of a global batch.
+        method: key of `METHODS`, for a model.
+        length: tokens per row.
+        batch_tokens: tokens per global batch.
 
     Raises:
-        RecipeError: it cannot be made out, or the numbers do not go together.
+        RecipeError: `what` is unknown, or the numbers contradict each other.
     """
-    batch = _batch(length, batch_tokens, devices)
+    batch = _batch(length, batch_tokens)
     more = [*(f"batch.{key}={value}" for key, value in batch.items()), f"parallel.devices={devices}"]
     if what is not None and _is_recipe(what):
-        stated = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
-        return _given(_shared_out(recipes.load(what, stated), devices, batch_tokens))
+        values_set = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
+        return _given(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
     model, positions, checkpoint = _model(what)
     batch = {"length": min(length or _LENGTH, positions or _LENGTH), **batch}
     batch.setdefault("size", math.ceil(_ROWS / devices) * devices)
@@ -89,7 +93,7 @@ def asked(
         **METHODS[method],
     }
     named = recipes.parse(write(values), where=what or "the model", overrides=overrides, warn=True)
-    return Question(_shared_out(named, devices, batch_tokens), False, checkpoint)
+    return Question(_check_batch_tokens(named, batch_tokens), False, checkpoint)
 
 
 def _given(recipe: Recipe) -> Question:
@@ -115,7 +119,7 @@ def _is_recipe(what: str) -> bool:
 
 
 def _model(what: str | None) -> tuple[dict[str, Any], int | None, str | None]:
-    """Keys of `model`, the positions of the model where they are known, and a checkpoint on the hub."""
+    """Returns the keys of `model`, the model's context length if known, and its checkpoint on the hub."""
     if what is None:
         return {}, None, None
     file = Path(what)
@@ -134,26 +138,26 @@ def _model(what: str | None) -> tuple[dict[str, Any], int | None, str | None]:
 
 
 def _positions(config: Path) -> int | None:
-    stated = read_object(config, "model.path")
-    text = stated.get("text_config")
-    found = (text if isinstance(text, dict) else stated).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    values = read_object(config, "model.path")
+    text = values.get("text_config")
+    positions = (text if isinstance(text, dict) else values).get("max_position_embeddings")
+    return positions if isinstance(positions, int) else None
 
 
-def _batch(length: int | None, tokens: int | None, devices: int) -> dict[str, int]:
-    made = {} if length is None else {"length": length}
+def _batch(length: int | None, tokens: int | None) -> dict[str, int]:
+    batch = {} if length is None else {"length": length}
     if tokens is None:
-        return made
+        return batch
     row = length or _LENGTH
     if tokens < 1 or tokens % row:
         near = max(1, round(tokens / row)) * row
         raise RecipeError(
             f"--batch-tokens: {tokens:,} is no multiple of rows of {row:,} tokens; use {near}, or another --length"
         )
-    return {**made, "length": row, "size": tokens // row}
+    return {**batch, "length": row, "size": tokens // row}
 
 
-def _shared_out(recipe: Recipe, devices: int, tokens: int | None) -> Recipe:
+def _check_batch_tokens(recipe: Recipe, tokens: int | None) -> Recipe:
     if tokens is not None and recipe.batch.size * recipe.batch.length != tokens:
         raise RecipeError(f"--batch-tokens: {tokens:,} and --set batch say different things; leave one out")
     return recipe
@@ -164,10 +168,13 @@ def _name(what: str) -> str:
 
 
 def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Rates | Roofline, int]:
-    """The device to plan for, how fast it is, and bytes of it that are taken: this machine, measured, or one that the catalogue knows or the user states.
+    """Returns the device to plan for, its rates, and the bytes of its memory in use.
+
+    Without `gpu` this is the current machine, measured; otherwise a device of the catalogue or one that the user
+    describes.
 
     Args:
-        per_host: devices of a host; on CPUs they share this machine's cores and memory.
+        per_host: devices per host; on CPUs they share this machine's cores and memory.
 
     Raises:
         RecipeError: there is no such device.
@@ -179,15 +186,15 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
 
         device, threads = resolve_device(recipe, per_host)
         return device, rates(device, threads), in_use(device)
-    from preheat.planning.speed.roofline import Roofline  # it imports torch, and a recipe that is wrong is told before
+    from preheat.planning.speed.roofline import Roofline  # imports torch; recipe errors should appear before that
 
-    found = stated(gpu) if "=" in gpu else _known(gpu)
-    if found.memory is None or found.bandwidth is None:
-        raise RecipeError(f"--gpu: the catalogue has no memory or bandwidth of {found.name}; {_STATE}")
-    roofline = Roofline(found, per_host)
+    entry = stated(gpu) if "=" in gpu else _known(gpu)
+    if entry.memory is None or entry.bandwidth is None:
+        raise RecipeError(f"--gpu: the catalogue has no memory or bandwidth of {entry.name}; {_STATE}")
+    roofline = Roofline(entry, per_host)
     if not roofline.peak_matrix_rate:
-        raise RecipeError(f"--gpu: {found.name} has no matrix rate; {_STATE}")
-    device = replace(roofline.as_device, expandable=grows(recipe.hardware.segments, amd=found.generation == "cdna"))
+        raise RecipeError(f"--gpu: {entry.name} has no matrix rate; {_STATE}")
+    device = replace(roofline.as_device, expandable=grows(recipe.hardware.segments, amd=entry.generation == "cdna"))
     limit = recipe.hardware.memory
     return replace(device, memory=parse_memory(limit)) if limit else device, roofline, 0
 

@@ -1,7 +1,7 @@
-"""The processes of a run: who this one is, what the first finds out for all, and that all are of one mind before they begin.
+"""The processes of a run: ranks, the rendezvous store, and the check that all ranks agree before training.
 
-torchrun, or `preheat train --nproc`, starts each with RANK, WORLD_SIZE and where to meet. The first process reads the data and plans
-before the others join it, so that what takes long or goes wrong does so once, outside any collective.
+torchrun, or `preheat train --nproc`, starts each process with RANK, WORLD_SIZE and the store's address. Rank 0 reads
+the data and plans before the others join, so that slow or failing work happens once, outside any collective.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from preheat.recipe import Recipe
 __all__ = ["BACKEND", "Ranks", "meet"]
 
 BACKEND = "backend"
-"""The key under which the first process leaves by what the devices reach each other, if it is not gloo."""
+"""The store key under which rank 0 publishes the backend, if it is not gloo."""
 _LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Tt]imed out|timeout|NCCL", re.ASCII)
-"""In what a collective says when a process is gone or does not answer."""
+"""Matches the error of a collective when a process is lost or does not answer."""
 _PATIENCE = timedelta(days=7)
-"""How long the others wait while the first reads data and plans; if it fails, the launcher ends them."""
+"""How long the other ranks wait while rank 0 reads data and plans; if it fails, the launcher ends them."""
 
 
 @dataclass
 class Ranks:
-    """The default is one process, alone.
+    """This process's ranks and the store; the default is a single process.
 
     Attributes:
-        rank, world: this process's number, and how many there are.
-        local, on_host: its number on this host, and how many there are.
-        store: where they leave each other words.
+        rank, world: global rank and number of processes.
+        local, on_host: local rank and number of processes on this host.
+        store: torch.distributed store shared by all processes of the run.
     """
 
     rank: int = 0
@@ -51,13 +51,13 @@ class Ranks:
     def lead(self) -> bool:
         return self.rank == 0
 
-    def tell(self, key: str, value: Any) -> None:
-        """Leaves something for the others, as JSON."""
+    def publish(self, key: str, value: Any) -> None:
+        """Publishes a value in the store, as JSON."""
         if self.store is not None:
             self.store.set(key, json.dumps(value))
 
-    def hear(self, key: str) -> Any:
-        """What another has left, or will leave.
+    def fetch(self, key: str) -> Any:
+        """Waits for a published value and returns it.
 
         Raises:
             RunError: the process that holds the store ended.
@@ -71,7 +71,7 @@ class Ranks:
             raise RunError(f"rank {self.rank}: rank 0 ended before the run began; its own words say why") from None
 
     def gather(self, key: str) -> None:
-        """Waits until every process has called this with the same key, or ended."""
+        """Waits until every process has called this with the same key, or the store is gone."""
         import torch.distributed as dist
 
         if self.store is not None:
@@ -79,45 +79,47 @@ class Ranks:
             with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
                 self.store.wait([f"{key}/{rank}" for rank in range(self.world)])
 
-    def agree(self, facts: dict[str, str]) -> None:
-        """Compares what must be equal everywhere.
+    def require_equal(self, facts: dict[str, str]) -> None:
+        """Checks that all ranks have the same facts.
 
         Raises:
-            RunError: this process differs from the first; the words say in what.
+            RunError: this process differs from rank 0; the message names the difference.
         """
         if self.world == 1:
             return
         if self.lead:
-            self.tell("facts", facts)
+            self.publish("facts", facts)
             return
-        first = self.hear("facts")
+        first = self.fetch("facts")
         for key, value in facts.items():
             if value != first[key]:
                 raise RunError(
-                    f"rank {self.rank} on {os.uname().nodename}: its {key} is {value}, and that of rank 0 is {first[key]}; make them the same on all hosts"
+                    f"rank {self.rank} on {os.uname().nodename}: its {key} is {value}, and that of rank 0 is "
+                    f"{first[key]}; make them the same on all hosts"
                 )
 
     def join(self, recipe: Recipe, kind: str) -> None:
-        """Forms torch.distributed's default group.
+        """Initializes torch.distributed's default process group.
 
         Args:
-            kind: of device: cpu or cuda.
+            kind: device type, cpu or cuda.
         """
         if self.world == 1:
             return
         import torch
         import torch.distributed as dist
 
-        if all_here():  # no other host needs to reach them, whoever started them
+        if all_here():  # all processes are on this host: keep their traffic on the loopback interface
             os.environ.update(local_group())
         device = torch.device("cuda", self._gpu()) if kind == "cuda" else None
         if device is not None:
             torch.cuda.set_device(device)
             if self.lead:
-                self.tell(BACKEND, "nccl")
+                self.publish(BACKEND, "nccl")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-            device_id=device,  # NCCL connects here, where a GPU that does not answer is told, and subgroups split off from this group
+            # With a device_id NCCL connects at once: unresponsive GPUs fail here, and subgroups are split off.
+            device_id=device,
             store=dist.PrefixStore("group", self.store),
             rank=self.rank,
             world_size=self.world,
@@ -125,37 +127,38 @@ class Ranks:
         )
 
     def _gpu(self) -> int:
-        """The number of this process's GPU, among those that it sees.
+        """Returns the index of this process's GPU among the visible ones.
 
         Raises:
             RunError: there is none for it.
         """
         import torch
 
-        seen = torch.cuda.device_count()
-        if self.local < seen:
+        count = torch.cuda.device_count()
+        if self.local < count:
             return self.local
-        if seen == 1 and os.environ.get(
-            "CUDA_VISIBLE_DEVICES"
-        ):  # whoever started it gave each process a GPU of its own
+        # With CUDA_VISIBLE_DEVICES the launcher gave each process a GPU of its own.
+        if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
             return 0
         raise RunError(
-            f"rank {self.rank}: is number {self.local} on its host, which has {seen} GPU{'' if seen == 1 else 's'} for it; "
+            f"rank {self.rank}: is number {self.local} on its host, which has {count} "
+            f"GPU{'' if count == 1 else 's'} for it; "
             f"start at most as many processes as there are GPUs"
         )
 
     def explained(self, error: BaseException, step: int) -> BaseException:
-        """An error of a collective in words; any other error as it is."""
-        words = str(error).splitlines()[0] if str(error) else ""
-        if self.world == 1 or not isinstance(error, RuntimeError) or not _LOST.search(words):
+        """Converts the error of a collective to a RunError; returns any other error unchanged."""
+        message = str(error).splitlines()[0] if str(error) else ""
+        if self.world == 1 or not isinstance(error, RuntimeError) or not _LOST.search(message):
             return error
-        words = words.split(". This is typically")[0].split("] ", 1)[-1]  # what went wrong, less gloo's file and advice
+        message = message.split(". This is typically")[0].split("] ", 1)[-1]  # without gloo's source file and advice
         return RunError(
-            f"rank {self.rank}: lost the other processes in step {step + 1} ({words[-160:]}); start again with --resume, which goes on from the last checkpoint"
+            f"rank {self.rank}: lost the other processes in step {step + 1} ({message[-160:]}); start again with "
+            "--resume, which goes on from the last checkpoint"
         )
 
     def leave(self) -> None:
-        """Ends the group."""
+        """Destroys the process group."""
         if self.world > 1:
             import torch.distributed as dist
 
@@ -164,22 +167,23 @@ class Ranks:
 
 
 def meet(recipe: Recipe) -> Ranks:
-    """This process among those that a launcher started; alone where none did.
+    """Connects to the processes that a launcher started; returns a single process if there was no launcher.
 
     Raises:
-        RecipeError: the recipe wants another number of processes.
-        RunError: the others' meeting point cannot be reached.
+        RecipeError: the recipe asks for another number of processes.
+        RunError: the rendezvous store cannot be reached.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if recipe.parallel.devices not in (None, world):
         wanted = recipe.parallel.devices
-        how = (
+        hint = (
             f"start it with --nproc {wanted}, or under torchrun"
             if world == 1
             else f"start {wanted}, or leave the key out"
         )
         raise RecipeError(
-            f"parallel.devices: {wanted} processes are wanted, and {world} {'was' if world == 1 else 'were'} started; {how}"
+            f"parallel.devices: {wanted} processes are wanted, and {world} {'was' if world == 1 else 'were'} "
+            f"started; {hint}"
         )
     if world == 1:
         return Ranks()
@@ -188,30 +192,34 @@ def meet(recipe: Recipe) -> Ranks:
     patience = recipe.parallel.timeout
     rank, port = (os.environ.get(key, "") for key in ("RANK", "MASTER_PORT"))
     address = store_address()
-    lost = f"rank {rank}: cannot meet the others at {address}:{port} within {patience:g} s ({{}}); is the first host up, and the port open?"
-    begun = time.monotonic()
-    # The store stands with torchrun's agent, or with the first process. torch tells of a store that is not there with all its C++ frames.
+    lost = (
+        f"rank {rank}: cannot meet the others at {address}:{port} within {patience:g} s ({{}}); is the first "
+        "host up, and the port open?"
+    )
+    start = time.monotonic()
+    # The store is held by torchrun's agent or by rank 0. Probe it first: torch reports an unreachable store with a long
+    # C++ traceback.
     if (rank != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True") and address and port.isdecimal():
         why = _unreachable(address, int(port), patience)
         if why:
             raise RunError(lost.format(why))
     try:
-        store = launched_store(max(1.0, patience - (time.monotonic() - begun)))
+        store = launched_store(max(1.0, patience - (time.monotonic() - start)))
         number = int(rank)
     except (dist.DistNetworkError, dist.DistStoreError, OSError, ValueError) as error:
         raise RunError(lost.format(str(error).splitlines()[0][:120])) from None
     store.set_timeout(timedelta(seconds=recipe.parallel.timeout))
     try:
-        word = _roll_call(store, number, world, patience)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:  # whoever holds the store ended
+        prefix = _roll_call(store, number, world, patience)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:  # the process that holds the store ended
         raise RunError(lost.format(str(error).splitlines()[0][:120])) from None
-    store = dist.PrefixStore(word, store)
+    store = dist.PrefixStore(prefix, store)
     local, on_host = (int(os.environ.get(key, "0") or 0) for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     return Ranks(number, world, local, on_host or 1, store)
 
 
 def _unreachable(address: str, port: int, patience: float) -> str | None:
-    """Why nothing answers there, after having tried for so many seconds; None: something does."""
+    """Returns the reason why nothing answers at the address within `patience` seconds, or None if something does."""
     end = time.monotonic() + patience
     while True:
         try:
@@ -225,10 +233,10 @@ def _unreachable(address: str, port: int, patience: float) -> str | None:
 
 
 def _roll_call(store: Any, rank: int, world: int, patience: float) -> str:
-    """A word that only these very processes share: after a restart the launcher's store still holds what those before left there.
+    """Returns a store prefix unique to these processes: after a restart, the launcher's store still has old keys.
 
-    Each says hello by a number of its own. The first calls the roll and waits until all have answered it; a number that a dead process
-    left is never answered for, and the one who takes its place is called anew.
+    Each rank publishes a unique ID. Rank 0 publishes the list of IDs and waits until all have confirmed it; the ID of a
+    dead process is never confirmed, and its replacement publishes a new one, which starts another round.
     """
     mine, answered, roll = uuid.uuid4().hex, "", {"word": "", "numbers": []}
     store.set(f"hello/{rank}", mine)

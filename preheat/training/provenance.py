@@ -1,4 +1,4 @@
-"""What a run writes down of where it runs."""
+"""Provenance of a run: command, machine and versions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def digest(text: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What must be equal on all hosts: the versions that decide the numbers, and preheat's own source."""
+    """Returns the versions that must be equal on all hosts for equal losses, and a digest of preheat's source."""
     import importlib.metadata as metadata
 
-    house = Path(__file__).parents[1]
-    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()[:16]
+    package = Path(__file__).parents[1]
+    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()[:16]
     return {
         "preheat's source": source,
         **{f"version of {name}": metadata.version(name) for name in ("torch", "transformers")},

@@ -1,4 +1,4 @@
-"""Going on with a run: what must be as it was, and the checkpoint that it goes on from."""
+"""Resuming a run: checks that recipe, data and model are unchanged, and loads the newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -25,37 +25,38 @@ from preheat.training.observer import Watch
 __all__ = ["Looked", "compare", "fingerprints", "resumed", "summary_of_finished"]
 
 Looked = tuple[Path | None, list[tuple[Path, str]]]
-"""The newest whole checkpoint, and the damaged ones with what is wrong with each."""
+"""The newest intact checkpoint, and the damaged ones with the problem of each."""
 
-# What may differ between a run and its resumption; everything else decides the numbers.
+# Keys that may differ between a run and its resumption; all others affect the losses.
 _FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.workers", "data.prefetch")
 
 
-_NAMED = 6  # keys that a message names: another recipe altogether differs in dozens
+_NAMED = 6  # changed keys listed in an error message: an unrelated recipe differs in dozens
 
 
-def fingerprints(made: Build, data: Any) -> dict[str, str]:
-    settings = made.trained[0].config.to_dict()  # type: ignore[operator,union-attr]
-    settings.pop("_name_or_path", None)  # where it was read from: the same folder may be named in several ways
+def fingerprints(build: Build, data: Any) -> dict[str, str]:
+    """Returns digests of the data, the model configuration and the initial weights."""
+    settings = build.trained[0].config.to_dict()  # type: ignore[operator,union-attr]
+    settings.pop("_name_or_path", None)  # the path it was read from: the same folder has several spellings
     config = json.dumps(settings, sort_keys=True, default=str)
     return {
         "data": data.fingerprint,
         "model": hashlib.sha256(config.encode()).hexdigest()[:16],
-        "weights": made.weights.fingerprint(),
-    } | {role: source.fingerprint() for role, source in made.sources.items()}
+        "weights": build.weights.fingerprint(),
+    } | {role: source.fingerprint() for role, source in build.sources.items()}
 
 
 def compare(recipe: Recipe, before: str) -> bool:
-    """Refuses a resumption whose recipe would change the numbers, and names the keys.
+    """Rejects a recipe that would change the losses of the resumed run, and names the changed keys.
 
     Returns:
-        Whether techniques that spare memory and keep the numbers, up to rounding, are others than they were.
+        True if memory-saving techniques changed, which keep the losses up to rounding.
     """
-    # Files and folders may have moved: their names are compared here, their contents by the checkpoint's fingerprints.
+    # Files and folders may have moved: names are compared here, contents by the checkpoint's fingerprints.
     was_recipe = published(anchored(recipes.parse(before, where="recipe.yaml of the run")))
     recipe = published(anchored(recipe))
     milder, milder_before = (_of_techniques(r, memory_saving=True) for r in (recipe, was_recipe))
-    # Another number of devices, and another way to share the work among them, changes no number.
+    # The number of devices and the parallel layout do not affect the losses.
     old, new = (recipes.as_values(_of_techniques(alone(r), memory_saving=False)) for r in (was_recipe, recipe))
     changed = [
         key for key in _leaves(old).keys() | _leaves(new).keys() if _leaves(old).get(key) != _leaves(new).get(key)
@@ -63,10 +64,13 @@ def compare(recipe: Recipe, before: str) -> bool:
     changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
     if changed:
         was, now = _leaves(old), _leaves(new)
-        words = ", ".join(f"{key} (was {quoted(was.get(key))}, is {quoted(now.get(key))})" for key in changed[:_NAMED])
-        words += f" and {len(changed) - _NAMED} more keys" if len(changed) > _NAMED else ""
+        changes = ", ".join(
+            f"{key} (was {quoted(was.get(key))}, is {quoted(now.get(key))})" for key in changed[:_NAMED]
+        )
+        changes += f" and {len(changed) - _NAMED} more keys" if len(changed) > _NAMED else ""
         raise RunError(
-            f"--resume: the recipe is not that of the run: {words}; put back what was, or start another run with --out"
+            f"--resume: the recipe is not that of the run: {changes}; put back what was, or start another run "
+            "with --out"
         )
     return milder.techniques != milder_before.techniques
 
@@ -89,7 +93,7 @@ def _leaves(values: Any, at: str = "") -> dict[str, Any]:
 
 
 def resumed(
-    made: Build,
+    build: Build,
     out: Path,
     fresh: checkpoint.Progress,
     looked: Looked | None,
@@ -97,59 +101,64 @@ def resumed(
     watch: Watch,
     threads: int,
 ) -> checkpoint.Progress:
-    """Puts the newest whole checkpoint into a build, and returns where it stands.
+    """Loads the newest intact checkpoint into a build and returns its progress.
 
     Args:
-        fresh: where a run stands that has no checkpoint yet.
-        looked: of `checkpoint.find`, where this process is the first: checksums are of all files, so once is enough.
+        fresh: the progress of a run without a checkpoint.
+        looked: result of `checkpoint.find` on rank 0; its checksums cover all files, so the other ranks need none.
 
     Raises:
-        RunError: data, model or weights are others, or no checkpoint is whole.
+        RunError: data, model or weights changed, or no checkpoint is intact.
     """
     folder = out / "checkpoints"
-    if made.mesh.rank == 0:
-        for left in folder.glob("step-*.writing"):  # of a session that was killed while it saved
+    if build.mesh.rank == 0:
+        for left in folder.glob("step-*.writing"):  # from a session that was killed while saving
             if re.fullmatch(r"step-[0-9]+\.writing", left.name):
                 shutil.rmtree(left, ignore_errors=True)
-    found, damaged = checkpoint.all_gather_object(made, looked)[0]
+    newest, damaged = checkpoint.all_gather_object(build, looked)[0]
     for path, problem in damaged:
         writer.event("damaged", checkpoint=path.name, problem=problem)
         watch.notice(f"{path}: damaged ({problem}); it is passed over")
-    if found is None:
+    if newest is None:
         if damaged:
             raise RunError(
-                f"{folder}: no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]}); start another run with --out"
+                f"{folder}: no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]}); start another run "
+                "with --out"
             )
         watch.notice("no checkpoint was saved yet: starting from step 0")
         return fresh
-    kept = checkpoint.read_progress(found)
-    differs = [name for name, value in fresh.fingerprints.items() if kept.fingerprints.get(name) != value]
+    saved = checkpoint.read_progress(newest)
+    differs = [name for name, value in fresh.fingerprints.items() if saved.fingerprints.get(name) != value]
     if differs:
-        words = {role: f"{role}'s weights" for role in made.sources} | {
+        labels = {role: f"{role}'s weights" for role in build.sources} | {
             "data": "data (the source, tokenizer or packing)",
             "model": "model's configuration",
             "weights": "model's weights",
         }
         raise RunError(
-            f"--resume: the {', the '.join(words[d] for d in differs)} changed since {found.name} was saved; put back what was, or start another run with --out"
+            f"--resume: the {', the '.join(labels[d] for d in differs)} changed since {newest.name} was saved; put "
+            "back what was, or start another run with --out"
         )
-    if kept.threads != threads:
+    if saved.threads != threads:
         watch.notice(
-            f"resumed with {threads} threads where the run had {kept.threads}: losses will agree up to rounding, not bit for bit"
+            f"resumed with {threads} threads where the run had {saved.threads}: losses will agree up to rounding, "
+            "not bit for bit"
         )
-    if not is_exact(made.device.kind, made.recipe.hardware.deterministic):
-        watch.notice(f"resumed, and losses will agree {repeats(made.device.kind, made.recipe.hardware.deterministic)}")
-    progress = checkpoint.load(made, found)
+    if not is_exact(build.device.kind, build.recipe.hardware.deterministic):
+        watch.notice(
+            f"resumed, and losses will agree {repeats(build.device.kind, build.recipe.hardware.deterministic)}"
+        )
+    progress = checkpoint.load(build, newest)
     progress.recipe = fresh.recipe
     return progress
 
 
 def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int | None) -> dict[str, Any] | None:
-    """What `train` returns of a run that has taken all of its steps and written its end; None: there is more to do.
+    """Returns the summary that `train` returns if the run has finished, or None if it has not.
 
     Args:
-        looked: of `checkpoint.find`.
-        total: steps of the whole run; None: until the clock says so.
+        looked: result of `checkpoint.find`.
+        total: steps of the whole run; None: limited by time only.
     """
     end = run.finished()
     if looked[0] is None or end is None:

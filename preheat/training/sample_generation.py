@@ -1,4 +1,4 @@
-"""Text that a run writes: after the same prompts before the first step and after the last, in its events and in samples.json."""
+"""Sample texts of a run: generated from fixed prompts before the first step and after the last."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["Samples", "questions"]
 
 
 class Samples:
-    """The samples of a run.
+    """Generates the samples of a run and stores them in its events and in samples.json.
 
     Args:
-        template: lays out the prompts as chats.
-        positions: tokens that the model can read.
+        template: formats the prompts as chats.
+        positions: context length of the model.
         validation: rows whose questions are answered too (`sample.rows`).
 
     Attributes:
-        prompts: those of the recipe, then those of the rows.
-        expected: the row's own answer to each; None without one.
+        prompts: the recipe's prompts, then those of the rows.
+        expected: the reference answer of each prompt; None for the recipe's prompts.
 
     Raises:
-        RecipeError, DataError: a prompt that cannot be written after: found before anything is trained.
+        RecipeError, DataError: a prompt is invalid; raised before training.
     """
 
     def __init__(
@@ -51,24 +51,24 @@ class Samples:
             raise RecipeError(
                 f"sample.tokens: {recipe.sample.tokens} leave no room for a question in {positions} positions"
             )
-        asked = questions(validation, recipe.sample.rows, tokenizer, room) if recipe.sample.rows else []
-        self.prompts: list[Prompt] = [*recipe.sample.prompts, *(question for question, _ in asked)]
-        self.expected = [*(None for _ in recipe.sample.prompts), *(answer for _, answer in asked)]
+        pairs = questions(validation, recipe.sample.rows, tokenizer, room) if recipe.sample.rows else []
+        self.prompts: list[Prompt] = [*recipe.sample.prompts, *(question for question, _ in pairs)]
+        self.expected = [*(None for _ in recipe.sample.prompts), *(answer for _, answer in pairs)]
         for number, prompt in enumerate(recipe.sample.prompts, 1):
             prompt_tokens(tokenizer, prompt, template, positions=positions, where=f"sample.prompts: prompt {number}")
 
     @property
     def before(self) -> bool:
-        """Whether there is something to write before training: a model that was trained already."""
+        """True if samples are generated before training, i.e. if the model starts from pretrained weights."""
         model = self.recipe.model
         return bool(self.prompts) and model.path is not None and model.weights == "pretrained"
 
     def write(self, build: Build, writer: Writer, *, step: int) -> None:
-        """Writes a text after each prompt into the run's events, and all that the run has so far into samples.json."""
+        """Generates a text for each prompt, logs it as an event, and rewrites samples.json with all samples so far."""
         settings = self.recipe.sample
-        if settings.compile == "auto":  # what compiling keeps of the device's memory is not in the plan of a run
+        if settings.compile == "auto":  # the run's memory plan does not include the memory that compiling keeps
             settings = replace(settings, compile=False)
-        # Opened for this call alone: while the model trains, the draft's memory is the run's.
+        # Loaded for this call only: during training, the memory of the draft model belongs to the run.
         draft = None if settings.draft is None else load_draft_model(settings.draft, self.tokenizer)
         texts = write_texts(
             build, self.tokenizer, self.prompts, settings, template=self.template, draft=draft, seed=self.recipe.seed
@@ -81,11 +81,11 @@ class Samples:
 
 
 def questions(rows: Rows | None, count: int, tokenizer: Any, room: int = 0) -> list[tuple[Tokens, str]]:
-    """The questions of the first validation rows, as the model reads them in training, each with the row's own answer.
+    """Returns the questions of the first validation rows, formatted as in training, each with its reference answer.
 
     Args:
-        rows: packed rows with documents of a question, which is read, and an answer, which is trained.
-        count: at most so many.
+        rows: packed rows whose documents hold a question (masked) and an answer (trained on).
+        count: maximum number of questions.
         room: longest question in tokens; 0: any.
 
     Raises:
@@ -93,29 +93,30 @@ def questions(rows: Rows | None, count: int, tokenizer: Any, room: int = 0) -> l
     """
     from preheat.data.packing import IGNORED
 
-    found: list[tuple[Tokens, str]] = []
+    pairs: list[tuple[Tokens, str]] = []
     for row in map(rows.row, range(len(rows))) if rows is not None else ():
         if row.images or row.group != 1:
-            break  # what was drawn, or compared, is not told by a text alone
+            break  # images and preference pairs cannot be shown as one text
         start = 0
         for size in row.documents:
             tokens, labels = row.tokens[start : start + size], row.labels[start : start + size]
             start += size
             trained = (labels != IGNORED).nonzero()[0]
-            # The label of a place is the token behind it: the question ends with the first place that has one.
+            # Labels are shifted: a position's label is the next token, so the question ends at the first label.
             if not len(trained) or trained[0] == 0 or (room and trained[0] >= room):
                 continue
-            # Of a chat of several turns, the first answer.
+            # In a chat of several turns, take the first answer.
             gaps = (trained[1:] - trained[:-1] > 1).nonzero()[0]
             last = trained[gaps[0]] if len(gaps) else trained[-1]
             ids = tuple(tokens[: trained[0] + 1].tolist())
             answer = tokenizer.decode(tokens[trained[0] + 1 : last + 2].tolist(), skip_special_tokens=True)
-            found.append((Tokens(ids, tokenizer.decode(ids)), answer))
-            if len(found) == count:
-                return found
-    if not found:
+            pairs.append((Tokens(ids, tokenizer.decode(ids)), answer))
+            if len(pairs) == count:
+                return pairs
+    if not pairs:
         raise RecipeError(
-            "sample.rows: the validation rows hold no question with an answer (text alone, pairs and images have none); "
+            "sample.rows: the validation rows hold no question with an answer (text alone, pairs and images have "
+            "none); "
             "write sample.prompts, or leave it out"
         )
-    return found
+    return pairs

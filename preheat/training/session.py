@@ -1,4 +1,4 @@
-"""From a recipe to a run that is ready to step: data, plan, folder, build, and where an earlier session stopped."""
+"""Prepares a run for training: data, plan, run folder, build, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -60,90 +60,92 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that was to be resumed and has no step left to take. Nothing was written."""
+    """A resumed run that has no steps left. Nothing was written."""
 
     summary: dict[str, Any]
-    """As `train` returns it."""
+    """The return value of `train`."""
 
 
 @dataclass
 class Session:
-    """A run that is ready to step, once it is `assemble`d."""
+    """A run that is ready to train after `assemble`."""
 
     recipe: Recipe
-    """As it was written."""
+    """The recipe as written."""
     settled: Recipe
-    """With values for what its techniques leave to a dry run."""
+    """The recipe with values for the settings that a dry run chooses."""
     effective: Recipe
-    """And with the rungs that were taken: what is built."""
+    """The settled recipe with fallbacks applied; this one is built."""
     device: Device
     threads: int
     data: Any
     """preheat.data.PreparedData."""
     probes: RunEvaluator
-    """What is measured beside the steps."""
+    """Runs the evaluations of the run."""
     samples: Samples
     writer: Writer
     watch: Watch
     ranks: Ranks
-    """Which process of the run this is."""
+    """Rank of this process and the store."""
     plan: dict[str, Any]
     planner: PlanContext | None
-    """Plans other recipes for this run; in the first process."""
+    """Plans other recipes for this run; on rank 0 only."""
     looked: Looked | None
-    """The checkpoint to go on from, where there is one; in the first process."""
+    """The checkpoint to resume from, if any; on rank 0 only."""
     imports: int
-    """Bytes that the process held before the build."""
+    """Resident bytes of the process before the build."""
     claimed: int
-    """Bytes that it had claimed by then, touched or not."""
+    """Bytes allocated by the process before the build, touched or not."""
     build: Build = field(init=False)
     saving: Saving = field(init=False)
     progress: checkpoint.Progress = field(init=False)
     shape: Callable[[int], Shape] = field(init=False)
-    """What a step, counted from 0, reads: a pure function, so that any session reads the same."""
+    """Batch shape of a step (from 0): a pure function, so that every session reads the same."""
     order: Iterator[int] = field(init=False)
-    """Rows of the data, by number, from where the run stands."""
+    """Row numbers of the data, from the current progress on."""
     peak_lr: float = field(init=False)
     assembled: bool = False
-    """Whether there is a build."""
+    """True if there is a build."""
 
     @property
     def total(self) -> int | None:
-        """Optimizer steps of the whole run; None: until the clock says so."""
+        """Optimizer steps of the whole run; None if only time limits it."""
         return steps_of(self.recipe, _length(self.data))
 
     def assemble(self, *, resume: bool) -> None:
-        """Builds the effective recipe, and puts the checkpoint into it that the run goes on from.
+        """Builds the effective recipe and loads the checkpoint that the run resumes from.
 
         Raises:
-            RecipeError, RunError: it cannot be built; the checkpoint is not of this run.
+            RecipeError, RunError: the recipe cannot be built, or the checkpoint belongs to another run.
         """
         import torch
 
         self.watch.stage("building")
         check()
-        made = build(self.effective, vocabulary=len(self.data.tokenizer), device=self.device)
-        # Dropout: other masks for other rows, the same in each run.
-        torch.manual_seed(self.recipe.seed * 65537 + made.mesh.index(*DATA))
-        for change in made.changes.get("dropout", ()):
+        new_build = build(self.effective, vocabulary=len(self.data.tokenizer), device=self.device)
+        # Seeds dropout: different masks on each data-parallel rank, the same in every run.
+        torch.manual_seed(self.recipe.seed * 65537 + new_build.mesh.index(*DATA))
+        for change in new_build.changes.get("dropout", ()):
             self.watch.notice(change.what)
         progress = checkpoint.Progress(
-            recipe=recipes.dump(self.effective), fingerprints=fingerprints(made, self.data), run=self.writer.id
+            recipe=recipes.dump(self.effective), fingerprints=fingerprints(new_build, self.data), run=self.writer.id
         )
         folder = self.writer.path
         if resume:
-            progress = resumed(made, folder, progress, self.looked, self.writer, self.watch, self.threads)
-        self.build, self.progress, self.assembled = made, progress, True
-        self.peak_lr = peak_learning_rate(made)
-        self.saving = Saving(made, folder / "checkpoints", at=progress.step or -1)
+            progress = resumed(new_build, folder, progress, self.looked, self.writer, self.watch, self.threads)
+        self.build, self.progress, self.assembled = new_build, progress, True
+        self.peak_lr = peak_learning_rate(new_build)
+        self.saving = Saving(new_build, folder / "checkpoints", at=progress.step or -1)
         check()
-        self.writer.json("changes.json", {name: [asdict(c) for c in changes] for name, changes in made.changes.items()})
+        self.writer.json(
+            "changes.json", {name: [asdict(c) for c in changes] for name, changes in new_build.changes.items()}
+        )
         self.read()
 
     def read(self) -> None:
-        """Rows come from where the run stands."""
-        made, total = self.build, self.total
-        self.shape = lambda step: made.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
+        """Sets the batch shapes and the row order from the current progress on, and runs the dataset passes."""
+        current, total = self.build, self.total
+        self.shape = lambda step: current.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
         self.order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
         if self.build.hooks.dataset_passes:
             from preheat.data.loader import rows_consumed
@@ -151,13 +153,12 @@ class Session:
             steps = range(self.progress.step, self.total or 0)
             left = sum(rows_consumed(self.shape(step), self.recipe.batch.length) for step in steps)
             order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
-            ahead = (
-                itertools.islice(order, left) if self.total else range(_length(self.data) or 0)
-            )  # all, where only the clock ends it
-            self.build.run_dataset_passes(self.data.train, ahead, self.watch.progress)
+            # A run that only time limits may read every row.
+            remaining = itertools.islice(order, left) if self.total else range(_length(self.data) or 0)
+            self.build.run_dataset_passes(self.data.train, remaining, self.watch.progress)
 
     def rows(self) -> Generator[list[Batch], None, None]:
-        """Global batches from where the run stands, without end; to be closed."""
+        """Yields global batches from the current progress on, without end; close the generator after use."""
         from preheat.data import batches
 
         mesh, settings = self.build.mesh, self.recipe.data
@@ -174,8 +175,8 @@ class Session:
             share=(mesh.index(*DATA), mesh.size(*DATA)),
         )
 
-    def let_go(self) -> None:
-        """Lets go of the build and its memory; what it stands at stays known."""
+    def free_build(self) -> None:
+        """Frees the build and its memory; keeps the progress."""
         del self.build, self.saving, self.shape, self.order
         self.assembled = False
         gc.collect()
@@ -183,17 +184,24 @@ class Session:
 
 
 def rows_of(recipe: Recipe) -> int | None:
-    """Training rows, where `stop.epochs` makes them matter: then the data is read (and cached); a preset alone has no tokenizer to read by."""
+    """Returns the number of training rows if `stop.epochs` needs it, reading (and caching) the data; else None.
+
+    Presets that can only be planned have no tokenizer to read the data with.
+    """
     if not recipe.stop.epochs or presets.only_planned(recipe):
         return None
     return _length(data_of(recipe))
 
 
-def data_of(recipe: Recipe, **how: Any) -> PreparedData:
-    """The data of a recipe, read with its model's tokenizer and checked against its model's embedding; `how` is `prepare`'s progress and refuse."""
+def data_of(recipe: Recipe, **options: Any) -> PreparedData:
+    """Reads the data of a recipe with its model's tokenizer, and checks it against the size of the embedding.
+
+    Args:
+        options: `progress` and `refuse` of `prepare`.
+    """
     from preheat.data import prepare
 
-    config = hf.configure(recipe, vocabulary_of(recipe))  # a model that cannot be had is told before the data is read
+    config = hf.configure(recipe, vocabulary_of(recipe))  # reports a missing model before the data is read
     return prepare(
         recipe.data,
         length=recipe.batch.length,
@@ -202,14 +210,14 @@ def data_of(recipe: Recipe, **how: Any) -> PreparedData:
         add_tokens=recipe.model.add_tokens,
         embedding=hf.facts(config).vocabulary,
         **reading(config, recipe.model.path),
-        **how,
+        **options,
     )
 
 
 def vocabulary_of(recipe: Recipe) -> int:
-    """Pieces of the tokenizer without reading the data: for a plan.
+    """Returns the tokenizer's vocabulary size for a plan, without reading the data.
 
-    A tokenizer that is still to be trained will have `data.vocabulary` pieces (fewer only where the text is tiny).
+    A tokenizer that is still to be trained will have `data.vocabulary` tokens (fewer only if the text is tiny).
     """
     folder = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
     if folder is None:
@@ -217,23 +225,26 @@ def vocabulary_of(recipe: Recipe) -> int:
     from preheat.data.tokenizer import load_tokenizer
 
     if recipe.data.tokenizer is None:
-        hf.configure(recipe)  # a model that is not there is told as that, not as a tokenizer that is missing
+        hf.configure(recipe)  # reports a missing model as such, not as a missing tokenizer
     if recipe.model.add_tokens:
-        # A token that the tokenizer had may be named only where the embedding ends before it: a trained row is not to be lost.
+        # An existing token may be added only if the embedding has no row for it: adding it would reset a trained row.
         rows = hf.configure(replace(recipe, model=replace(recipe.model, add_tokens=()))).get_text_config().vocab_size
         known = load_tokenizer(folder).get_vocab()
-        if there := [token for token in recipe.model.add_tokens if known.get(token, rows) < rows]:
+        if existing := [token for token in recipe.model.add_tokens if known.get(token, rows) < rows]:
             raise RecipeError(
-                f"model.add_tokens: the tokenizer has {there[0]!r} already and the model a row for it; leave it out"
+                f"model.add_tokens: the tokenizer has {existing[0]!r} already and the model a row for it; leave it out"
             )
     return len(load_tokenizer(folder, add_tokens=recipe.model.add_tokens))
 
 
 def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """The plan of a recipe on this machine (measured first, where it was not yet); keys as in `preheat.run_dir.PLAN_KEYS`, and `recipe`.
+    """Returns the plan of a recipe on this machine, which is benchmarked first if it was not yet.
 
     Args:
-        trust_remote_code: as of `train`.
+        trust_remote_code: as in `train`.
+
+    Returns:
+        The keys of `preheat.run_dir.PLAN_KEYS`, and `recipe`.
     """
     with remote_code.trusting(trust_remote_code):
         return _plan_here(recipe)
@@ -243,28 +254,28 @@ def _plan_here(recipe: Recipe) -> dict[str, Any]:
     from preheat.hardware.benchmark_rates import rates
 
     device, threads = resolve_device(recipe)
-    how: dict[str, Any] = {
+    context: dict[str, Any] = {
         "vocabulary": vocabulary_of(recipe),
         "device": device,
         "rates": rates(device, threads),
         "in_use": in_use(device),
     }
     rows = rows_of(recipe)
-    recipe = settled(recipe, rows=rows, **how)
-    return plan(recipe, rows=rows, **how) | {"recipe": recipes.as_values(recipe)}
+    recipe = settled(recipe, rows=rows, **context)
+    return plan(recipe, rows=rows, **context) | {"recipe": recipes.as_values(recipe)}
 
 
 def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force: bool = False) -> Session | Finished:
     """Prepares data, plans, opens the folder and builds.
 
     Args:
-        force: train even where the plan says that it does not fit.
+        force: train even if the plan says that it does not fit.
 
     Returns:
-        `Finished` if the run was to be resumed and has ended already.
+        `Finished` if the run to resume has ended already.
 
     Raises:
-        RecipeError, DataError, DoesNotFit, RunError: before anything is written, but for a folder that cannot be.
+        RecipeError, DataError, DoesNotFit, RunError: nothing is left behind in the folder then.
     """
     ranks = meet(recipe)
     device, threads = resolve_device(recipe, ranks.on_host)
@@ -272,22 +283,22 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     if ranks.lead:
         prepared = _prepare(recipe, out, ranks, device, threads, resume=resume, watch=watch, force=force)
         if isinstance(prepared, Finished):
-            ranks.tell("prepared", {"finished": prepared.summary})
-            ranks.gather("read")  # the store may end with this process
+            ranks.publish("prepared", {"finished": prepared.summary})
+            ranks.gather("read")  # this process may hold the store: wait until the others have read it
             return prepared
         ready = prepared
         built, expected = ready.effective, ready.expected
-        ranks.tell("prepared", {"recipe": recipes.dump(built), "plan": expected})
+        ranks.publish("prepared", {"recipe": recipes.dump(built), "plan": expected})
         data, probes, samples = ready.data, ready.probes, ready.samples
     else:
-        heard = ranks.hear("prepared")
-        if "finished" in heard:
+        message = ranks.fetch("prepared")
+        if "finished" in message:
             ranks.gather("read")
-            return Finished(heard["finished"])
-        built, expected = recipes.parse(heard["recipe"], where="the recipe of rank 0"), heard["plan"]
+            return Finished(message["finished"])
+        built, expected = recipes.parse(message["recipe"], where="the recipe of rank 0"), message["plan"]
         data, probes, samples = read_data(recipe, watch)
-    ranks.agree({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
-    import torch.distributed.checkpoint  # noqa: F401  # so that the imports' memory is known before the build
+    ranks.require_equal({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
+    import torch.distributed.checkpoint  # noqa: F401  # count its memory as that of imports, not of the build
 
     ranks.join(recipe, device.kind)
     writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
@@ -347,7 +358,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path, watch: Watch) -> None:
 
 @dataclass
 class _Ready:
-    """What the first process found out before the others join it."""
+    """The preparation of rank 0, before the others join it."""
 
     data: Any
     probes: RunEvaluator
@@ -361,7 +372,7 @@ class _Ready:
 
 
 def read_data(recipe: Recipe, watch: Watch) -> tuple[Any, RunEvaluator, Samples]:
-    """The data, and what is measured and written beside the steps."""
+    """Reads the data and prepares the evaluations and samples of the run."""
     from preheat.data.rows.example_kinds import require_examples
 
     data = data_of(recipe, progress=watch.progress)
@@ -384,7 +395,7 @@ def read_data(recipe: Recipe, watch: Watch) -> tuple[Any, RunEvaluator, Samples]
 
 
 def _length(data: Any) -> int | None:
-    """Training rows, where they are counted."""
+    """Returns the number of training rows, or None if the data is streamed."""
     return len(data.train) if hasattr(data.train, "__len__") else None
 
 
@@ -397,12 +408,12 @@ def _prepare(
     looked: Looked | None = None
     events: list[dict[str, Any]] = []
     run = Reader(out) if resume else None
-    other = run is not None and compare(recipe, run.recipe_text)
+    changed = run is not None and compare(recipe, run.recipe_text)
     if run is not None:
         looked = checkpoint.find(out / "checkpoints", run=run.id)
         if not recipe.stop.epochs and (summary := summary_of_finished(run, looked, recipe, steps_of(recipe, None))):
             return Finished(summary)
-    if other:
+    if changed:
         watch.notice(
             "other settings of techniques that spare memory: losses will agree up to rounding, not bit for bit"
         )
@@ -416,30 +427,32 @@ def _prepare(
     measured = rates(device, threads, progress=_Measuring(watch))
     check()
     watch.stage("planning")
-    how: dict[str, Any] = {
+    context: dict[str, Any] = {
         "vocabulary": len(data.tokenizer),
         "device": device,
         "rates": measured,
         "in_use": in_use(device),
     }
-    # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
-    chosen = built = settled(with_images(recipe, data), rows=_length(data), world=ranks.world, **how)
-    planner = PlanContext(rows=_length(data), world=ranks.world, **how)
+    # The run stores the recipe as written: a dry run may choose other settings on the machine where it is resumed.
+    chosen = built = settled(with_images(recipe, data), rows=_length(data), world=ranks.world, **context)
+    planner = PlanContext(rows=_length(data), world=ranks.world, **context)
     if run is not None and looked is not None:
-        built, events = apply_fallbacks(chosen, out, looked[0], planner, afresh=other)
+        built, events = apply_fallbacks(chosen, out, looked[0], planner, afresh=changed)
         for line in run.all_damaged():
             watch.notice(line)
     expected = planner.plan(built)
     watch.planned(expected)
     if not expected["fits"] and not force:
-        raise DoesNotFit(
-            f"{falls_short(expected)}; {fragmentation_hint(expected) or 'use smaller micro-batches or techniques that save memory (preheat techniques lists them)'}, or train all the same with --force"
+        hint = (
+            fragmentation_hint(expected)
+            or "use smaller micro-batches or techniques that save memory (preheat techniques lists them)"
         )
+        raise DoesNotFit(f"{falls_short(expected)}; {hint}, or train all the same with --force")
     return _Ready(data, probes, samples, chosen, built, expected, planner, looked, events)
 
 
 class _Measuring:
-    """A stage of its own, if this machine is measured: told when the first progress comes."""
+    """Progress callback that announces the stage at its first call, i.e. only if the machine is benchmarked."""
 
     def __init__(self, watch: Watch):
         self.watch, self.begun = watch, False
@@ -451,29 +464,34 @@ class _Measuring:
         self.watch.progress(what, done, 1.0)
 
 
-def _order(made: Build, rows: Any, committed: int, shape: Callable[[int], Shape], total: int | None) -> Iterator[int]:
-    """The order of rows by the build's slot; made here, before the folder is a run, since scores may be wrong."""
+def _order(
+    current: Build, rows: Any, committed: int, shape: Callable[[int], Shape], total: int | None
+) -> Iterator[int]:
+    """Returns the row order of the build's slot.
+
+    Called before the folder becomes a run, because the scores that some orders read may be invalid.
+    """
     from preheat.data.loader import rows_consumed
 
     def samples(step: int) -> int:
-        return rows_consumed(shape(step), made.recipe.batch.length)
+        return rows_consumed(shape(step), current.recipe.batch.length)
 
-    whole = None
-    if total is not None:  # steps take as many samples each, but where the shape changes them: then they are added up
-        whole = samples(0) * total if samples(0) == samples(total) else sum(map(samples, range(total)))
-    return made.slot(Slot.SAMPLE_ORDER)(rows, made.recipe.seed, committed, whole)
+    all_samples = None
+    if total is not None:  # with a constant shape, one multiplication replaces the sum over all steps
+        all_samples = samples(0) * total if samples(0) == samples(total) else sum(map(samples, range(total)))
+    return current.slot(Slot.SAMPLE_ORDER)(rows, current.recipe.seed, committed, all_samples)
 
 
 def in_use(device: Device) -> int:
-    """Bytes of a device that are taken before a run: on a CPU by this process, on a GPU by others."""
+    """Returns the bytes of a device in use before a run: on a CPU by this process, on a GPU by other processes."""
     return resident_bytes() if device.kind == "cpu" else taken_bytes(device)
 
 
 def reset_memory_baseline(device: Device) -> int:
-    """Readies the process for a run: memory settled and on a GPU limited to `hardware.memory`, the high-water mark begun anew.
+    """Prepares the process for a run: frees memory, limits a GPU to `hardware.memory`, resets the peak counter.
 
     Returns:
-        Bytes that the run cannot have: on a CPU what the process holds before the build, on a GPU what others hold.
+        Bytes not available to the run: those of this process before the build (CPU) or of other processes (GPU).
     """
     gc.collect()
     if device.kind == "cuda":

@@ -1,6 +1,7 @@
-"""SIGTERM, Ctrl-C, a closed terminal and SIGUSR1: once means save and end after this step, the same again means now.
+"""Signal handling: the first SIGTERM, SIGINT, SIGHUP or SIGUSR1 saves and ends after the step, the second at once.
 
-SIGUSR1 is how a job tells its processes alone: torchrun, told to end, waits for them no longer than it was set to.
+A batch job sends SIGUSR1 to its training processes only: torchrun, if it gets SIGTERM, kills them after its own
+timeout.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from preheat.hardware.interrupts import Interrupted, end_at_once, heeded
 __all__ = ["Signals", "under_agent"]
 
 _TWICE = 5.0
-"""Seconds within which the same signal counts once in a process of torchrun: who signals a whole job reaches it directly, and torchrun
-passes on what it gets itself."""
+"""Seconds within which a repeated signal counts once under torchrun: a signal to the whole job arrives twice, directly
+and forwarded by torchrun."""
 
 
 def under_agent() -> bool:
-    """Whether torchrun, or a job, started this process and would start it again if it failed."""
+    """Returns True if torchrun or a job scheduler started this process and restarts it when it fails."""
     return "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 class Signals:
-    """While entered, remembers the first signal in `received`; the same one again ends the process at once.
+    """Context manager that stores the first signal in `received`; the same signal again ends the process at once.
 
-    A launcher may pass on as SIGTERM the Ctrl-C that the terminal sent to all."""
+    Other signals are ignored after the first: a launcher may forward, as SIGTERM, the SIGINT that the terminal already
+    sent to all processes.
+    """
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -41,7 +44,7 @@ class Signals:
         self._first = 0.0
 
     def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python cannot set handlers
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers in no other thread
             for number in {*heeded(), *([] if sys.platform == "win32" else [signal.SIGUSR1])}:
                 self._before[number] = signal.signal(number, self._handle)
         return self
@@ -52,12 +55,12 @@ class Signals:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Within, the signal raises `Interrupted`: around what may be broken off and takes long.
+        """Context manager in which a signal raises `Interrupted`, for long work that may be aborted.
 
         Raises:
-            Interrupted: now, if there was one before.
+            Interrupted: at once, if a signal was received before.
         """
-        self._raises = True  # before the look at `received`: a signal between the two would be lost
+        self._raises = True  # set before `received` is read: a signal between the two would be lost
         try:
             if self.received is not None:
                 raise Interrupted(signal.Signals[self.received])

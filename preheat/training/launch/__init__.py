@@ -1,9 +1,9 @@
-"""A recipe as a job of a cluster: what `preheat launch` writes. One module a target; no torch.
+"""Job files for clusters, as `preheat launch` writes them. One module per target; imports no torch.
 
     Job ──check──▶ slurm: sbatch script · kubernetes: manifests · skypilot: task · ray: entry script
 
-Each starts torchrun on every host with one rendezvous, sets what the processes need, keeps the run's folder on storage that all hosts see, and starts
-again after a failure. Whether a start begins the run or goes on with it is decided by that folder alone.
+Each job starts torchrun on every host with one rendezvous, sets the environment, keeps the run's folder on storage that
+all hosts see, and restarts after a failure. The folder alone decides if a start begins the run or resumes it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ TARGETS = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot, "ray"
 
 
 def written(job: Job, target: str) -> str:
-    """The job's file.
+    """Returns the text of the job file.
 
     Raises:
-        RecipeError: the mesh does not multiply to the devices, or an option is wrong or has no place in this target.
+        RecipeError: the mesh does not match the devices, or an option is invalid or not supported by this target.
     """
     module = TARGETS[target]
     job.require(target, module.TAKES)
@@ -28,5 +28,5 @@ def written(job: Job, target: str) -> str:
 
 
 def submit(target: str, path: str) -> str:
-    """The command that submits a file."""
+    """Returns the command that submits a job file."""
     return TARGETS[target].SUBMIT.format(path=path)

@@ -1,4 +1,4 @@
-"""A job: a recipe and the hosts that run it, whatever the cluster. No torch."""
+"""A cluster job: a recipe and the hosts that run it, independent of the scheduler. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = Literal["PyTorchJob", "TrainJob"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What `launch` was asked for. A field that the target has no use for is refused, never left out in silence."""
+    """The options of `preheat launch`. Options that the target does not support are rejected, never ignored."""
 
     recipe: Recipe
     nodes: int = 1
@@ -26,33 +26,33 @@ class Job:
     gpus_per_node: int = 0
     """GPUs of each host; 0: the recipe runs on CPUs."""
     processes_per_node: int | None = None
-    """Processes of each host; one a GPU when not stated."""
+    """Processes of each host; default one per GPU."""
     cpus_per_node: int | None = None
     """Cores of each host that the job may use."""
     memory: str | None = None
     """Memory of each host, e.g. 64G."""
     out: str | None = None
-    """The run's folder, on storage that every host sees; runs/NAME, or /runs/NAME in a container, when not stated."""
+    """The run's folder, on storage that every host sees; default runs/NAME, or /runs/NAME in a container."""
     storage: str | None = None
-    """What is mounted where the run's folder stands: a PersistentVolumeClaim (kubernetes) or a volume (skypilot)."""
+    """Storage that holds the run's folder: a PersistentVolumeClaim (kubernetes) or a volume (skypilot)."""
     time: str | None = None
     """Time limit, hours:minutes:seconds or 2-00:00:00 with days (slurm, kubernetes)."""
     save_within: int = 300
-    """Seconds before its end, by time limit or eviction, that the run is told to save and end."""
+    """Seconds before the time limit or eviction at which the run is signalled to save and end."""
     restarts: int = 3
-    """How often torchrun starts all processes anew after one failed."""
+    """How often torchrun restarts all processes after a failure."""
     port: int | None = None
-    """Port of the rendezvous on the first host; 29400, or one by the job's number (slurm), when not stated."""
+    """Port of the rendezvous on the first host; default 29400, or derived from the job ID (slurm)."""
     interface: str | None = None
-    """Network interface for NCCL and gloo; they choose when not stated."""
+    """Network interface for NCCL and gloo; by default they choose."""
     env: tuple[str, ...] = ()
     """KEY=VALUE for every process."""
     setup: tuple[str, ...] = ()
-    """A shell line before the training, such as `module load cuda` or `source venv/bin/activate`."""
+    """Shell lines before the training, such as `module load cuda` or `source venv/bin/activate`."""
     image: str | None = None
-    """Container image with preheat in it (kubernetes, skypilot, slurm with Pyxis)."""
+    """Container image with preheat installed (kubernetes, skypilot, slurm with Pyxis)."""
     accelerator: str | None = None
-    """Kind of GPU as the cluster names it, e.g. H100 (skypilot, slurm, ray)."""
+    """GPU type as the cluster names it, e.g. H100 (skypilot, slurm, ray)."""
     partition: str | None = None
     """Partition (slurm)."""
     account: str | None = None
@@ -60,11 +60,11 @@ class Job:
     namespace: str | None = None
     """Namespace (kubernetes)."""
     kind: Kind | None = None
-    """PyTorchJob, of Kubeflow's training operator, or TrainJob, of Kubeflow Trainer 2 (kubernetes); PyTorchJob when not stated."""
+    """PyTorchJob (Kubeflow's training operator) or TrainJob (Kubeflow Trainer 2) (kubernetes); default PyTorchJob."""
 
     @property
     def processes(self) -> int:
-        """Of each host."""
+        """Processes per host."""
         return self.processes_per_node or self.gpus_per_node
 
     @property
@@ -73,29 +73,32 @@ class Job:
 
     @property
     def seconds(self) -> int | None:
-        """The time limit."""
+        """The time limit in seconds."""
         if self.time is None:
             return None
-        found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?", self.time)
-        assert found is not None, "problems() has looked"
-        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+        match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?", self.time)
+        assert match is not None, "problems() has looked"
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
     @property
     def label(self) -> str:
-        """The recipe's name as clusters take names (RFC 1035): a letter, then lower case, digits and '-', short enough for what they append."""
+        """The recipe's name as an RFC 1035 label: a letter, then lower-case letters, digits and '-'.
+
+        At most 40 of the 63 characters allowed, because clusters append suffixes.
+        """
         plain = re.sub(r"[^a-z0-9]+", "-", self.recipe.name.lower()).strip("-")
         return (plain if plain[:1].isalpha() else f"run-{plain}")[:40].strip("-")
 
     def mesh(self) -> dict[Axis, int]:
-        """Devices along each axis, as the recipe's techniques share them out."""
+        """Returns the devices along each mesh axis, according to the recipe's techniques."""
         return sizes_of(self.recipe.techniques.values(), self.world)
 
     def require(self, target: str, takes: frozenset[str]) -> None:
-        """Refuses what contradicts itself, and what the target has no place for.
+        """Rejects contradictory options and those that the target does not support.
 
         Args:
-            takes: those of the fields that not every target has which this one has.
+            takes: the optional fields that this target supports.
 
         Raises:
             RecipeError: one line with the option, its value and the fix.
@@ -103,7 +106,8 @@ class Job:
         for field in fields(self):
             if field.name in _SOME and field.name not in takes and getattr(self, field.name) != field.default:
                 raise RecipeError(
-                    f"{option(field.name)}: --scheduler {target} has no such setting; {_INSTEAD.get(field.name, 'leave it out')}"
+                    f"{option(field.name)}: --scheduler {target} has no such setting; "
+                    f"{_INSTEAD.get(field.name, 'leave it out')}"
                 )
         problem = self._problem()
         if problem:
@@ -118,7 +122,10 @@ class Job:
                 f"--processes-per-node: {self.processes} on {self.gpus_per_node} GPUs; a process needs a GPU of its own"
             )
         if recipe.hardware.device == "cpu" and self.gpus_per_node:
-            return f"hardware.device: the recipe runs on CPUs, and --gpus-per-node is {self.gpus_per_node}; use 0 with --processes-per-node"
+            return (
+                f"hardware.device: the recipe runs on CPUs, and --gpus-per-node is {self.gpus_per_node}; use "
+                "0 with --processes-per-node"
+            )
         if recipe.hardware.device == "cuda" and not self.gpus_per_node:
             return "hardware.device: the recipe needs GPUs, and --gpus-per-node is 0"
         if self.cpus_per_node is not None and self.cpus_per_node < self.processes:
@@ -130,14 +137,20 @@ class Job:
         started = f"--nodes {self.nodes} x {per} {self.processes}"
         devices = self.recipe.parallel.devices
         if devices is not None and devices != self.world:
-            return f"parallel.devices: {devices}, but {started} is {self.world}; a mesh that does not multiply: change one of them"
+            return (
+                f"parallel.devices: {devices}, but {started} is {self.world}; a mesh that does not multiply: "
+                "change one of them"
+            )
         try:
             sizes = self.mesh()
         except ValueError as error:
             return f"{started}: a mesh that does not multiply: {error}"
         shares = sizes[DATA[0]] * sizes[DATA[1]]
         if self.recipe.batch.size < shares:
-            return f"batch.size: {self.recipe.batch.size} rows for {shares} devices that share them out; use {shares} or more"
+            return (
+                f"batch.size: {self.recipe.batch.size} rows for {shares} devices that share them out; use "
+                f"{shares} or more"
+            )
         return None
 
     def _form_problem(self) -> str | None:
@@ -162,21 +175,23 @@ class Job:
         return None
 
     def folder(self, root: str) -> PurePosixPath:
-        """The run's folder; `root` holds runs where nothing was stated."""
+        """Returns the run's folder; below `root` if `out` is not set."""
         return PurePosixPath(self.out or f"{root}/{self.recipe.name}")
 
     def environment(self) -> dict[str, str]:
-        """What every process gets."""
+        """Returns the environment variables of every process."""
         chosen = {"NCCL_SOCKET_IFNAME": self.interface, "GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
-        # torchrun passes a SIGTERM on and kills what has not ended by then; 30 s when not stated, too little for a large checkpoint.
+        # torchrun forwards SIGTERM and kills the processes after this timeout; its default of 30 s is too short for
+        # saving a large checkpoint.
         waits = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.save_within), "PYTHONUNBUFFERED": "1"}
-        # An agent that outlives another host's tells the one that takes its place nothing of a store that it keeps: both wait for ever (torch 2.13).
+        # Workaround for torch 2.13: with a shared rendezvous store, an agent that replaces a lost one is not told the
+        # address of the surviving agent's store, and both wait forever.
         if self.nodes > 1:
             waits["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         return waits | {k: v for k, v in chosen.items() if v} | dict(item.split("=", 1) for item in self.env)
 
     def described(self) -> dict[str, Any]:
-        """What a user wants to see before submitting."""
+        """Returns a summary to show before submitting."""
         return {
             "nodes": self.nodes,
             "processes_per_node": self.processes,
@@ -186,10 +201,11 @@ class Job:
 
 
 def option(field: str) -> str:
-    """A field as the command line spells it."""
+    """Returns the command-line option of a field."""
     return "--" + field.replace("_", "-")
 
 
+# Fields that only some targets support, and what to do instead.
 _SOME = frozenset({"storage", "time", "image", "accelerator", "partition", "account", "namespace", "kind", "memory"})
 _INSTEAD = {
     "time": "let the recipe end itself with stop.hours",

@@ -1,4 +1,4 @@
-"""Values as the YAML that clusters read: version 1.1, where `on` must be quoted, with text of several lines left readable."""
+"""YAML 1.1 output for Kubernetes manifests: quotes `on` and keeps multi-line strings readable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _Dumper.add_representer(
 
 
 def manifest(value: Any) -> str:
-    """
+    """Returns a value as YAML.
+
     >>> print(manifest({"name": "on", "run": "a\\nb\\n"}), end="")
     name: 'on'
     run: |

@@ -1,7 +1,7 @@
-"""A job for Kubernetes: the recipe as a ConfigMap, and a PyTorchJob of Kubeflow's training operator or a TrainJob of Kubeflow Trainer 2.
+"""Kubernetes manifests: a ConfigMap with the recipe, and a PyTorchJob (training operator) or TrainJob (Trainer 2).
 
-The run's folder stands on a PersistentVolumeClaim that all pods mount (ReadWriteMany where they are on several hosts). A pod that is told to go
-has `save_within` seconds to save; its container is started again and goes on.
+The run's folder is on a PersistentVolumeClaim that all pods mount (ReadWriteMany if they are on several hosts). A pod
+that is evicted has `save_within` seconds to save; its container is restarted and resumes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _PORT = 29400
 
 
 def write(job: Job) -> str:
-    """The manifests."""
-    return "---\n".join(manifest(one) for one in objects(job))
+    """Returns the manifests as YAML."""
+    return "---\n".join(manifest(value) for value in objects(job))
 
 
 def objects(job: Job) -> list[dict[str, Any]]:
-    """The manifests as values.
+    """Returns the manifests as values.
 
     Raises:
-        RecipeError: without an image, without a claim, or with a folder that is no place for one.
+        RecipeError: there is no image or no claim, or the folder is not inside the mounted one.
     """
     if job.image is None:
         raise RecipeError("--image: pods run one; name an image that has preheat in it")
@@ -62,7 +62,8 @@ def objects(job: Job) -> list[dict[str, Any]]:
 
 def _pytorch_job(job: Job, port: int) -> dict[str, Any]:
     worker = {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": _pod(job, "pytorch", port)}}
-    # So many as the mesh needs, neither fewer nor more; with this policy worker 0 is like the others, and no master is asked for.
+    # A fixed number of replicas, as the mesh requires. With an elastic policy, worker 0 hosts the rendezvous and no
+    # master replica is needed.
     elastic = {"minReplicas": job.nodes, "maxReplicas": job.nodes, "rdzvBackend": "c10d", "rdzvPort": port}
     return {
         "apiVersion": "kubeflow.org/v1",
@@ -134,32 +135,30 @@ def _script(job: Job, is_first: str, endpoint: str) -> str:
 
 
 def _pod(job: Job, container: str, port: int | None = None) -> dict[str, Any]:
-    has: dict[str, Any] = {}
+    resources: dict[str, Any] = {}
     if job.gpus_per_node:
-        has["nvidia.com/gpu"] = job.gpus_per_node
+        resources["nvidia.com/gpu"] = job.gpus_per_node
     if job.cpus_per_node:
-        has["cpu"] = str(job.cpus_per_node)
+        resources["cpu"] = str(job.cpus_per_node)
     if job.memory:
-        has["memory"] = f"{job.memory}i"
+        resources["memory"] = f"{job.memory}i"
     mounts = {"runs": str(job.folder("/runs").parent), "files": "/preheat", "memory": "/dev/shm"}
-    one: dict[str, Any] = {
+    spec: dict[str, Any] = {
         "name": container,
         "image": job.image,
         "command": ["bash", "/preheat/run.sh"],
-        "resources": {"limits": has, "requests": has},
+        "resources": {"limits": resources, "requests": resources},
         "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
     }
     if port:
-        one["ports"] = [{"name": "pytorchjob-port", "containerPort": port}]
+        spec["ports"] = [{"name": "pytorchjob-port", "containerPort": port}]
     return {
         "terminationGracePeriodSeconds": job.save_within + 30,
-        "containers": [one],
+        "containers": [spec],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": job.storage}},
             {"name": "files", "configMap": {"name": f"{job.label}-files"}},
-            {
-                "name": "memory",
-                "emptyDir": {"medium": "Memory"},
-            },  # NCCL and loaders share memory; a container has 64 MiB of it
+            # NCCL and data loaders use /dev/shm, of which a container has only 64 MiB by default.
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }

@@ -1,7 +1,8 @@
-"""Several processes on this host, one a device: started, told signals, watched, and started again.
+"""Launches one process per device on this host, forwards signals to them, and restarts them after a failure.
 
-torchrun's agent does the same for several hosts. On one host its store would listen on all interfaces, and a killed agent would leave its
-processes running; here the store listens on the loopback interface alone, and the processes end with this one.
+torchrun's agent does the same for several hosts. On one host, its store would listen on all interfaces and a killed
+agent would leave its processes running; here the store listens on the loopback interface only, and the processes end
+with this one.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from preheat.training.signals import Signals
 __all__ = ["LAUNCHED", "Ended", "explain_abort", "start"]
 
 LAUNCHED = "PREHEAT_LAUNCHED"
-"""Set in the processes: whoever started them takes the exit code of a signal for what it is, and starts nothing again."""
-_POLL = 0.05
+"""Set in the processes: this launcher recognizes the exit code of a signal and does not restart after it."""
+_POLL = 0.05  # seconds
 
 
 @dataclass
@@ -36,9 +37,9 @@ class Ended:
     """How the processes ended.
 
     Attributes:
-        code: 0, or that of the process that failed first.
-        result: the JSON object that the first process printed, where they were to print it.
-        signal: what ended them, after they saved.
+        code: 0, or the exit code of the process that failed first.
+        result: the JSON object that rank 0 printed, with `--json`.
+        signal: the signal that ended them after they saved.
     """
 
     code: int
@@ -52,19 +53,19 @@ def start(
     processes: int,
     restarts: int = 0,
     again: Callable[[], bool] = lambda: False,
-    say: Callable[[str], None] = lambda words: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Ended:
-    """Runs `preheat COMMAND` in several processes that know of each other, and waits for them.
+    """Runs `preheat COMMAND` as a group of processes and waits for them.
 
-    When one of them dies the others are ended; while `restarts` are left all are started again. A signal is passed on to them, and they
-    save and end; the same again ends all at once.
+    If one of them dies, the others are terminated, and all are restarted while `restarts` are left. A signal is
+    forwarded to them, and they save and end; the same signal again ends all at once.
 
     Args:
         command: arguments of preheat.
-        processes: how many; on CPUs each gets its share of the cores.
-        restarts: how often all are started again.
-        again: asked when they failed: whether all are to go on in any case, by `--auto-resume`; it must not say so for ever.
-        say: told of restarts.
+        processes: number of processes; on CPUs they split the cores.
+        restarts: how often all are restarted.
+        again: called after a failure; True restarts all with `--auto-resume` in any case. It must not do so forever.
+        say: called with a line about each restart.
 
     Raises:
         RunError: a process was killed.
@@ -97,7 +98,7 @@ class _Launched:
         self.patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # as of torchrun
         self.started: list[subprocess.Popen[bytes]] = []
         self.printed: list[IO[bytes]] = []
-        self.waited_for: list[int] = []  # processes that still ran when one had failed
+        self.waited_for: list[int] = []  # processes that were still running when one failed
 
     def run(self) -> Ended:
         threads = str(max(1, len(os.sched_getaffinity(0)) // self.world))
@@ -113,18 +114,20 @@ class _Launched:
             }
             stack.callback(self._kill)
             for rank in range(self.world):
-                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
+                ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
                 printed = stack.enter_context(tempfile.TemporaryFile()) if "--json" in self.command else None
                 self.printed += [printed] if printed else []
                 self.started.append(
                     subprocess.Popen(
                         tethered([sys.executable, "-m", "preheat", *self.command]),
-                        env=shared | {key: str(value) for key, value in place.items()},
+                        env=shared | {key: str(value) for key, value in ranks.items()},
                         stdout=printed,
-                        start_new_session=True,  # the terminal's Ctrl-C comes here alone, and is passed on
+                        start_new_session=True,  # so that Ctrl-C reaches only this process, which forwards it once
                     )
                 )
-            store = local_store(port, listening=listening.detach())  # they wait for it, and import torch meanwhile
+            store = local_store(
+                port, listening=listening.detach()
+            )  # started last: the processes import torch meanwhile
             first = self._wait()
             aborted = first is not None and self.started[first].returncode == -signal.SIGABRT
             why = explain_abort(store, self.world, self.waited_for) if aborted else ""
@@ -132,11 +135,11 @@ class _Launched:
             return self._ended(first, why)
 
     def _wait(self) -> int | None:
-        """Until all have ended; returns which failed first."""
-        told, failed, deadline = False, None, 0.0
+        """Waits until all have ended; returns the rank that failed first."""
+        forwarded, failed, deadline = False, None, 0.0
         while alive := [process for process in self.started if process.poll() is None]:
-            if self.signals.received is not None and not told:
-                told = True
+            if self.signals.received is not None and not forwarded:
+                forwarded = True
                 for process in alive:
                     process.send_signal(signal.Signals[self.signals.received])
             if failed is None and (failed := self._failed()) is not None:
@@ -150,7 +153,7 @@ class _Launched:
         return failed if failed is not None else self._failed()
 
     def _failed(self) -> int | None:
-        """The process that failed; of several, one that was killed: what the others say follows from it."""
+        """Returns the rank that failed; among several, a killed one, because the others' errors follow from it."""
         codes = {rank: process.returncode for rank, process in enumerate(self.started) if process.returncode}
         return next(
             (rank for rank, code in codes.items() if code < 0),
@@ -159,7 +162,7 @@ class _Launched:
 
     def _ended(self, failed: int | None, why: str = "") -> Ended:
         codes = [process.returncode for process in self.started]
-        result = next((found for file in self.printed if (found := _object(file))), None)
+        result = next((printed for file in self.printed if (printed := _object(file))), None)
         if failed is not None and codes[failed] < 0:
             if self.signals.received is not None:
                 raise Interrupted(signal.Signals[self.signals.received])
@@ -178,35 +181,38 @@ class _Launched:
 
 
 def explain_abort(store: Any, world: int, running: Sequence[int]) -> str:
-    """What it means that a process aborted, to follow its name: by what the processes left in the store that they met at.
+    """Explains from the ranks' status in the store why a process aborted; the text follows the process's name.
 
-    torch's watchdog aborts a process whose NCCL collective lost another one, or waited for it longer than `parallel.timeout`; so do faults of
-    libraries.
+    torch's watchdog aborts a process if an NCCL collective loses another process or exceeds `parallel.timeout`; faults
+    in libraries abort it, too.
 
     Args:
-        world: how many processes there are.
-        running: those that still ran then.
+        world: number of processes.
+        running: ranks that were still running.
     """
-    word = parse_json(store.get("roll"))["word"] if store.check(["roll"]) else ""
-    if not store.check([f"{word}/{BACKEND}"]):
+    prefix = parse_json(store.get("roll"))["word"] if store.check(["roll"]) else ""
+    if not store.check([f"{prefix}/{BACKEND}"]):
         return "; the last lines above are those of the library that aborted it"
-    places = []
+    waiting = []
     for rank in running:
-        key = f"{word}/stands/{rank}"
-        place = parse_json(store.get(key)) if store.check([key]) else None
-        at = f" in step {place['step']} ({place['phase']}), at {place['line']}" if place else ""
-        places.append(f"rank {rank}{at}")
-    others = ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+        key = f"{prefix}/stands/{rank}"
+        status = parse_json(store.get(key)) if store.check([key]) else None
+        at = f" in step {status['step']} ({status['phase']}), at {status['line']}" if status else ""
+        waiting.append(f"rank {rank}{at}")
+    others = ", ".join(waiting[:4]) + (f" and {len(waiting) - 4} more" if len(waiting) > 4 else "")
     lost = (
         f"it waited for {others}"
-        if places and len(running) < world
+        if waiting and len(running) < world
         else "a process on another host is lost, or all waited"
     )
-    return f", as torch's watchdog does if an NCCL collective loses a process or exceeds parallel.timeout: {lost}; start again with --resume"
+    return (
+        ", as torch's watchdog does if an NCCL collective loses a process or exceeds parallel.timeout: "
+        f"{lost}; start again with --resume"
+    )
 
 
 def _stopped(code: int) -> bool:
-    """Whether that is how a run ends that saved after a signal."""
+    """Returns True if a run exits with this code after it saved on a signal."""
     return code in {128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
 
@@ -214,7 +220,7 @@ def _object(file: IO[bytes]) -> dict[str, Any] | None:
     file.seek(0)
     lines = file.read().decode(errors="replace").strip().splitlines()
     try:
-        found = parse_json(lines[-1]) if lines else None
-    except ValueError:  # a process that was killed may have printed half of it
+        value = parse_json(lines[-1]) if lines else None
+    except ValueError:  # a process that was killed may have printed half of the line
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

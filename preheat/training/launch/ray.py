@@ -1,4 +1,7 @@
-"""A job for Ray: an entry script for `ray job submit`. Ray Train places one worker a host and starts all again when one is lost; each worker runs torchrun."""
+"""Entry script for `ray job submit`.
+
+Ray Train places one worker per host and restarts all when one is lost; each worker runs torchrun.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,18 @@ SUBMIT = "ray job submit --working-dir . -- python {path}"
 
 
 def write(job: Job) -> str:
-    """The script.
+    """Returns the script.
 
     Raises:
-        RecipeError: shell lines were asked for, or the folder is one that a worker's own would hide.
+        RecipeError: `setup` is set, or the run's folder is not absolute (each worker has its own working directory).
     """
     if job.setup:
         raise RecipeError("--setup: --scheduler ray runs no shell; give the job its environment with ray's runtime_env")
     folder = job.folder("/runs")
     if job.out is None or not folder.is_absolute():
         raise RecipeError(
-            "--out: name the run's folder by its whole path, on storage that all hosts see; workers have folders of their own"
+            "--out: name the run's folder by its whole path, on storage that all hosts see; workers have folders "
+            "of their own"
         )
     cores = job.cpus_per_node or job.processes
     needs = {"CPU": cores} | ({"GPU": job.gpus_per_node} if job.gpus_per_node else {})

@@ -1,4 +1,4 @@
-"""A job for SkyPilot: a task's YAML. As a managed job (`sky jobs launch`) it is recovered after a preemption, and goes on from its folder."""
+"""SkyPilot task. As a managed job (`sky jobs launch`) it is restarted after a preemption and resumes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ SUBMIT = "sky jobs launch {path}"
 
 
 def write(job: Job) -> str:
-    """The task.
+    """Returns the task as YAML.
 
     Raises:
-        RecipeError: without the GPUs' kind, or with a folder that would go with its machine.
+        RecipeError: the GPU type is missing, or the run's folder would be lost with its machine.
     """
     if job.gpus_per_node and job.accelerator is None:
         raise RecipeError("--accelerator: SkyPilot looks for machines by it; name one, such as H100 (sky gpus list)")
     folder = job.folder("/runs")
     if job.storage is None and job.out is None:
         raise RecipeError(
-            "--storage: name the volume that keeps the run's folder (sky volumes ls), or with --out a folder that every machine sees"
+            "--storage: name the volume that keeps the run's folder (sky volumes ls), or with --out a folder "
+            "that every machine sees"
         )
     if job.storage is not None and "://" in job.storage:
         raise RecipeError(
-            f"--storage: {job.storage} is a bucket; mounted as a folder it takes no appended lines and no renamed folders, which a run and its checkpoints need; name a volume (sky volumes ls)"
+            f"--storage: {job.storage} is a bucket; mounted as a folder it takes no appended lines and no "
+            "renamed folders, which a run and its checkpoints need; name a volume (sky volumes ls)"
         )
     if not folder.is_absolute() or len(folder.parts) < 3:
         raise RecipeError(f"--out: {folder} must be an absolute folder inside another, such as /runs/{job.recipe.name}")

@@ -1,7 +1,8 @@
-"""A job for Slurm: an sbatch script.
+"""Slurm job: an sbatch script.
 
-Before the time limit the batch script is told (`--signal=B:USR1`), and tells the processes, not torchrun, which would end them at once. They save
-and end, and the job is queued again, as after a failure: but only when a checkpoint was saved since it began, so that one fault is not met for ever.
+Before the time limit, Slurm signals the batch script (`--signal=B:USR1`), which signals the training processes and not
+torchrun, which would kill them at once. They save and end, and the job is requeued, as after a failure; but only if a
+checkpoint was saved since it started, so that a persistent fault does not requeue it forever.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SUBMIT = "sbatch {path}"
 
 
 def write(job: Job) -> str:
-    """The script."""
+    """Returns the script."""
     command = agent(job, endpoint='"$host:$port"', first="$first", identity='"$id"', recipe='"$recipe"', out='"$run"')
     work = [
         *exports(job),
@@ -29,7 +30,8 @@ def write(job: Job) -> str:
     port = str(job.port) if job.port else "$((20000 + SLURM_JOB_ID % 10000))"
     return "\n".join([
         "#!/bin/bash",
-        f"# {job.recipe.name}: {job.nodes} hosts of {job.processes} processes. Paths are seen from the folder of `sbatch`, which all hosts see.",
+        f"# {job.recipe.name}: {job.nodes} hosts of {job.processes} processes. Paths are seen from the folder of "
+        "`sbatch`, which all hosts see.",
         *_directives(job),
         "set -euo pipefail",
         "",
@@ -43,7 +45,8 @@ def write(job: Job) -> str:
         'id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
         "export run recipe host port id",
         "newest() {",
-        "  find \"$run/checkpoints\" -maxdepth 1 -name 'step-*' ! -name '*.writing' 2>/dev/null | sort -V | tail -n 1 || true",
+        "  find \"$run/checkpoints\" -maxdepth 1 -name 'step-*' ! -name '*.writing' 2>/dev/null | sort -V | tail "
+        "-n 1 || true",
         "}",
         FINISHED,
         "before=$(newest)",
@@ -94,7 +97,7 @@ def _directives(job: Job) -> list[str]:
 
 
 def _step(job: Job) -> str:
-    """srun takes the batch's number of cores only when it is told."""
+    """Returns the options of srun; it does not inherit `--cpus-per-task` from sbatch."""
     cores = f" --cpus-per-task={job.cpus_per_node}" if job.cpus_per_node else ""
     return cores + (
         f' --container-image={quoted(job.image)} --container-mounts="$PWD" --container-workdir="$PWD"'

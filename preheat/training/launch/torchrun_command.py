@@ -1,7 +1,7 @@
-"""Lines of shell that the jobs share: torchrun as each host starts it, and what the run's folder says of where it stands.
+"""Shell lines that the job scripts share: the torchrun command of each host, and the check if the run has finished.
 
-Whether a run begins or goes on is decided by its folder alone (`train --auto-resume`); so is whether it has finished. The number of a
-restart is no help: torchrun's own differs from host to host.
+The run's folder alone decides if a run begins, resumes (`train --auto-resume`) or has finished. The restart count
+cannot be used: torchrun's differs between hosts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FINISHED = """finished() {  # the run's last word in its own folder
   grep -E '"kind": "(started|resumed|finished)"' "$run/events.jsonl" 2>/dev/null | tail -n 1 | grep -q '"finished"'
 }"""
 
-HERE = "PREHEAT_RECIPE"  # ends a recipe in a script; no recipe has a line of that name alone, since YAML would take it for text
+HERE = "PREHEAT_RECIPE"  # heredoc delimiter; no recipe contains it as a line, because recipes are YAML mappings
 
 END = """agent=$!
 trap 'kill -TERM "$agent" 2>/dev/null' TERM INT  # once: torchrun tells its processes, which save and end
@@ -36,13 +36,13 @@ exit 75"""
 
 
 def exports(job: Job) -> list[str]:
-    """The environment of the processes of a host, after the lines of set-up, which may bring their own."""
+    """Returns the lines that set the environment of a host's processes, after the user's setup lines."""
     cores = str(job.cpus_per_node) if job.cpus_per_node else "$(nproc)"
     threads = [
         f"cores={cores}",
         f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((cores >= {job.processes} ? cores / {job.processes} : 1))}}"',
     ]
-    # Lines such as `module load` and `conda activate` read variables that nobody has set.
+    # `set -u` comes after the setup lines: `module load` and `conda activate` read unset variables.
     return [
         "set -eo pipefail",
         *job.setup,
@@ -53,17 +53,18 @@ def exports(job: Job) -> list[str]:
 
 
 def recipe_lines(text: str, variable: str) -> list[str]:
-    """Writes the recipe to the file that a variable names: the job carries all that it needs."""
+    """Returns the lines that write the recipe to the file named by a shell variable."""
     return [f"cat > \"${variable}\" <<'{HERE}'", *text.rstrip("\n").split("\n"), HERE]
 
 
 def agent(job: Job, *, endpoint: str, first: str, identity: str, recipe: str, out: str) -> list[str]:
-    """torchrun on one host.
+    """Returns the lines of the torchrun command of one host.
 
     Args:
-        endpoint: host:port of the first host, as the shell finds it.
-        first: is 1 on the first host and 0 elsewhere: it holds the store. Told, since host names may not resolve to themselves.
-        identity: the same on all hosts, another for each start of the job.
+        endpoint: host:port of the first host, as a shell expression.
+        first: shell expression that is 1 on the first host, which holds the store, and 0 elsewhere; explicit, because a
+            host's name may not resolve to itself.
+        identity: rendezvous ID: the same on all hosts, different for each start of the job.
         recipe: the recipe's file.
         out: the run's folder.
     """
@@ -72,5 +73,6 @@ def agent(job: Job, *, endpoint: str, first: str, identity: str, recipe: str, ou
         f"  --nnodes {job.nodes} --nproc-per-node {job.processes} --max-restarts {job.restarts} \\",
         f"  --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id {identity} \\",
         f'  --rdzv-conf "is_host={first},join_timeout=900,read_timeout=300" \\',
-        f"  -m preheat train {recipe} --out {out} --auto-resume{f' {remote_code.OPTION}' if remote_code.allowed() else ''}",
+        f"  -m preheat train {recipe} --out {out} "
+        f"--auto-resume{f' {remote_code.OPTION}' if remote_code.allowed() else ''}",
     ]

@@ -1,7 +1,8 @@
-"""What is written down of a lack of memory, which rung is taken, and the recipe that holds from then on. Names no technique.
+"""Log of out-of-memory errors and fallbacks: records them, chooses fallbacks, and applies them to the recipe.
 
-A run's events say all: `out_of_memory` with what was seen, `rung` with all settings that differ from then on from the recipe as written (`set`)
-and the step that they hold from. A resumed run takes those that held at its checkpoint.
+The run's events are the log: `out_of_memory` holds the failure, `rung` holds all settings that differ from the written
+recipe from then on (`set`) and the step from which they apply. A resumed run applies those that were active at its
+checkpoint.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Failure:
-    """A lack of memory, in numbers: it holds no tensor.
+    """An out-of-memory error in numbers; it holds no tensors.
 
     Attributes:
-        where: what the process did.
+        where: phase of the step in which it happened.
         step: optimizer steps committed by then.
-        rank: of the process.
-        words: of the error.
-        asked: bytes of the allocation that failed; None: not told.
-        room: bytes that there are for the run, less what the imports took: what was held, and what was asked for and not had; None: not known.
-        beside: bytes that a plan counts beside tensors, of which not all need be held yet: so many more there may be.
+        rank: rank of the process.
+        words: message of the error.
+        asked: bytes of the allocation that failed; None: unknown.
+        room: bytes available to the run without the imports: those held plus those requested; None: unknown.
+        beside: bytes that the plan counts apart from tensors; up to this many may not be in use yet and add to `room`.
         held: {parameters, gradients, optimizer, other: bytes} at that moment.
-        allocator: counters of torch's CUDA allocator, bytes.
+        allocator: counters of torch's CUDA allocator, in bytes.
     """
 
     where: Phase
@@ -52,21 +53,21 @@ class Failure:
 
 
 def write_oom_record(run: Path, failure: Failure) -> None:
-    """Writes a failure beside the run, for the processes that take the places of these."""
-    write_atomic(_word(run, failure.rank), to_json(asdict(failure)))
+    """Writes a failure to the run's folder, for the processes of the next start."""
+    write_atomic(_record_file(run, failure.rank), to_json(asdict(failure)))
 
 
-def _word(run: Path, rank: int | str) -> Path:
+def _record_file(run: Path, rank: int | str) -> Path:
     return run / f"out-of-memory-{rank}.json"
 
 
 def oom_records(run: Path) -> list[Path]:
-    """Failures that no rung was taken for yet."""
-    return sorted(run.glob(_word(run, "*").name))
+    """Returns the records of failures for which no fallback was chosen yet."""
+    return sorted(run.glob(_record_file(run, "*").name))
 
 
 def _read(file: Path) -> Failure | None:
-    """A failure that a process left; None where the file is damaged: then the run goes on as it was, and leaves another if it must."""
+    """Reads a failure record; None if the file is damaged: the run then resumes unchanged and may fail again."""
     try:
         value = parse_json(file.read_bytes())
     except (OSError, ValueError):
@@ -77,37 +78,37 @@ def _read(file: Path) -> Failure | None:
 
 
 def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Recipe:
-    """The recipe with the rungs that held at a step.
+    """Returns the recipe with the fallbacks that are active at a step.
 
     Args:
         recipe: as written, or settled.
-        events: of the run, in order.
-        step: of the checkpoint that the run goes on from; 0: none.
+        events: events of the run, in order.
+        step: step of the checkpoint that the run resumes from; 0: none.
     """
-    taken: list[dict[str, Any]] = []
+    fallbacks: list[dict[str, Any]] = []
     for event in events:
-        if event["kind"] == "resumed":  # what was taken after that step was taken by steps that are gone
-            taken = [rung for rung in taken if rung["step"] <= event["step"]]
+        if event["kind"] == "resumed":  # drops the fallbacks of later steps, which were rolled back
+            fallbacks = [rung for rung in fallbacks if rung["step"] <= event["step"]]
         elif event["kind"] == "rung":
-            taken.append(event)
-    held = [rung for rung in taken if rung["step"] <= step]
-    return recipes.override(recipe, *held[-1]["set"]) if held else recipe
+            fallbacks.append(event)
+    active = [rung for rung in fallbacks if rung["step"] <= step]
+    return recipes.override(recipe, *active[-1]["set"]) if active else recipe
 
 
 def apply_fallbacks(
-    recipe: Recipe, run: Path, found: Path | None, planner: PlanContext, *, afresh: bool
+    recipe: Recipe, run: Path, newest: Path | None, planner: PlanContext, *, afresh: bool
 ) -> tuple[Recipe, list[dict[str, Any]]]:
-    """The recipe that a resumed run is built by, and what is to be written down of it.
+    """Returns the recipe with which a resumed run is built, and the events to log.
 
     Args:
         recipe: settled.
-        found: the checkpoint that it goes on from.
-        afresh: the user has chosen other settings, which stand in the place of all rungs.
+        newest: the checkpoint that the run resumes from.
+        afresh: True if the user chose other settings, which replace all fallbacks.
 
     Raises:
-        RunError: processes failed for want of memory, and no rung suffices.
+        RunError: processes ran out of memory, and no fallback suffices.
     """
-    step = int(found.name.removeprefix("step-")) if found else 0
+    step = int(newest.name.removeprefix("step-")) if newest else 0
     if afresh:
         for file in oom_records(run):
             file.unlink()
@@ -120,16 +121,16 @@ def apply_fallbacks(
         return built, []
     tightest = min(failures, key=lambda f: f.room if f.room is not None else 2**62)
     ladder, rung = choose_fallback(built, tightest, planner)
-    told = [{"kind": "out_of_memory", **asdict(failure)} for failure in failures]
-    return rung.recipe, [*told, recorded(recipe, rung, ladder, tightest, step)]
+    events = [{"kind": "out_of_memory", **asdict(failure)} for failure in failures]
+    return rung.recipe, [*events, recorded(recipe, rung, ladder, tightest, step)]
 
 
 def recorded(recipe: Recipe, rung: Fallback, ladder: Ladder | None, failure: Failure, step: int) -> dict[str, Any]:
-    """The event of a rung.
+    """Returns the event that logs a fallback.
 
     Args:
-        recipe: as it is without any rung.
-        step: that it holds from.
+        recipe: the recipe without any fallback.
+        step: the step from which the fallback applies.
     """
     more: dict[str, Any] = {}
     if ladder is not None:
@@ -146,12 +147,12 @@ def recorded(recipe: Recipe, rung: Fallback, ladder: Ladder | None, failure: Fai
 
 
 def choose_fallback(recipe: Recipe, failure: Failure, planner: PlanContext) -> tuple[Ladder | None, Fallback]:
-    """The rung that a run goes on with: of those that suffice by a dry run, the cheapest in time.
+    """Returns the fastest fallback that fits according to a dry run.
 
     Raises:
-        RunError: none suffices; with the smaller recipe that would fit.
+        RunError: none suffices; the message names a smaller recipe that would fit.
     """
-    if failure.where is Phase.SAVING and is_async(recipe, planner.device):  # the copy is what there was no room for
+    if failure.where is Phase.SAVING and is_async(recipe, planner.device):  # the asynchronous copy did not fit
         milder = replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))
         return None, Fallback(settings(recipe, milder), milder, {}, 0.0)
     planner = replace(planner, phase=Phase.EVALUATION if failure.where is Phase.EVALUATION else None)
@@ -170,6 +171,7 @@ def choose_fallback(recipe: Recipe, failure: Failure, planner: PlanContext) -> t
         else "no shorter rows would do, only a smaller model"
     )
     raise RunError(
-        f"out of memory in step {failure.step + 1} ({failure.where}): the plan says {present.need:.2f} GiB, and there are {limit:.2f}. "
+        f"out of memory in step {failure.step + 1} ({failure.where}): the plan says {present.need:.2f} GiB, and "
+        f"there are {limit:.2f}. "
         f"{least}; {way}. Or go on with --resume where there is more memory"
     )

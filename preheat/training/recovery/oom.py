@@ -1,9 +1,10 @@
-"""Out of memory: the step is undone and taken again in less, on the same rows. Names no technique.
+"""Out-of-memory recovery: rolls the step back and retries it with less memory, on the same rows.
 
-In one process the weights are as they were before the step until it updates them; random generators and buffers are put back. A rung that
-changes only how rows are grouped is set in the build as it stands; any other is built anew from a checkpoint that is saved for it, as a
-resumed run would be. Where weights were already being updated, the last checkpoint is gone on from. Of several processes none can go on, as
-the others wait for it: it leaves word and ends, all are started again, and the first takes the rung (`fallback_log.apply_fallbacks`).
+In a single process, the weights are unchanged until the update; RNG state and buffers are restored. A fallback that
+only changes how rows are grouped is applied to the existing build; any other is built from a checkpoint saved for it,
+as in a resumed run. If the update had begun, training resumes from the last checkpoint. With several processes, a
+failing rank cannot continue alone: it writes a record and ends, all ranks are restarted, and rank 0 chooses the
+fallback (`fallback_log.apply_fallbacks`).
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ __all__ = ["StepSnapshot", "Recovery"]
 
 T = TypeVar("T")
 _UPDATED = (Phase.UPDATE, Phase.STEP_STATS)
-"""Phases in which the weights may be those of either step."""
+"""Phases in which the weights may be those of the previous or of the next step."""
 
 
 class StepSnapshot:
-    """What gradients and evaluations change besides gradients: random generators, and buffers that the forward pass writes to."""
+    """RNG state and buffers, which forward passes change, so that a failed attempt can be rolled back."""
 
     def __init__(self, build: Build):
         self.build, self.rank = build, build.mesh.rank
@@ -50,43 +51,46 @@ class StepSnapshot:
         self.python, self.numpy = random.getstate(), numpy.random.get_state()
         self.buffers = [(buffer, buffer.clone()) for part in build.trained for buffer in part.buffers()]
 
-    def undo(self) -> None:
-        """Puts all back, and lets go of gradients."""
+    def restore(self) -> None:
+        """Restores RNG state and buffers, and frees the gradients."""
         self.build.optimizer.zero_grad(set_to_none=True)
         checkpoint.restore_torch_generators(self.generators, self.rank)
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         with torch.no_grad():
-            for buffer, kept in self.buffers:
-                buffer.copy_(kept)
+            for buffer, copy in self.buffers:
+                buffer.copy_(copy)
 
 
 class Recovery:
-    """Takes a run's work through lacks of memory.
+    """Runs the training loop and recovers from out-of-memory errors.
 
     Args:
-        standing: says what the process does.
+        watchdog: knows the current phase of this process.
     """
 
-    def __init__(self, session: Session, standing: HangWatchdog):
-        self.session, self.standing = session, standing
+    def __init__(self, session: Session, watchdog: HangWatchdog):
+        self.session, self.watchdog = session, watchdog
         self.guard: StepSnapshot | None = None
-        self._failure: Failure | None = None  # while a rung is chosen for it
+        self._failure: Failure | None = None  # set while a fallback is chosen for it
         self.left_out = -1
         """The step whose checkpoint was given up."""
-        self._unsaved = -1  # a step that could not be saved once
+        self._unsaved = -1  # the step whose checkpoint failed once
 
-    def begin(self) -> None:
-        """Something begins that may be undone. Only where it can be: several processes begin again from the last checkpoint."""
+    def snapshot(self) -> None:
+        """Snapshots RNG state and buffers before work that may be rolled back (single process only)."""
         if self.session.build.mesh.world == 1:
             self.guard = StepSnapshot(self.session.build)
 
-    def through(self, work: Callable[[], T]) -> T:
-        """Does the work, after each lack of memory again with a rung; `work` goes on from where the session stands.
+    def run(self, work: Callable[[], T]) -> T:
+        """Runs the work, and again with a fallback after each out-of-memory error.
+
+        `work` must continue from the session's progress.
 
         Raises:
-            RunError: no rung suffices.
-            SystemExit: of several processes one is out of memory; `fallback_log.oom_records` says so to whoever starts them again.
+            RunError: no fallback suffices.
+            SystemExit: with several processes, some rank is out of memory; `fallback_log.oom_records` finds its record
+                after the restart.
         """
         failure: Failure | None = None
         on_cpu = self.session.device.kind == "cpu"
@@ -94,41 +98,41 @@ class Recovery:
             try:
                 with memory_limit(self.session.ranks.on_host) if on_cpu else nullcontext():
                     if failure is not None:
-                        self._step_down(failure)
+                        self._apply_fallback(failure)
                     return work()
             except (MemoryError, RuntimeError, OSError) as error:
-                failure = self._seen(error)
-                self._all_again(failure)
+                failure = self._describe(error)
+                self._restart_all_ranks(failure)
                 if failure is None:
                     raise
-            # Here the exception is gone, and with its traceback the tensors that the failed attempt held.
+            # Retry outside the handler: the exception's traceback would keep the failed attempt's tensors alive.
 
-    def _seen(self, error: BaseException) -> Failure | None:
+    def _describe(self, error: BaseException) -> Failure | None:
         if not is_oom(error):
             return None
         session, kind = self.session, self.session.device.kind
-        asked, held = asked_bytes(str(error)), held_bytes(kind) - session.claimed
-        beside = sum(
+        requested, in_use = asked_bytes(str(error)), held_bytes(kind) - session.claimed
+        overhead = sum(
             size
             for what, size in session.plan["overhead"].items()
             if what in ("process", "kernels", "context", "workspaces")
         )
         most = session.device.memory - session.imports
-        room = None if asked is None else min(held + asked, most)
+        room = None if requested is None else min(in_use + requested, most)
         return Failure(
-            where=self.standing.phase,
+            where=self.watchdog.phase,
             step=session.progress.step,
             rank=session.ranks.rank,
             words=(str(error) or type(error).__name__).splitlines()[0],
-            asked=asked,
+            asked=requested,
             room=room,
-            beside=round(beside * 2**30),
-            held=_held(session.build, held) if session.assembled else {"other": held},
+            beside=round(overhead * 2**30),
+            held=_bytes_by_category(session.build, in_use) if session.assembled else {"other": in_use},
             allocator=_allocator(session) if kind == "cuda" else {},
         )
 
-    def _all_again(self, failure: Failure | None) -> None:
-        """Of several processes, ends this one where it or another is out of memory: they can only begin again together."""
+    def _restart_all_ranks(self, failure: Failure | None) -> None:
+        """Ends this process of several if any rank is out of memory: they must all restart together."""
         session = self.session
         if session.ranks.world == 1:
             return
@@ -139,27 +143,27 @@ class Recovery:
         if oom_records(session.writer.path):
             raise SystemExit(1)
 
-    def _step_down(self, failure: Failure) -> None:
+    def _apply_fallback(self, failure: Failure) -> None:
         session = self.session
         session.writer.event("out_of_memory", **asdict(failure))
-        if failure.where is Phase.FALLBACK:  # there was no room to plan in beside the build
+        if failure.where is Phase.FALLBACK:  # planning did not fit in memory: free the build, then plan again
             if self._failure is None or not session.assembled:
                 raise RunError(f"out of memory, and too little is left to choose a rung in ({failure.words})")
             failure = self._failure
-            self._let_go(failure)
-        self._undo()
-        if failure.where in (Phase.SAVING, Phase.LAST_SAVING) and self._tried_again(failure):
+            self._save_and_free_build(failure)
+        self._roll_back()
+        if failure.where in (Phase.SAVING, Phase.LAST_SAVING) and self._retry_save(failure):
             return
         self._failure = failure
-        self.standing.at(failure.step, Phase.FALLBACK)
+        self.watchdog.set_phase(failure.step, Phase.FALLBACK)
         assert session.planner is not None, "a process that is alone is the first"
         try:
             ladder, rung = choose_fallback(session.effective, failure, session.planner)
         except RunError:
             if session.assembled:
-                self._let_go(failure)  # which saves
+                self._save_and_free_build(failure)  # saves a checkpoint
             raise
-        step = session.progress.step if self._in_place(rung.recipe, failure) else self._part(failure)
+        step = session.progress.step if self._in_place(rung.recipe, failure) else self._rebuild_from_checkpoint(failure)
         session.effective, self._failure = rung.recipe, None
         session.writer.event(**recorded(session.settled, rung, ladder, failure, step))
         session.watch.notice(f"out of memory in step {failure.step + 1} ({failure.where}): going on with {rung.words}")
@@ -167,33 +171,33 @@ class Recovery:
             session.plan = dict(rung.plan)
             session.writer.json("plan.json", session.plan)
         if not session.assembled:
-            self.standing.at(step, Phase.BUILDING)
+            self.watchdog.set_phase(step, Phase.BUILDING)
             session.assemble(resume=True)
-        reset_peak(session.device.kind)  # what is measured is what was planned
+        reset_peak(session.device.kind)  # the measured peak must be that of the new plan
 
-    def _undo(self) -> None:
-        """All is as it was before what failed, as far as it can be; what is being written is written to its end."""
+    def _roll_back(self) -> None:
+        """Rolls back the failed attempt, and waits for a checkpoint that is being written."""
         session = self.session
         if session.assembled:
             if self.guard is not None:
-                self.guard.undo()
-            self.standing.at(session.progress.step, Phase.SAVING)
+                self.guard.restore()
+            self.watchdog.set_phase(session.progress.step, Phase.SAVING)
             for saved in session.saving.wait():
                 session.writer.event("checkpoint", **saved.facts(session.writer.path))
         gc.collect()
         release_unused(session.device.kind)
 
-    def _whole(self, failure: Failure) -> bool:
-        """Whether the weights are still those of the last committed step."""
+    def _weights_intact(self, failure: Failure) -> bool:
+        """Returns True if the weights are still those of the last committed step."""
         in_backward = failure.where is Phase.GRADIENTS and Tag.STEP_IN_BACKWARD in self.session.build.tags
         return failure.where not in _UPDATED and not in_backward
 
     def _in_place(self, recipe: Recipe, failure: Failure) -> bool:
-        """Sets what differs in the build as it stands, where it is no part of the model."""
+        """Applies the changed techniques to the existing build; returns False if they change the model."""
         session = self.session
         before = session.effective.techniques
         changed = [t for name, t in recipe.techniques.items() if t != before.get(name)]
-        if not session.assembled or not self._whole(failure) or any(t.stage != Stage.LOADER for t in changed):
+        if not session.assembled or not self._weights_intact(failure) or any(t.stage != Stage.LOADER for t in changed):
             return False
         for t in changed:
             session.build.changes[t.name()] = [t.apply(session.build, part) for part in session.build.trained]
@@ -202,32 +206,33 @@ class Recovery:
         session.read()
         return True
 
-    def _part(self, failure: Failure) -> int:
-        """Lets go of the build, if there is one; returns the step of the checkpoint that another goes on from."""
+    def _rebuild_from_checkpoint(self, failure: Failure) -> int:
+        """Frees the build, if any; returns the step of the checkpoint that the next build resumes from."""
         session = self.session
         if session.assembled:
-            self._let_go(failure)
+            self._save_and_free_build(failure)
         session.looked = checkpoint.find(session.writer.path / "checkpoints", run=session.writer.id)
-        found = session.looked[0]
-        return int(found.name.removeprefix("step-")) if found else 0
+        newest = session.looked[0]
+        return int(newest.name.removeprefix("step-")) if newest else 0
 
-    def _let_go(self, failure: Failure) -> None:
+    def _save_and_free_build(self, failure: Failure) -> None:
+        """Saves a checkpoint of the current step, if its weights are intact, and frees the build."""
         session = self.session
-        if self._whole(failure) and session.progress.step > max(session.saving.at, 0):
-            for session.saving.apart in (False, True):  # tensor by tensor, where there is no memory for larger files
+        if self._weights_intact(failure) and session.progress.step > max(session.saving.at, 0):
+            for session.saving.apart in (False, True):  # tensor by tensor if larger files do not fit in memory
                 try:
                     saved = session.saving.begin(session.progress, last=True)
                 except MemoryError as error:
                     session.watch.notice(str(error))
                 else:
-                    for one in saved:
-                        session.writer.event("checkpoint", **one.facts(session.writer.path))
+                    for save in saved:
+                        session.writer.event("checkpoint", **save.facts(session.writer.path))
                     break
         self.guard = None
-        session.let_go()
+        session.free_build()
 
-    def _tried_again(self, failure: Failure) -> bool:
-        """A checkpoint that could not be saved is tried once more, tensor by tensor, and then left out."""
+    def _retry_save(self, failure: Failure) -> bool:
+        """Retries a failed checkpoint once, tensor by tensor, then skips it; returns False if a fallback may help."""
         session = self.session
         if is_async(session.effective, session.device) and failure.where is Phase.SAVING:
             return False
@@ -240,17 +245,17 @@ class Recovery:
             if any(session.saving.folder.glob("step-*"))
             else "there is none before it"
         )
-        words = f"step {failure.step} cannot be saved for want of memory ({failure.words}); {before}"
+        message = f"step {failure.step} cannot be saved for want of memory ({failure.words}); {before}"
         if failure.where is Phase.LAST_SAVING:
-            raise RunError(words)
-        session.watch.alarm(words)
+            raise RunError(message)
+        session.watch.alarm(message)
         session.writer.event("unsaved", step=failure.step, reason=failure.words)
         self.left_out = failure.step
         return True
 
 
-def _held(build: Build, held: int) -> dict[str, int]:
-    """Bytes by category, as far as they can be told."""
+def _bytes_by_category(build: Build, in_use: int) -> dict[str, int]:
+    """Splits the bytes in use into parameters, gradients, optimizer states and the rest."""
     parameters = [p for part in build.trained for p in part.parameters()]
     states = [v for state in build.optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
     sizes = {
@@ -258,16 +263,16 @@ def _held(build: Build, held: int) -> dict[str, int]:
         "gradients": sum(local(p.grad).nbytes for p in parameters if p.grad is not None),
         "optimizer": sum(local(v).nbytes for v in states if v.device.type == build.torch_device.type),
     }
-    return {**sizes, "other": max(held - sum(sizes.values()), 0)}
+    return {**sizes, "other": max(in_use - sum(sizes.values()), 0)}
 
 
 def _allocator(session: Session) -> dict[str, int]:
-    """Counters of torch's CUDA allocator; its whole state is written beside the run, as JSON."""
+    """Returns counters of torch's CUDA allocator; writes its full state to the run's folder, as JSON."""
     stats = torch.cuda.memory_stats()
-    whole = {"stats": stats, "segments": torch.cuda.memory_snapshot()}
-    session.writer.text("memory_snapshot.json", to_json(whole, default=str))
+    snapshot = {"stats": stats, "segments": torch.cuda.memory_snapshot()}
+    session.writer.text("memory_snapshot.json", to_json(snapshot, default=str))
     free = [
-        block["size"] for segment in whole["segments"] for block in segment["blocks"] if block["state"] == "inactive"
+        block["size"] for segment in snapshot["segments"] for block in segment["blocks"] if block["state"] == "inactive"
     ]
     return {
         "allocated": stats["allocated_bytes.all.current"],

@@ -1,4 +1,4 @@
-"""What filled the memory of a run, and the cheapest ways out by the plan: from the run's folder alone."""
+"""The report of `preheat doctor oom`: what filled a run's memory and the cheapest fallbacks, from its folder alone."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ WAYS = 3
 
 
 def diagnose(run: str | Path) -> dict[str, Any]:
-    """Looks at the newest lack of memory of a run.
+    """Analyses the latest out-of-memory error of a run.
 
     Returns:
-        {failure: the event `out_of_memory` or None, held: {category: GiB}, predicted: {category: GiB}, peak_phase, room_gib, peak_gib,
-        rungs: events of rungs taken, ways: [{set, peak_gib, seconds_per_step, slower}] at most three, the cheapest first,
-        least: the one that needs least where none suffices, shorter: settings that would fit then, allocator: [settings, why] or None}.
+        {failure: the event `out_of_memory` or None, held: {category: GiB}, predicted: {category: GiB}, peak_phase,
+        room_gib, peak_gib, rungs: events of the fallbacks applied, ways: [{set, peak_gib, seconds_per_step, slower}],
+        at most three, the cheapest first, least: the fallback that needs the least memory if none suffices, shorter:
+        settings that would fit in that case, allocator: {set, or, why} or None}.
 
     Raises:
-        RunError: no run, none that lacked memory, or one of another kind of device than this machine has.
+        RunError: no run, no out-of-memory error in it, or another type of device than this machine has.
 
     Example:
         >>> diagnose("runs/demo")["ways"][0]["set"]                          # doctest: +SKIP
@@ -100,7 +101,7 @@ def diagnose(run: str | Path) -> dict[str, Any]:
 
 
 def _machine(recipe: Recipe, environment: Mapping[str, Any]) -> tuple[Device, Rates | Roofline]:
-    """The device of a run and its rates: measured here, where one of its kind is; by the catalogue, where it is not."""
+    """Returns the device of a run and its rates: measured if this machine has one, else from the catalogue."""
     from preheat.hardware.benchmark_rates import rates
 
     kind = environment.get("device")
@@ -118,13 +119,14 @@ def _machine(recipe: Recipe, environment: Mapping[str, Any]) -> tuple[Device, Ra
     device, threads = resolve_device(recipe)
     if kind not in (None, device.kind):
         raise RunError(
-            f"this run used {shorten(kind)}, and the recipe takes {device.kind} here; set hardware.device: {shorten(kind)} in its recipe.yaml"
+            f"this run used {shorten(kind)}, and the recipe takes {device.kind} here; set hardware.device: "
+            f"{shorten(kind)} in its recipe.yaml"
         )
     return device, rates(device, threads)
 
 
 def allocator_settings(failure: Mapping[str, Any]) -> dict[str, str] | None:
-    """Settings of torch's CUDA allocator, where what was asked for was free, but in pieces; None where the memory was full.
+    """Returns allocator settings if fragmentation caused the error: enough memory was free, but not in one block.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf
 
@@ -133,13 +135,14 @@ def allocator_settings(failure: Mapping[str, Any]) -> dict[str, str] | None:
         >>> allocator_settings({"asked": 1 << 30, "allocator": counters})["set"]
         'hardware.segments=expandable'
     """
-    counters, asked = failure["allocator"], failure["asked"]
-    if not counters or asked is None or (idle := counters["reserved"] - counters["allocated"]) < asked:
+    counters, requested = failure["allocator"], failure["asked"]
+    if not counters or requested is None or (idle := counters["reserved"] - counters["allocated"]) < requested:
         return None
-    # Blocks above the size are not split: what large tensors leave stays whole for the next ones. torch takes no less than 21.
-    size = max(21, (asked >> 20) // 2)
+    # Blocks larger than this (MiB) are not split and can be reused for large tensors. torch's minimum is 21.
+    size = max(21, (requested >> 20) // 2)
     return {
         "set": "hardware.segments=expandable",
         "or": f"PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:{size}",
-        "why": f"{idle / GIB:.2f} GiB were reserved and not used, in pieces of at most {counters['largest_free'] / GIB:.2f} GiB, when {asked / GIB:.2f} GiB were asked for",
+        "why": f"{idle / GIB:.2f} GiB were reserved and not used, in pieces of at most "
+        f"{counters['largest_free'] / GIB:.2f} GiB, when {requested / GIB:.2f} GiB were asked for",
     }

@@ -324,7 +324,7 @@ def test_a_run_of_enough_steps_of_one_shape_is_noted(
     )
     meter = ThroughputMeter(session)
     meter.speeds = speeds
-    meter.teach()
+    meter.store_speed_correction()
     assert [json.loads(file.read_text())["ratios"] for file in tmp_path.glob("runs-*.json")] == ([told] if told else [])
 
 

@@ -181,17 +181,17 @@ def test_the_run_is_told_of_recompilations_and_of_the_limit() -> None:
         recipe=b.recipe,
         build=b,
         progress=SimpleNamespace(step=0),
-        ranks=SimpleNamespace(lead=False, hear=lambda key: 0),
+        ranks=SimpleNamespace(lead=False, fetch=lambda key: 0),
         writer=SimpleNamespace(path=Path("run"), event=lambda kind, **values: events.append({"kind": kind, **values})),
     )
     standing: Any = SimpleNamespace()
     loop = _Loop(session, Told(), standing)
-    assert loop._counted() == {"recompilations": 0}
+    assert loop._drain_events() == {"recompilations": 0}
     with torch.compiler.set_stance("default", force_backend="aot_eager"):
         for rows in (4, 3, 2):
             gradients(b, [uneven(rows)])
             update(b, 0.01)
-    assert loop._counted() == {"recompilations": 1}
+    assert loop._drain_events() == {"recompilations": 1}
     assert [e["kind"] for e in events] == ["notice"]
     assert len(told) == 1
     assert "compile.limit: 2 graphs" in told[0]

@@ -95,7 +95,7 @@ def test_a_failed_attempt_leaves_it_alone() -> None:
     kept = {name: bias.clone() for name, bias in biases(b.trained[0]).items()}
     guard = StepSnapshot(b)
     gradients(b, split(uneven(seed=2), [2, 2]), 0.001)
-    guard.undo()
+    guard.restore()
     assert difference(dict(biases(b.trained[0])), kept) == 0
     again = skewed("qwen3_moe")
     assert train(again, 3)[2] == train(b, 1, first=2)[0]

@@ -134,10 +134,10 @@ def test_the_store_is_served_to_other_hosts_where_there_are_some(monkeypatch: py
 
 def test_a_process_that_differs_says_in_what() -> None:
     store = dist.HashStore()
-    Ranks(0, 2, store=store).agree({"version of torch": "2.13.0", "data": "a"})
-    Ranks(1, 2, store=store).agree({"version of torch": "2.13.0", "data": "a"})
+    Ranks(0, 2, store=store).require_equal({"version of torch": "2.13.0", "data": "a"})
+    Ranks(1, 2, store=store).require_equal({"version of torch": "2.13.0", "data": "a"})
     with pytest.raises(RunError, match=r"rank 1 on .*: its version of torch is 2.11.0, and that of rank 0 is 2.13.0"):
-        Ranks(1, 2, store=store).agree({"version of torch": "2.11.0", "data": "a"})
+        Ranks(1, 2, store=store).require_equal({"version of torch": "2.11.0", "data": "a"})
 
 
 def test_more_devices_than_rows_are_refused() -> None:
