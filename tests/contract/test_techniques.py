@@ -146,7 +146,7 @@ def test_what_the_dry_run_sees_is_what_a_real_step_does(name: str, settings: dic
                     t.zero_()
             recorder.kernels.clear()
             gradients(real, batches)
-            recorder.begin("update")
+            recorder.begin(Phase.UPDATE)
             update(real, 1e-3)
     peak = observing.highest(recorder)
     assert {phase: seen.peak[phase] for phase in STEP} == {phase: peak[phase] for phase in STEP}
