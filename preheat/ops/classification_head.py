@@ -42,9 +42,9 @@ def pad_for(tokenizer: Any) -> int:
     Raises:
         ValueError: the tokenizer has none.
     """
-    for found in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
-        if found is not None and found != tokenizer.eos_token_id:
-            return int(found)
+    for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
+        if token is not None and token != tokenizer.eos_token_id:
+            return int(token)
     raise ValueError("the tokenizer has no token to pad with beside the one that ends a sequence; add pad_token to it")
 
 
@@ -68,19 +68,19 @@ def as_sequence_classifier(model: Any, *, pad: int) -> Any:
     config = copy.deepcopy(model.config)
     config.pad_token_id, config.num_labels = pad, head.out_features
     with torch.device("meta"):
-        made = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+        classifier = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
     state: dict[str, Tensor] = {
         f"score{key.removeprefix(name)}" if key.startswith(f"{name}.") else key: v
         for key, v in model.state_dict().items()
     }
-    missing, unexpected = made.load_state_dict(state, assign=True, strict=False)
+    missing, unexpected = classifier.load_state_dict(state, assign=True, strict=False)
     if missing or unexpected:
         raise ValueError(
-            f"{type(made).__name__} has other weights than {type(model).__name__}: {[*missing, *unexpected][0]}"
+            f"{type(classifier).__name__} has other weights than {type(model).__name__}: {[*missing, *unexpected][0]}"
         )
     # what stands in no state: rotary tables
     for key, buffer in model.named_buffers():
         parent, _, last = key.rpartition(".")
-        if made.get_submodule(parent)._buffers.get(last) is not None:
-            made.get_submodule(parent)._buffers[last] = buffer
-    return made.eval()
+        if classifier.get_submodule(parent)._buffers.get(last) is not None:
+            classifier.get_submodule(parent)._buffers[last] = buffer
+    return classifier.eval()

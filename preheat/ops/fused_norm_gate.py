@@ -141,10 +141,10 @@ def shared_by_rows() -> None:
 
     @register_sharding(torch.ops.preheat.rms_norm.default)
     def _(x: Any, weight: Any, eps: float, dtype: torch.dtype) -> Any:
-        held = [Replicate(), *(Shard(n) for n in range(x.ndim - 1))]
-        return [([one, one], [one, Replicate(), None, None]) for one in held]
+        placements = [Replicate(), *(Shard(n) for n in range(x.ndim - 1))]
+        return [([one, one], [one, Replicate(), None, None]) for one in placements]
 
     @register_sharding(torch.ops.preheat.rms_norm_backward.default)
     def _(grad: Any, x: Any, scale: Any, weight: Any) -> Any:
-        whole = ([Replicate()] * 2, [Replicate()] * 4)
-        return [whole, *(([Shard(n), Partial()], [Shard(n)] * 3 + [Replicate()]) for n in range(x.ndim - 1))]
+        replicated = ([Replicate()] * 2, [Replicate()] * 4)
+        return [replicated, *(([Shard(n), Partial()], [Shard(n)] * 3 + [Replicate()]) for n in range(x.ndim - 1))]

@@ -92,7 +92,7 @@ def highest(scores: Tensor, count: int) -> Tensor:
     return scores.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def refit(weight: Tensor, gram: Tensor, kept: Tensor, ridge: float = 0.01) -> Tensor:
+def refit(weight: Tensor, gram: Tensor, remaining: Tensor, ridge: float = 0.01) -> Tensor:
     """The weight over some inputs that comes nearest to what `weight` gives of all of them: least squares over the calibration tokens.
 
     Args:
@@ -107,9 +107,9 @@ def refit(weight: Tensor, gram: Tensor, kept: Tensor, ridge: float = 0.01) -> Te
     Source: the optimal update of structured pruning, Kurtic et al. 2023 (arXiv:2302.04089), in closed form for all removed inputs at once.
     """
     gone = torch.ones(len(gram), dtype=torch.bool, device=gram.device)
-    gone[kept] = False
-    inside = gram[kept][:, kept].double()
+    gone[remaining] = False
+    inside = gram[remaining][:, remaining].double()
     damp = ridge * inside.diagonal().mean().clamp(min=1e-12)
     inside.diagonal().add_(damp)
-    lost = weight[:, gone].double() @ gram[gone][:, kept].double()
-    return (weight[:, kept].double() + torch.linalg.solve(inside, lost.t()).t()).to(weight.dtype)
+    lost = weight[:, gone].double() @ gram[gone][:, remaining].double()
+    return (weight[:, remaining].double() + torch.linalg.solve(inside, lost.t()).t()).to(weight.dtype)

@@ -66,9 +66,9 @@ def adapted_experts(model: nn.Module) -> list[nn.Module]:
 
 def merge_pairs(model: nn.Module) -> int:
     """Adds all pairs to their experts in fp32, one expert after the other, and takes them out, in place. Returns the number of layers."""
-    found = adapted_experts(model)
+    adapted = adapted_experts(model)
     with torch.no_grad():
-        for module in found:
+        for module in adapted:
             scale = vars(module)[ADAPTER].scale
             for name in STACKS:
                 stack, first, second = (_values(module, key) for key in (name, f"{name}_lora_A", f"{name}_lora_B"))
@@ -77,7 +77,7 @@ def merge_pairs(model: nn.Module) -> int:
                 for part in "AB":
                     delattr(module, f"{name}_lora_{part}")
             delattr(module, ADAPTER)
-    return len(found)
+    return len(adapted)
 
 
 def _values(module: nn.Module, name: str) -> Tensor:

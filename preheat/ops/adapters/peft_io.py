@@ -108,8 +108,8 @@ class AdapterFolder:
         """The base as adapter_config.json names it."""
         return self.config.base_model_name_or_path or None
 
-    def fault(self, words: str) -> RecipeError:
-        return RecipeError(f"{self.knob}: {self.path} {words}")
+    def fault(self, problem: str) -> RecipeError:
+        return RecipeError(f"{self.knob}: {self.path} {problem}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor in the file, under the base's own names of modules."""
@@ -179,12 +179,12 @@ class AdapterFolder:
         """Refuses a model whose adapters (on meta too) are not those of the folder."""
         theirs, wanted = self.shapes(), dict(_wanted(model))
         for key, tensor in wanted.items():
-            found = _find(theirs, key)
-            if found is None and isinstance(tensor, nn.Parameter):
+            shape = _find(theirs, key)
+            if shape is None and isinstance(tensor, nn.Parameter):
                 raise self.fault(f"has no {key}, which the model is to have; is it for other targets or another base?")
-            if found is not None and found != tuple(tensor.shape):
+            if shape is not None and shape != tuple(tensor.shape):
                 raise self.fault(
-                    f"has {key} of shape {found}, the model needs {tuple(tensor.shape)}: another rank, or an adapter for another base"
+                    f"has {key} of shape {shape}, the model needs {tuple(tensor.shape)}: another rank, or an adapter for another base"
                 )
         twice = {*_tied(model), *(f"{name}.base_layer.weight" for name in (*names_of(model), *_heads(model)))}
         left = [key for key in theirs if key not in twice and not any(_matches(key, ours) for ours in wanted)]
@@ -216,9 +216,9 @@ class AdapterFolder:
                 if (value := _find(theirs, key)) is not None:
                     tensor.copy_(value)
         for name in names_of(model):  # peft writes the embedding beside an adapter of it
-            held: Any = base_of(model, name)
+            base: Any = base_of(model, name)
             value = theirs.get(f"{name}.base_layer.weight")
-            if value is not None and not torch.equal(share_of(value, held.weight).to(held.weight), local(held.weight)):
+            if value is not None and not torch.equal(share_of(value, base.weight).to(base.weight), local(base.weight)):
                 raise self.fault(
                     f"holds other values of {name} than its base; merge it with peft and name the merged model"
                 )
@@ -273,10 +273,10 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
     except FAULTS as error:
         raise RecipeError(f"{knob}: {file}: {fault(error)}") from None
     folder = AdapterFolder(path, config, written, knob)
-    for key, words in _NOT_ADDED.items():
+    for key, effect in _NOT_ADDED.items():
         if getattr(config, key, None):
             raise folder.fault(
-                f"{words} ({key}), which preheat does not take over; merge it with peft and name the merged model"
+                f"{effect} ({key}), which preheat does not take over; merge it with peft and name the merged model"
             )
     if getattr(config, "bias", "none") != "none" or getattr(config, "lora_bias", False):
         raise folder.fault(

@@ -324,13 +324,13 @@ def merge(model: nn.Module) -> int:
         base = layer.get_base_layer()
         if isinstance(base, PackedMap):
             unpack_(base)
-            kept = dtype
+            base_dtype = dtype
         else:
-            kept = base.weight.dtype
+            base_dtype = base.weight.dtype
         base.float()
         with torch.no_grad():
             layer.merge()
-        base.to(kept)
+        base.to(base_dtype)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, base)
     for module in model.modules():
@@ -342,9 +342,9 @@ def merge(model: nn.Module) -> int:
 
 def shares(model: nn.Module) -> tuple[int, int]:
     """Numbers of trained and of all weights; those in 4 bits are counted as weights, not as bytes."""
-    whole = sum(p.numel() for p in model.parameters())
+    total = sum(p.numel() for p in model.parameters())
     for module in model.modules():
         if isinstance(module, PackedMap):
-            whole += module.nf4_shape[0] * module.nf4_shape[1]
-            whole -= sum(p.numel() for key, p in module.named_parameters(recurse=False) if key.startswith("nf4_"))
-    return sum(p.numel() for p in model.parameters() if p.requires_grad), whole
+            total += module.nf4_shape[0] * module.nf4_shape[1]
+            total -= sum(p.numel() for key, p in module.named_parameters(recurse=False) if key.startswith("nf4_"))
+    return sum(p.numel() for p in model.parameters() if p.requires_grad), total

@@ -128,7 +128,7 @@ class OpaqueAttention:
         scale: float,
         grad: Tensor,
         softcap: float,
-        kept: tuple[Tensor, ...] = (),
+        saved: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, ...]:
         """Gradients by q, k and v, each in its shape, from that by the result.
 
@@ -138,7 +138,7 @@ class OpaqueAttention:
         known, more = self._known(q)
         if known is not None:
             passes, documents = known.passes(q, k, v, mask, scale, **more, **_capped(softcap))
-            return gradients(passes, grad, q, k, v, *kept, documents=documents)
+            return gradients(passes, grad, q, k, v, *saved, documents=documents)
         with torch.enable_grad():
             q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
             return torch.autograd.grad(self.kernel(q, k, v, mask, scale, **_capped(softcap)), (q, k, v), grad)
@@ -203,7 +203,7 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     documents: Tensor,
-    kept: list[Tensor],
+    saved: list[Tensor],
     number: int,
     causal: bool,
     window: int,
@@ -212,7 +212,7 @@ def _attention_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = _mask(documents, causal, window, shared)
-    pair = (kept[0].transpose(1, 2), kept[1]) if kept else ()
+    pair = (saved[0].transpose(1, 2), saved[1]) if saved else ()
     with _autograd():
         grads = _ALIVE[number].gradients(q, k, v, mask, scale, grad.transpose(1, 2), softcap, pair)
     a, b, c = (g.transpose(1, 2).contiguous() for g in grads)
@@ -226,7 +226,7 @@ def _(
     k: Tensor,
     v: Tensor,
     documents: Tensor,
-    kept: list[Tensor],
+    saved: list[Tensor],
     number: int,
     causal: bool,
     window: int,
@@ -248,8 +248,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 11
-    q, k, v, documents, *kept = ctx.saved_tensors
-    grads = _attention_backward(grad, q, k, v, documents, kept, *ctx.settings)
+    q, k, v, documents, *saved = ctx.saved_tensors
+    grads = _attention_backward(grad, q, k, v, documents, saved, *ctx.settings)
     return (*(g.transpose(1, 2) for g in grads), *[None] * 8)
 
 

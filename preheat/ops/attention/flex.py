@@ -37,8 +37,8 @@ def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
     last = (first + _BLOCK - 1).clamp(max=length - 1)
     some: Any = torch.ones(len(starts), len(first), len(first), dtype=torch.bool, device=device)
     # A block that the row's end cuts is never taken for full.
-    whole = last - first == _BLOCK - 1
-    every = some & whole[:, None] & whole[None, :]
+    complete = last - first == _BLOCK - 1
+    every = some & complete[:, None] & complete[None, :]
     q0, q1, k0, k1 = first[:, None], last[:, None], first[None, :], last[None, :]
     if mask.causal:
         some, every = some & (q1 >= k0), every & (q0 >= k1)
@@ -90,6 +90,6 @@ def compiled_flex_attention(
     if isinstance(q, FakeTensor):
         return blocked_attention(q, k, v, mask, scale, softcap=softcap)
     q, k, v = in_compute_dtype(q, k, v)
-    made = block_mask(mask, q.shape[2], q.device)
+    blocks = block_mask(mask, q.shape[2], q.device)
     bend = None if softcap is None else _cap(softcap)
-    return _compiled()(q, k, v, score_mod=bend, block_mask=made, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return _compiled()(q, k, v, score_mod=bend, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

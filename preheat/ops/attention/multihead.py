@@ -114,7 +114,7 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias = ctx.saved_tensors
         learned = bias is not None and ctx.needs_input_grad[3]
-        made: list[Any] = [
+        totals: list[Any] = [
             torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
             for t in (q, k, v, *([bias] * learned))
         ]
@@ -134,10 +134,10 @@ class _Chunks(torch.autograd.Function):
                 wanted = [t.requires_grad_() for t in inputs[: 3 + learned]]
                 with torch.enable_grad():
                     out = piece(*inputs)
-                found = torch.autograd.grad(out, wanted, grads[0][:, :, begin:end])
-                for into, part in zip(cut(*made), found, strict=False):  # type: ignore[arg-type]
+                parts = torch.autograd.grad(out, wanted, grads[0][:, :, begin:end])
+                for into, part in zip(cut(*totals), parts, strict=False):  # type: ignore[arg-type]
                     into.add_(part)
-        back = [g.to(t.dtype) for g, t in zip(made, (q, k, v, bias), strict=False)]
+        back = [g.to(t.dtype) for g, t in zip(totals, (q, k, v, bias), strict=False)]
         return (*back, *[None] * (8 - len(back)))
 
 
@@ -330,9 +330,9 @@ def convert_multihead(model: nn.Module) -> int:
     Raises:
         ValueError: a module with bias_k, bias_v or add_zero_attn, or a class of somebody's own made from it.
     """
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
-    found = [(name, m) for name, m in found if not isinstance(m, EfficientMultiheadAttention)]
-    for name, module in found:
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    modules = [(name, m) for name, m in modules if not isinstance(m, EfficientMultiheadAttention)]
+    for name, module in modules:
         if type(module) is not nn.MultiheadAttention:
             raise ValueError(
                 f"{name}: {type(module).__name__} changes torch's MultiheadAttention, so it cannot be replaced"
@@ -341,6 +341,6 @@ def convert_multihead(model: nn.Module) -> int:
             raise ValueError(
                 f"{name}: bias_k, bias_v and add_zero_attn have no efficient kernel; build it without them"
             )
-    for _, module in found:
+    for _, module in modules:
         module.__class__ = EfficientMultiheadAttention
-    return len(found)
+    return len(modules)

@@ -53,28 +53,30 @@ def forward(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Document
 
 
 def gradients(
-    kernel: Passes, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *kept: Tensor, documents: Documents | None
+    kernel: Passes, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Tensor, documents: Documents | None
 ) -> tuple[Tensor, ...]:
     """Gradients of `attend` by q, k and v from that by its result. `kept`: with statistics what `forward` gave."""
     if documents is None:
-        return kernel.backward(grad, q, k, v, *kept)
-    layout, found = _Layout(documents, q.device), []
-    if not kept:
+        return kernel.backward(grad, q, k, v, *saved)
+    layout, grads = _Layout(documents, q.device), []
+    if not saved:
         pieces = layout.pieces(grad, q, k, v)
     else:  # beyond a document's end the statistics are 0, where gradients are too
-        *whole, lse = kept
-        pieces = ((*piece, lse.squeeze(-1)) for *piece, lse in layout.pieces(grad, q, k, v, *whole, lse.unsqueeze(-1)))
-    found = [kernel.backward(*piece) for piece in pieces]
-    return tuple(layout.rows(parts) for parts in zip(*found, strict=True))
+        *results, lse = saved
+        pieces = (
+            (*piece, lse.squeeze(-1)) for *piece, lse in layout.pieces(grad, q, k, v, *results, lse.unsqueeze(-1))
+        )
+    grads = [kernel.backward(*piece) for piece in pieces]
+    return tuple(layout.rows(parts) for parts in zip(*grads, strict=True))
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Passes, documents: Documents | None) -> Tensor:
         ctx.kernel, ctx.documents = kernel, documents
-        made = forward(kernel, q, k, v, documents)
-        ctx.save_for_backward(q, k, v, *(made if kernel.statistics else ()))
-        return made[0]
+        results = forward(kernel, q, k, v, documents)
+        ctx.save_for_backward(q, k, v, *(results if kernel.statistics else ()))
+        return results[0]
 
     @staticmethod
     @once_differentiable

@@ -187,8 +187,8 @@ def sdpa_has_passes(q: Tensor, *, kernel: str = "flash", varlen: bool | None = N
 
 def _takes_varlen(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, kernel: str, varlen: bool | None) -> bool:
     needed = packed(mask) or (mask.window is not None and mask.window < q.shape[2])
-    asked = varlen if varlen is not None else q.device.type == "cuda"
-    return needed and asked and kernel in _FLASH and varlen_serves(q, k, v, mask)
+    wanted = varlen if varlen is not None else q.device.type == "cuda"
+    return needed and wanted and kernel in _FLASH and varlen_serves(q, k, v, mask)
 
 
 def _is_dry_run(q: Tensor) -> bool:
@@ -254,12 +254,12 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `flash_forward` by q, k and v."""
     if q.device.type == "cpu":
-        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
     else:
         state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers, which no dropout asks for
-        made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad,
             q,
             k,
@@ -276,4 +276,4 @@ def flash_backward(
             state,
             scale=scale,
         )
-    return made  # type: ignore[no-any-return]
+    return grads  # type: ignore[no-any-return]

@@ -211,10 +211,10 @@ def varlen_attention_backward(
     causal, more = _arguments(is_causal, window, scale)
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers, which no dropout asks for
     flat = [*_flat(grad, q, k, v, out), lse.transpose(0, 1).reshape(heads, -1)]
-    found = torch.ops.aten._flash_attention_backward(
+    grads = torch.ops.aten._flash_attention_backward(
         *flat, offsets, offsets, longest, longest, 0.0, causal, state, state, **more
     )
-    a, b, c = (_rows(t, rows) for t in found)
+    a, b, c = (_rows(t, rows) for t in grads)
     return a, b, c
 
 
@@ -263,10 +263,10 @@ def _scratch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets:
     rows, heads, length, dim = q.shape
     places, grain = rows * length + 128 * (offsets.shape[0] - 1), 32 if dim <= 128 else 64
     wide = -(-dim // grain) * grain
-    made = [q.new_empty(places, heads, wide, dtype=torch.float32), q.new_empty(heads, places, dtype=torch.float32)]
+    buffers = [q.new_empty(places, heads, wide, dtype=torch.float32), q.new_empty(heads, places, dtype=torch.float32)]
     if k.shape[1] != heads:
-        made += [q.new_empty(rows * length, heads, dim) for _ in (k, v)]
-    return made
+        buffers += [q.new_empty(rows * length, heads, dim) for _ in (k, v)]
+    return buffers
 
 
 def _flops(q: Any, v: Any, pairs: int) -> int:

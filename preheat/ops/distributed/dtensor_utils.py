@@ -68,10 +68,10 @@ def square_sum(tensors: Iterable[Tensor], squares: Any) -> Tensor:
             groups[(None, ())].append(t)
     total = None
     for (mesh, cut), members in groups.items():
-        found = squares(members)
+        partial = squares(members)
         for dimension in cut:
-            torch.distributed.all_reduce(found, group=mesh.get_group(dimension))
-        total = found if total is None else total + found
+            torch.distributed.all_reduce(partial, group=mesh.get_group(dimension))
+        total = partial if total is None else total + partial
     assert total is not None, "no tensors"
     return total
 
@@ -97,18 +97,18 @@ def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20, *, together: boo
     """
 
     def norms(some: Iterable[Tensor]) -> Tensor:
-        found: list[Tensor] = []
+        values: list[Tensor] = []
         if together:
             for members in by_dtype(some):
-                found += torch._foreach_norm(members, 2, dtype=torch.float32)
-            return torch.stack(found)
+                values += torch._foreach_norm(members, 2, dtype=torch.float32)
+            return torch.stack(values)
         for t in some:
             parts: Iterable[Tensor] = [t]
             if t.device.type == "cpu" and t.dtype != torch.float32 and t.is_contiguous():
                 flat = t.view(-1)
                 parts = (flat[start : start + chunk] for start in fold_identical(range(0, max(len(flat), 1), chunk)))
-            found += [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
-        return torch.stack(found)
+            values += [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
+        return torch.stack(values)
 
     tensors = list(tensors)
     if any(isinstance(t, DTensor) for t in tensors):

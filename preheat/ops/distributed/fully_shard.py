@@ -137,9 +137,9 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
         shared_out = isinstance(module, FSDPModule)
         if not shared_out:
             return run()
-        made: T = module.preheat_forward(run)
+        result: T = module.preheat_forward(run)
         let_go(module)
-        return made
+        return result
 
     return forward
 
@@ -150,17 +150,17 @@ def gathering(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
 
     Those of weights that one device holds alone, such as experts that are shared out among all devices, are filled by a plain copy.
     """
-    made = FSDPParam.init_all_gather_outputs
+    original = FSDPParam.init_all_gather_outputs
 
-    def told(self: Any, *args: Any, **how: Any) -> None:
-        made(self, *args, **how)
+    def reporting(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         tell(self.all_gather_outputs)
 
-    FSDPParam.init_all_gather_outputs = told  # type: ignore[method-assign]
+    FSDPParam.init_all_gather_outputs = reporting  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FSDPParam.init_all_gather_outputs = made  # type: ignore[method-assign]
+        FSDPParam.init_all_gather_outputs = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -168,14 +168,14 @@ def reducing(tell: Callable[[bool], None]) -> Iterator[None]:
     """Tells when FSDP begins and ends to sum the gradients of a bucket over the devices, copies into and out of it included."""
     reduce = _fsdp_param_group.foreach_reduce
 
-    def told(*args: Any, **how: Any) -> Any:
+    def reporting(*args: Any, **kwargs: Any) -> Any:
         tell(True)
         try:
-            return reduce(*args, **how)
+            return reduce(*args, **kwargs)
         finally:
             tell(False)
 
-    _fsdp_param_group.foreach_reduce = told
+    _fsdp_param_group.foreach_reduce = reporting
     try:
         yield
     finally:

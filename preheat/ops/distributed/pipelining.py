@@ -76,9 +76,9 @@ def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
         mask = replace(batch.mask, documents=documents and (*documents, *documents[last:] * missing))
         return replace(batch, tokens=tokens, labels=labels, positions=positions, mask=mask, weight=weight)
 
-    found = [grown(batch, batch.weight) for batch in batches]
-    empty = replace(found[-1], labels=torch.full_like(found[-1].labels, -100), weight=0)
-    return found + [empty] * (count - len(found))
+    padded = [grown(batch, batch.weight) for batch in batches]
+    empty = replace(padded[-1], labels=torch.full_like(padded[-1].labels, -100), weight=0)
+    return padded + [empty] * (count - len(padded))
 
 
 def add_copies(grads: Sequence[Tensor], other: int, group: Any) -> None:
@@ -93,16 +93,16 @@ def add_copies(grads: Sequence[Tensor], other: int, group: Any) -> None:
     if ops:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-    for grad, found in zip(grads, theirs, strict=True):
-        grad.add_(found)
+    for grad, received in zip(grads, theirs, strict=True):
+        grad.add_(received)
 
 
 def _empty(received: Sequence[Any]) -> tuple[Any, ...]:
     """The same that a stage receives, without its buffers."""
-    found = tuple(copy.copy(info) for info in received)
-    for info in found:
+    infos = tuple(copy.copy(info) for info in received)
+    for info in infos:
         info.buffer = None
-    return found
+    return infos
 
 
 class _Stage(PipelineStage):
@@ -161,10 +161,10 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         what = "backward" if kwargs.get("full_backward", True) else "backward_input"
         with self.pipeline.noted(self.stage_index, bwd_chunk_id, what):
-            made = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        for held in (self.args_recv_info, self.grad_recv_info):
-            held[bwd_chunk_id] = _empty(held.get(bwd_chunk_id, ()))
-        return made
+            result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for buffers in (self.args_recv_info, self.grad_recv_info):
+            buffers[bwd_chunk_id] = _empty(buffers.get(bwd_chunk_id, ()))
+        return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.pipeline.noted(self.stage_index, bwd_chunk_id, "backward_weight"):
@@ -213,19 +213,19 @@ class Pipeline:
             hidden = torch.empty(rows, length, self.width, dtype=self.dtype, device="meta", requires_grad=True)
             stages = [_Stage(self, number, hidden) for number in self.modules]
             kind = SCHEDULES[self.schedule]
-            held: Any = stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages
-            self._formed = (wanted, kind(held, micro, loss_fn=lambda loss, _: loss, scale_grads=False))
+            arg: Any = stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages
+            self._formed = (wanted, kind(arg, micro, loss_fn=lambda loss, _: loss, scale_grads=False))
         return self._formed[1]
 
     def compute(self, number: int, micro: int, hidden: Tensor | None) -> Tensor:
         """What one stage makes of a micro-batch: what travels on, or its part of the loss, [1]."""
         batch = self._batches[micro]
-        made = self.forward(self.modules[number], batch if number == 0 else replace(batch, hidden=hidden))
+        out = self.forward(self.modules[number], batch if number == 0 else replace(batch, hidden=hidden))
         if number < self.count - 1:
-            assert made.dtype == self.dtype, f"stage {number} gives {made.dtype} where {self.dtype} was stated"
-            return made
-        self._total = made.detach() if self._total is None else self._total + made.detach()
-        return torch.stack([made / self._weight])
+            assert out.dtype == self.dtype, f"stage {number} gives {out.dtype} where {self.dtype} was stated"
+            return out
+        self._total = out.detach() if self._total is None else self._total + out.detach()
+        return torch.stack([out / self._weight])
 
     def step(self, batches: Sequence[Batch], weight: float | Tensor, *, cut: int = 1) -> Tensor:
         """Gradients of `sum of losses / weight` over micro-batches of equal shape, into `.grad`.
@@ -246,17 +246,19 @@ class Pipeline:
     def read(self, batch: Batch, *, cut: int = 1) -> Tensor:
         """The sum of a batch's losses, forward only; on every device of the pipeline."""
         rows, length = batch.tokens.shape
-        made: Tensor | None = None
+        hidden: Tensor | None = None
         sends, total = [], torch.zeros((), device=self.device)
         for number, module in self.modules.items():
             if number and self.ranks[number - 1] != self.rank:
-                made = torch.empty(rows, length // cut, self.width, dtype=self.dtype, device=self.device)
-                dist.recv(made, group=self.group, group_src=self.ranks[number - 1])
-            made = self.forward(module, batch if number == 0 else replace(batch, hidden=made))
+                hidden = torch.empty(rows, length // cut, self.width, dtype=self.dtype, device=self.device)
+                dist.recv(hidden, group=self.group, group_src=self.ranks[number - 1])
+            hidden = self.forward(module, batch if number == 0 else replace(batch, hidden=hidden))
             if number == self.count - 1:
-                total = made
+                total = hidden
             elif self.ranks[number + 1] != self.rank:
-                sends.append((dist.isend(made.contiguous(), group=self.group, group_dst=self.ranks[number + 1]), made))
+                sends.append(
+                    (dist.isend(hidden.contiguous(), group=self.group, group_dst=self.ranks[number + 1]), hidden)
+                )
         for work, _ in sends:
             assert work is not None
             work.wait()
@@ -282,13 +284,13 @@ class Pipeline:
     @contextmanager
     def recorded(self) -> Iterator[list[Span]]:
         """Records what this pipeline's devices compute within; on leaving, the list holds it of all devices, by start."""
-        found: list[Span] = []
+        result: list[Span] = []
         dist.barrier(self.group)
         self._began, self.spans = time.perf_counter(), []
         try:
-            yield found
+            yield result
             everyone: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(everyone, self.spans, group=self.group)
-            found.extend(sorted((span for spans in everyone for span in spans), key=lambda span: span.start))
+            result.extend(sorted((span for spans in everyone for span in spans), key=lambda span: span.start))
         finally:
             self.spans = None

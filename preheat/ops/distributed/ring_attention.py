@@ -41,13 +41,13 @@ class _Ring(torch.autograd.Function):
         rank, degree = dist.get_rank(group), dist.get_world_size(group)
         out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
-        held = torch.cat([k.flatten(), v.flatten()])
+        current = torch.cat([k.flatten(), v.flatten()])
         for step in range(degree):
             # Sent while this step computes. The first step is that of the device's own keys: each query sees itself, so no sum is empty.
-            coming = _passed_on(held, group) if step < degree - 1 else held
-            for part in pieces.forward(q, *_pair(held, k, v), (rank - step) % degree):
+            coming = _passed_on(current, group) if step < degree - 1 else current
+            for part in pieces.forward(q, *_pair(current, k, v), (rank - step) % degree):
                 _merge(out[part.rows, :, part.queries], lse[part.rows, :, part.queries], part.out, part.lse)
-            held = landed(coming)
+            current = landed(coming)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.pieces, ctx.group = pieces, group
@@ -59,20 +59,20 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         rank, degree = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         grad_q = torch.zeros_like(q, dtype=torch.float32)
-        held, carried = torch.cat([k.flatten(), v.flatten()]), None
+        current, carried = torch.cat([k.flatten(), v.flatten()]), None
         for step in range(degree):
-            coming = _passed_on(held, ctx.group) if step < degree - 1 else held
-            own = held.new_zeros(held.shape, dtype=torch.float32)
+            coming = _passed_on(current, ctx.group) if step < degree - 1 else current
+            own = current.new_zeros(current.shape, dtype=torch.float32)
             own_k, own_v = _pair(own, k, v)
             for rows, queries, keys, *slopes in ctx.pieces.backward(
-                grads[0], q, *_pair(held, k, v), out, lse, (rank - step) % degree
+                grads[0], q, *_pair(current, k, v), out, lse, (rank - step) % degree
             ):
                 grad_q[rows, :, queries] += slopes[0]
                 own_k[rows, :, keys] += slopes[1]
                 own_v[rows, :, keys] += slopes[2]
             if carried is not None:
                 own += landed(carried)
-            carried, held = (
+            carried, current = (
                 _passed_on(own, ctx.group),
                 landed(coming),
             )  # after the last step they are back where they belong

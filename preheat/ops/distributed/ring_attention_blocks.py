@@ -46,12 +46,12 @@ def rectangles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int, s
         >>> [(r.queries, r.keys, r.causal) for r in rectangles(((8,),), 2, 0, 1)]
         [(slice(2, 4, None), slice(0, 4, None), False)]
     """
-    found = []
+    tiles = []
     for cuts, same in itertools.groupby(range(len(documents)), key=lambda row: documents[row]):
         rows = list(same)
-        seen = _own(cuts, degree, rank) if source == rank else _others(cuts, degree, rank, source)
-        found += [MaskTile(slice(rows[0], rows[-1] + 1), *where) for where in seen]
-    return tuple(found)
+        spans = _own(cuts, degree, rank) if source == rank else _others(cuts, degree, rank, source)
+        tiles += [MaskTile(slice(rows[0], rows[-1] + 1), *where) for where in spans]
+    return tuple(tiles)
 
 
 def _own(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slice, slice, bool]]:
@@ -66,7 +66,7 @@ def _others(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[
     """The one document that reaches from an earlier piece into a later one; nothing else is seen of it."""
     size = sum(cuts) // (2 * degree)
     bounds = numpy.cumsum((0, *cuts))
-    found: list[tuple[slice, slice, bool]] = []
+    spans: list[tuple[slice, slice, bool]] = []
     for i, of_queries in enumerate((rank, 2 * degree - 1 - rank)):
         for j, of_keys in enumerate((source, 2 * degree - 1 - source)):
             if of_keys > of_queries:
@@ -78,14 +78,14 @@ def _others(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[
             if queries <= 0:
                 continue
             here = (slice(i * size, i * size + queries), slice((j + 1) * size - keys, (j + 1) * size), False)
-            last = found[-1] if found else None
+            last = spans[-1] if spans else None
             if last and last[1] == here[1] and last[0].stop == here[0].start:
-                found[-1] = (slice(last[0].start, here[0].stop), here[1], False)
+                spans[-1] = (slice(last[0].start, here[0].stop), here[1], False)
             elif last and last[0] == here[0] and last[1].stop == here[1].start:
-                found[-1] = (here[0], slice(last[1].start, here[1].stop), False)
+                spans[-1] = (here[0], slice(last[1].start, here[1].stop), False)
             else:
-                found.append(here)
-    return found
+                spans.append(here)
+    return spans
 
 
 class PartialAttention(NamedTuple):
@@ -231,13 +231,13 @@ class ProductPieces:
             size = queries.stop - queries.start
             block, near, scores = self._scores(q, k, queries, keys, may)
             bend = None if self.softcap is None else 1 - (scores / self.softcap).clamp(min=-1).square()
-            g, made, total = (
+            g, o, total = (
                 _grouped(t, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1)
                 for t in (grad, out, lse.unsqueeze(-1))
             )
             chances = scores.sub_(total).exp_()
             slopes = torch.bmm(g, v[:, :, keys].flatten(0, 1).transpose(1, 2)).float()
-            slopes = slopes.sub_((g.float() * made.float()).sum(-1, keepdim=True)).mul_(chances)
+            slopes = slopes.sub_((g.float() * o.float()).sum(-1, keepdim=True)).mul_(chances)
             slopes = (slopes if bend is None else slopes.mul_(bend)).mul_(self.scale).to(q.dtype)
             grad_q = torch.bmm(slopes, near).view(rows, heads, size, -1)
             grad_k = torch.bmm(slopes.transpose(1, 2), block).view(rows, shared, *near.shape[1:])
@@ -262,7 +262,7 @@ def pieces_like(kernel: Callable[..., Tensor]) -> type[FlashPieces] | type[Produ
         return FlashPieces
     if plain in (reference_attention, blocked_attention):
         return ProductPieces
-    words = name if plain is sdpa_attention else getattr(plain, "__name__", str(plain))
+    label = name if plain is sdpa_attention else getattr(plain, "__name__", str(plain))
     raise ValueError(
-        f"a ring puts partial results together, which the kernel {words} does not give; flash and blocks do"
+        f"a ring puts partial results together, which the kernel {label} does not give; flash and blocks do"
     )

@@ -56,8 +56,8 @@ class _Whole(ParallelStyle):
                 for x in inputs
             )
 
-        def leave(_: Any, made: Any, mesh: Any) -> Any:
-            return made.redistribute(placements=[self.output]).to_local()
+        def leave(_: Any, output: Any, mesh: Any) -> Any:
+            return output.redistribute(placements=[self.output]).to_local()
 
         return distribute_module(module, device_mesh, None, enter, leave)
 
@@ -100,11 +100,11 @@ class _Rows(ParallelStyle):
 class _Input(ParallelStyle):
     """A block gets its input whole, once for all of its maps: their gradients by it are added before they are summed over the devices."""
 
-    def __init__(self, held: Placement, given: Given | None):
-        self.held, self.given = held, given
+    def __init__(self, layout: Placement, given: Given | None):
+        self.held, self.given = layout, given
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        def whole(_: Any, args: Any, kwargs: Any) -> Any:
+        def gather(_: Any, args: Any, kwargs: Any) -> Any:
             x = args[0] if args else kwargs["hidden_states"]
             piece = DTensor.from_local(x, device_mesh, [self.held], run_check=False)
             x = piece.redistribute(placements=[Replicate()])
@@ -112,7 +112,7 @@ class _Input(ParallelStyle):
                 self.given[x] = _Gathered(piece.detach())
             return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": x})
 
-        module.register_forward_pre_hook(whole, with_kwargs=True)
+        module.register_forward_pre_hook(gather, with_kwargs=True)
         return module
 
 
@@ -125,12 +125,12 @@ class _Gathered:
 
     def again(self) -> DTensor:
         """On its way when this returns: what uses it waits for it. The last user lets go of it."""
-        whole = self.whole
-        if whole is None:
-            whole = self.piece.redistribute(placements=[Replicate()], async_op=True)
+        full = self.whole
+        if full is None:
+            full = self.piece.redistribute(placements=[Replicate()], async_op=True)
         self.users -= 1
-        self.whole = whole if self.users > 0 else None
-        return whole
+        self.whole = full if self.users > 0 else None
+        return full
 
 
 class _RegatheringLinear(torch.autograd.Function):
@@ -183,7 +183,7 @@ def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[Share,
         Share.EMBEDDING: (_Rows(stream),),
         Share.HEAD: (ColwiseParallel(output_layouts=Replicate()),),
     }
-    whole: dict[Share, tuple[ParallelStyle, ...]] = {Share.EMBEDDING: (_Whole(stream),), Share.HEAD: (_Whole(),)}
+    replicated: dict[Share, tuple[ParallelStyle, ...]] = {Share.EMBEDDING: (_Whole(stream),), Share.HEAD: (_Whole(),)}
     return {
         Share.BLOCK: (_Input(stream, given),),
         Share.COLUMNS: (ColwiseParallel() if given is None else _Columns(given),),
@@ -201,7 +201,7 @@ def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[Share,
         )
         if cut
         else (_Whole(),),
-    } | (ends if rows_divide else whole)
+    } | (ends if rows_divide else replicated)
 
 
 def parallelize(
@@ -236,9 +236,9 @@ def parallelize(
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # a pipeline's stage may lack either
     tied = embedding is not None and head is not None and embedding.weight is head.weight
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    for name, how in shares.items():
+    for name, kind in shares.items():
         module = model.get_submodule(name)
-        for style in styles[how]:
+        for style in styles[kind]:
             style.src_data_rank = None  # each device takes its share of what it has; nothing is sent
             parallelize_module(module, mesh, style, src_data_rank=None)
         for key, p in module.named_parameters(recurse=False):
@@ -268,10 +268,10 @@ def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
             assert p.grad.device_mesh.ndim == 1, "FSDP has summed the others already"
             waiting.setdefault((p.grad.device_mesh, p.grad.dtype), []).append(p)
     for (mesh, _), members in waiting.items():
-        found = [local(p.grad) for p in members]  # type: ignore[arg-type]
-        flat = torch.cat([t.flatten() for t in found])
+        grads = [local(p.grad) for p in members]  # type: ignore[arg-type]
+        flat = torch.cat([t.flatten() for t in grads])
         dist.all_reduce(flat, group=mesh.get_group())
-        for p, part in zip(members, flat.split([t.numel() for t in found]), strict=True):
+        for p, part in zip(members, flat.split([t.numel() for t in grads]), strict=True):
             p.grad = DTensor.from_local(part.view(p.shape), mesh, [Replicate()], run_check=False)
 
 

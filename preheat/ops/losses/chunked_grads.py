@@ -38,8 +38,8 @@ class Beside:
 
     def __init__(self, low: Tensor, up: Tensor, dtype: torch.dtype, differentiate: bool):
         self.low, self.up = low.detach().to(dtype), up.detach().to(dtype)
-        made = (torch.empty_like(low), torch.zeros_like(up)) if differentiate else (None, None)
-        self.grads: tuple[Tensor | None, Tensor | None] = made
+        grads = (torch.empty_like(low), torch.zeros_like(up)) if differentiate else (None, None)
+        self.grads: tuple[Tensor | None, Tensor | None] = grads
 
     def add_(self, logits: Tensor, start: int) -> None:
         logits.addmm_(self.low[start : start + logits.shape[0]], self.up)

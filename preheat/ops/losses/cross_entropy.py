@@ -237,21 +237,21 @@ class _Chunked(torch.autograd.Function):
         up: Tensor | None,
         *aligned: Tensor,
     ) -> Tensor:
-        kept_hidden, kept_weight = hidden.dtype, weight.dtype
+        hidden_dtype, weight_dtype = hidden.dtype, weight.dtype
         wants_hidden, wants_weight = (differentiate and needs for needs in ctx.needs_input_grad[:2])
         hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
-        beside = Beside(low, up, dtype, differentiate) if low is not None and up is not None else None
+        adapter = Beside(low, up, dtype, differentiate) if low is not None and up is not None else None
         total = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden = torch.empty_like(hidden, dtype=kept_hidden) if wants_hidden else None
-        grad_weight = torch.empty_like(weight, dtype=kept_weight) if wants_weight else None
+        grad_hidden = torch.empty_like(hidden, dtype=hidden_dtype) if wants_hidden else None
+        grad_weight = torch.empty_like(weight, dtype=weight_dtype) if wants_weight else None
         logits_buffer = hidden.new_empty((min(rows, hidden.shape[0]), weight.shape[0]))
         in_place = getattr(row_loss, "value_and_grad_", None)
         for start in fold_identical(range(0, hidden.shape[0], rows)):
             part = hidden[start : start + rows]
             those = [a[start : start + rows] for a in aligned]
             logits = torch.mm(part, weight.t(), out=logits_buffer[: part.shape[0]])
-            if beside is not None:
-                beside.add_(logits, start)
+            if adapter is not None:
+                adapter.add_(logits, start)
             if in_place is not None:
                 losses, factor = in_place(logits, *those)
                 factor = factor.to(dtype).unsqueeze(1)
@@ -262,8 +262,8 @@ class _Chunked(torch.autograd.Function):
                     (logits,) = torch.autograd.grad(losses.sum(), leaf)
                 losses, factor = losses.detach(), logits.new_ones((part.shape[0], 1))
             total += losses.sum(dtype=torch.float32)
-            if beside is not None:
-                beside.differentiate(logits, factor, start)
+            if adapter is not None:
+                adapter.differentiate(logits, factor, start)
             if grad_hidden is not None:
                 torch.mul(torch.mm(logits, weight), factor, out=grad_hidden[start : start + rows])
             if grad_weight is not None:
@@ -272,7 +272,7 @@ class _Chunked(torch.autograd.Function):
                     grad_weight.addmm_(logits.t(), product, beta=float(start > 0))  # 0: what stood there is not read
                 else:
                     sum_product(grad_weight, logits, product, first=start == 0, at_once=cuda)
-        beside_grads = beside.grads if beside is not None else (None, None)
+        beside_grads = adapter.grads if adapter is not None else (None, None)
         grads = (grad_hidden, grad_weight, *beside_grads)
         ctx.save_for_backward(*(g for g in grads if g is not None))
         ctx.wants = tuple(g is not None for g in grads), len(aligned)
@@ -281,9 +281,9 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wants, count = ctx.wants
-        kept = iter(ctx.saved_tensors)
+        saved = iter(ctx.saved_tensors)
         # In place: these were made for this one call and nobody else holds them.
-        hidden, weight, low, up = (next(kept).mul_(grads[0]) if wanted else None for wanted in wants)
+        hidden, weight, low, up = (next(saved).mul_(grads[0]) if wanted else None for wanted in wants)
         return (hidden, weight, None, None, None, None, None, low, up, *([None] * count))
 
 

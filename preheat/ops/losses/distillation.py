@@ -236,11 +236,11 @@ class Distilled:
         return CrossEntropy()
 
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
-        labels, *said = aligned
-        ce_share, apart_share, places = self._shares(said, labels)
+        labels, *extra = aligned
+        ce_share, apart_share, places = self._shares(extra, labels)
         logits, trained = logits.float(), labels != IGNORED
         ce = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
-        teacher = self._teacher(said)
+        teacher = self._teacher(extra)
         if not isinstance(teacher, Likeliest):
             teacher = teacher.float() / self.temperature
         apart = torch.where(trained, divergence(logits / self.temperature, teacher, self.direction), 0.0)
@@ -249,9 +249,9 @@ class Distilled:
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor, *aligned: Tensor) -> tuple[Tensor, Tensor]:
         """As of `CrossEntropy`."""
-        said = list(aligned)
-        ce_share, apart_share, places = self._shares(said, labels)
-        trained, teacher = labels != IGNORED, self._teacher(said)
+        extra = list(aligned)
+        ce_share, apart_share, places = self._shares(extra, labels)
+        trained, teacher = labels != IGNORED, self._teacher(extra)
         ce, apart = (logits.new_empty(labels.shape, dtype=torch.float32) for _ in range(2))
         for at in _blocks(*logits.shape):
             part = Likeliest(*(t[at] for t in teacher)) if isinstance(teacher, Likeliest) else teacher[at]
@@ -261,11 +261,11 @@ class Distilled:
         self._add(ce, apart, places)
         return ce_share * ce + self.temperature**2 * apart_share * apart, trained
 
-    def _shares(self, said: list[Tensor], labels: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
+    def _shares(self, extra: list[Tensor], labels: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
         """How much cross entropy and divergence count, row by row where they differ, and then at which places each of them is; takes that off `said`."""
         if not (self.written or self.partly):
             return 1 - self.mixture, self.mixture, {}
-        counts, trained = said.pop(), labels != IGNORED
+        counts, trained = extra.pop(), labels != IGNORED
         here = counts > 0
         if self.partly:
             return (
@@ -276,14 +276,14 @@ class Distilled:
         places = {"label_loss": trained & ~here, "divergence": trained}
         return torch.where(here, 0.0, 1 - self.mixture), torch.where(here, counts, self.mixture), places
 
-    def _teacher(self, said: Any) -> Tensor | Likeliest:
-        return recovered(*said) if self.head is None else self.head(*said)
+    def _teacher(self, extra: Any) -> Tensor | Likeliest:
+        return recovered(*extra) if self.head is None else self.head(*extra)
 
     def _add(self, ce: Tensor, apart: Tensor, places: Mapping[str, Tensor]) -> None:
-        found = {"label_loss": ce, "divergence": apart}
+        parts = {"label_loss": ce, "divergence": apart}
         for name, at in places.items():
-            found |= {name: found[name] * at, f"{name.removesuffix('_loss')}_places": at}
-        for name, values in found.items():
+            parts |= {name: parts[name] * at, f"{name.removesuffix('_loss')}_places": at}
+        for name, values in parts.items():
             total = values.detach().sum()
             self.sums[name] = self.sums[name] + total if name in self.sums else total
 
@@ -360,10 +360,10 @@ def means(sums: Mapping[str, Tensor], weight: float) -> dict[str, float]:
         >>> means({"label_loss": torch.tensor(3.0), "divergence": torch.tensor(1.0)}, 2.0)
         {'label_loss': 1.5, 'divergence': 0.5}
     """
-    found = {name: float(total) for name, total in sums.items()}
-    labelled, places = found.pop("label_places", weight), found.pop("divergence_places", weight)
+    totals = {name: float(total) for name, total in sums.items()}
+    labelled, places = totals.pop("label_places", weight), totals.pop("divergence_places", weight)
     over = {"label_loss": labelled, "divergence": places}
-    made = {name: total / over.get(name, weight) for name, total in found.items() if over.get(name, weight)}
+    averages = {name: total / over.get(name, weight) for name, total in totals.items() if over.get(name, weight)}
     if "label_places" in sums and places:
-        return made | {"on_policy": 1 - labelled / places}
-    return made | ({"compared": places / weight} if "divergence_places" in sums and weight else {})
+        return averages | {"on_policy": 1 - labelled / places}
+    return averages | ({"compared": places / weight} if "divergence_places" in sums and weight else {})

@@ -36,15 +36,15 @@ class AnswerIndex:
         """Of a batch whose rows hold answers, and padding after them."""
         documents, device = batch.mask.documents, batch.tokens.device
         assert documents is not None, "answers have their lengths beside them"
-        held = (
+        answers = (
             [len(row) for row in batch.liked]
             if batch.liked
             else [len(row) // batch.group * batch.group for row in documents]
         )
-        count = sum(held)
+        count = sum(answers)
         sizes = [size for row in documents for size in row]
         numbers, n = [], 0
-        for row, real in zip(documents, held, strict=True):
+        for row, real in zip(documents, answers, strict=True):
             numbers += [n + i if i < real else count for i in range(len(row))]
             n += real
         ends = to_device(sizes, device).cumsum(0)
@@ -56,9 +56,9 @@ class AnswerIndex:
         within = torch.arange(max(real_sizes), device=device)
         index = to_device(starts, device)[:, None] + within
         index = torch.where(within < to_device(real_sizes, device)[:, None], index, total)
-        made = cls(index, owner, ends)
-        made.lengths = made.sums((batch.labels != IGNORED).float()).clamp(min=1)
-        return made
+        answer_index = cls(index, owner, ends)
+        answer_index.lengths = answer_index.sums((batch.labels != IGNORED).float()).clamp(min=1)
+        return answer_index
 
     def sums(self, values: Tensor) -> Tensor:
         """[answers], the sum of each over its places. By gathering: the order of sums is the same at any time, on a GPU too."""

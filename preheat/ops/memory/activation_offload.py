@@ -78,8 +78,8 @@ class _Stays:
     def _cast(self, t: Tensor) -> bool:
         """Whether it is a weight in another dtype, or a view of that."""
         if not t.requires_grad:  # of a frozen one: nothing else that needs no gradient has its shape in another dtype
-            whole = t if t._base is None else t._base
-            return any(shape == whole.shape and dtype != whole.dtype for shape, dtype in self.frozen)
+            base = t if t._base is None else t._base
+            return any(shape == base.shape and dtype != base.dtype for shape, dtype in self.frozen)
         node, cast = t.grad_fn, False
         while node is not None and node.name().removesuffix("0") in _RESHAPES:
             cast = cast or node.name().startswith("ToCopy")
@@ -101,8 +101,8 @@ _RESHAPES = {
 class _Pass:
     """One layer's forward pass: what it saved, and the layer that ran before it."""
 
-    def __init__(self, link: HostCopy, before: _Pass | None, *, moves: bool, least: int, kept: _Stays):
-        self.link, self.before, self.moves, self.least, self.kept = link, before, moves, least, kept
+    def __init__(self, link: HostCopy, before: _Pass | None, *, moves: bool, least: int, stays: _Stays):
+        self.link, self.before, self.moves, self.least, self.kept = link, before, moves, least, stays
         self._saved: list[weakref.ref[Saved]] = []  # autograd owns them: what it dropped need not come back
         self._same: dict[Any, Saved] = {}  # saved by several operators, moved once
         self._begun = self._fetched = False
@@ -170,9 +170,9 @@ class ActivationOffload:
                 self.link = link_for(next(layer.parameters()).device)
             # What is there anyway: weights, and what all layers are given alike (rotary tables).
             alike = (t for t in tree_leaves(kwargs) if isinstance(t, Tensor) and not t.requires_grad)
-            kept = _Stays(layer, alike)
+            stays = _Stays(layer, alike)
             before = self._last if index else None
-            run = _Pass(self.link, before, moves=index < self.count, least=self.least, kept=kept)
+            run = _Pass(self.link, before, moves=index < self.count, least=self.least, stays=stays)
             with saved_tensors_hooks(run.pack, run.unpack):
                 out = forward(*args, **kwargs)
             # A whole layer was computed since the one before sent its last tensor: by now the copies have mostly arrived.

@@ -109,14 +109,14 @@ class _Watch(TorchDispatchMode):
             if isinstance(t, Tensor)
         } | {_number(t) for t in outputs if func._schema.is_mutable}
         self.found = {k: v for k, v in self.found.items() if not v[0] & written}
-        made = {_number(t): t.untyped_storage() for t in outputs if _number(t) not in before}
-        self.made |= made.keys()
-        self.held += made.values()
+        new = {_number(t): t.untyped_storage() for t in outputs if _number(t) not in before}
+        self.made |= new.keys()
+        self.held += new.values()
         # What devices send each other is sent again by all or by none, and each chooses by itself: so by all.
         local = func.namespace != "_c10d_functional"
-        if made and not written and local and len(made) == len(outputs) and "empty" not in func._schema.name:
-            size, cost = sum(storage.nbytes() for storage in made.values()), _cost(func, args, out, inputs + outputs)
-            numbers = set(made)
+        if new and not written and local and len(new) == len(outputs) and "empty" not in func._schema.name:
+            size, cost = sum(storage.nbytes() for storage in new.values()), _cost(func, args, out, inputs + outputs)
+            numbers = set(new)
             if _is_attention(func):
                 key = (ATTENTION, -1)
                 others, call = self.found.get(key, (set(), Call(key, 0, 0)))
@@ -158,8 +158,8 @@ def trace_layer(forward: Callable[..., Any], args: Any, kwargs: Any) -> LayerTra
         given = {_number(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t), watched:
             forward(*args, **kwargs)
-    kept = sum(size for number, size in saved.items() if number in watched.made - given)
-    return LayerTrace(tuple(call for key, (_, call) in watched.found.items() if key in watched.needed), kept)
+    saved_bytes = sum(size for number, size in saved.items() if number in watched.made - given)
+    return LayerTrace(tuple(call for key, (_, call) in watched.found.items() if key in watched.needed), saved_bytes)
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def _uncached_autocast() -> Iterator[None]:
 _GRAINS = 1000  # what a layer saves is cut into so many pieces, of which results take whole ones
 
 
-def knapsack(seen: LayerTrace, budget: float) -> frozenset[Key]:
+def knapsack(trace: LayerTrace, budget: float) -> frozenset[Key]:
     """Results to keep: those that spare most in `budget` of the bytes that the layer would save (a knapsack, solved exactly).
 
     Args:
@@ -186,26 +186,26 @@ def knapsack(seen: LayerTrace, budget: float) -> frozenset[Key]:
         >>> choose(Seen((cheap, dear), 120), 0.5)
         frozenset({('mm', 0)})
     """
-    grain = max(1, seen.saved // _GRAINS)
-    room = int(budget * seen.saved) // grain
+    grain = max(1, trace.saved // _GRAINS)
+    room = int(budget * trace.saved) // grain
     best = [0] * (room + 1)  # the most that can be spared in so many grains
-    taken = []
-    for call in seen.calls:
+    choices = []
+    for call in trace.calls:
         size = -(-call.bytes // grain)
         better = bytearray(room + 1)
         for have in range(room, size - 1, -1):
             if best[have - size] + call.cost > best[have]:
                 best[have], better[have] = best[have - size] + call.cost, 1
-        taken.append((call, size, better))
-    kept = set()
-    for call, size, better in reversed(taken):
+        choices.append((call, size, better))
+    keys = set()
+    for call, size, better in reversed(choices):
         if better[room]:
-            kept.add(call.key)
+            keys.add(call.key)
             room -= size
-    return frozenset(kept)
+    return frozenset(keys)
 
 
-def contexts(kept: frozenset[Key]) -> tuple[Any, Any]:
+def contexts(keys: frozenset[Key]) -> tuple[Any, Any]:
     """The contexts that torch's checkpoint enters in the forward pass and when it computes again: `kept` results are not computed again."""
     counts: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
 
@@ -213,10 +213,10 @@ def contexts(kept: frozenset[Key]) -> tuple[Any, Any]:
         count = counts[context.is_recompute]
         key = (ATTENTION, -1) if _is_attention(func) else (func, count[func])
         count[func] += 1
-        return CheckpointPolicy.MUST_SAVE if key in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if key in keys else CheckpointPolicy.PREFER_RECOMPUTE
 
-    made: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
-    return made
+    pair: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return pair
 
 
 def keeps_results() -> bool:
@@ -224,7 +224,7 @@ def keeps_results() -> bool:
     return any(isinstance(mode, (_Watch, _CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in _modes())
 
 
-def keep_matmuls(seen: LayerTrace, every: int) -> frozenset[Key]:
+def keep_matmuls(trace: LayerTrace, every: int) -> frozenset[Key]:
     """The results of attention and of every so many matrix products, in the order in which they run: dear to compute for what they weigh.
 
     Example:
@@ -233,7 +233,7 @@ def keep_matmuls(seen: LayerTrace, every: int) -> frozenset[Key]:
         >>> sorted(i for _, i in kept)
         [-1, 1]
     """
-    products = [call.key for call in seen.calls if call.key[0] in _products()]
+    products = [call.key for call in trace.calls if call.key[0] in _products()]
     return frozenset({*products[every - 1 :: every], (ATTENTION, -1)})
 
 
@@ -254,6 +254,6 @@ class CheckpointPolicyCache:
         shapes = tuple((t.shape, t.dtype) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
         key = (kind, shapes, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
         if key not in self._chosen:
-            kept = self.choose(trace_layer(forward, args, kwargs))
-            self._chosen[key] = lambda: contexts(kept)
+            keys = self.choose(trace_layer(forward, args, kwargs))
+            self._chosen[key] = lambda: contexts(keys)
         return self._chosen[key]

@@ -59,9 +59,9 @@ class HostAdamW(Guarded):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        found = None if self.found_inf is None else self.link.out(self.found_inf)
+        flag = None if self.found_inf is None else self.link.out(self.found_inf)
         sent = [self.link.out(p.grad, self._buffers[p]) for p, _ in work]
-        found_inf = None if found is None else found.for_host()
+        found_inf = None if flag is None else flag.for_host()
         back = []
         for (p, group), copy in zip(work, sent, strict=True):
             state, buffer = self.state[p], copy.for_host()

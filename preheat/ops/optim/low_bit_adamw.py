@@ -84,10 +84,10 @@ def quantize(x: Tensor, tables: _Tables, block: int) -> tuple[Tensor, Tensor]:
 def dequantize(codes: Tensor, scales: Tensor, tables: _Tables, block: int) -> Tensor:
     """fp32 [n] of what `quantize` made."""
     values = tables.values.index_select(0, codes.to(torch.int32)).view(-1)
-    whole = values.numel() // block
-    values[: whole * block].view(whole, block).mul_(scales[:whole].unsqueeze(1))
-    if whole < scales.numel():
-        values[whole * block :].mul_(scales[whole:])
+    full = values.numel() // block
+    values[: full * block].view(full, block).mul_(scales[:full].unsqueeze(1))
+    if full < scales.numel():
+        values[full * block :].mul_(scales[full:])
     return values
 
 
@@ -177,7 +177,7 @@ class LowBitAdamW(StochasticAdamW):
             return
         codes, scales = self._slices(part)
         for (name, tables), moment in zip(self._tables.items(), (mean, square), strict=True):
-            made, scale = quantize(moment, tables, self.block)
+            new_codes, scale = quantize(moment, tables, self.block)
             # Guarded here too: quantizing what was dequantized need not give the same codes again.
-            keep_(state[name][codes], made, self.found_inf)
+            keep_(state[name][codes], new_codes, self.found_inf)
             keep_(state[f"{name}_scale"][scales], scale, self.found_inf)

@@ -156,8 +156,8 @@ class Guarded(torch.optim.Optimizer):
         for number, p in enumerate(ours):
             for key, value in self.state[p].items():
                 value.copy_(state_dict["state"][number][key])
-        for group, kept in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in kept.items() if key != "params"})
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 class Numbered(Guarded):

@@ -122,8 +122,8 @@ class ZeROAdamW(torch.optim.Optimizer):
         """Stage 2, in backward: the owner adds what comes to what it has of earlier micro-batches; nobody keeps `.grad`."""
         mean = self._average(p)
         if self._owner[p] == self._rank:
-            kept = self._averaged.get(p)
-            self._averaged[p] = mean if kept is None else kept.add_(mean)
+            previous = self._averaged.get(p)
+            self._averaged[p] = mean if previous is None else previous.add_(mean)
         p.grad = None
 
     def _gradients(self) -> dict[Tensor, Tensor]:
@@ -233,11 +233,11 @@ def _local(t: Tensor) -> Tensor:
 _said: set[str] = set()
 
 
-def _say(words: str) -> None:
+def _say(message: str) -> None:
     """A warning, once a process whatever the filters are."""
-    if words not in _said:
-        _said.add(words)
-        warnings.warn(words, stacklevel=3)
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, stacklevel=3)
 
 
 def _shard(module: nn.Module, listed: list[Any], *, offload: bool) -> list[Any]:

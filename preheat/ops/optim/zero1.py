@@ -59,9 +59,7 @@ class SharedOut:
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        return {
-            whole: self.optimizer.state[share] for whole, share in self.shares.items() if share in self.optimizer.state
-        }
+        return {p: self.optimizer.state[share] for p, share in self.shares.items() if share in self.optimizer.state}
 
     @property
     def found_inf(self) -> Any:
@@ -75,20 +73,20 @@ class SharedOut:
     @torch.no_grad()
     def step(self) -> None:
         """One update; the gradients are whole and the same on every device."""
-        for whole, share in self.shares.items():
-            share.grad = None if whole.grad is None else _cut(whole.grad, share.device_mesh)
+        for p, share in self.shares.items():
+            share.grad = None if p.grad is None else _cut(p.grad, share.device_mesh)
         self.optimizer.step()
-        for whole, share in self.shares.items():
+        for p, share in self.shares.items():
             if share.grad is not None:
                 share.grad = None
-                local(whole).copy_(share.full_tensor())
+                local(p).copy_(share.full_tensor())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for whole in self.shares:
+        for p in self.shares:
             if set_to_none:
-                whole.grad = None
-            elif whole.grad is not None:
-                whole.grad.zero_()
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()  # type: ignore[no-any-return]

@@ -37,21 +37,21 @@ def ranged(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool) -> tupl
     blocks = gram.unflatten(0, (count, group)).unflatten(2, (count, group))
     own = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [groups, group, group]
     best: Tensor | None = None
-    held: tuple[Tensor, Tensor | None] | None = None
+    grid: tuple[Tensor, Tensor | None] | None = None
     for shrink in _SHRINKS:
         scales, zeros = group_grid(weight, group, symmetric=symmetric, shrink=shrink)
         change = group_values(Groups(round_groups(weight, scales, zeros), scales, zeros)) - weight
         change = change.unflatten(1, (count, group)).transpose(0, 1)  # [groups, out, group]
         error = ((change @ own) * change).sum(dim=2).t()
-        if best is None or held is None:
-            best, held = error, (scales, zeros)
+        if best is None or grid is None:
+            best, grid = error, (scales, zeros)
             continue
         less = error < best
         best = torch.where(less, error, best)
-        kept = None if zeros is None or held[1] is None else torch.where(less, zeros, held[1])
-        held = torch.where(less, scales, held[0]), kept
-    assert held is not None
-    return held
+        best_zeros = None if zeros is None or grid[1] is None else torch.where(less, zeros, grid[1])
+        grid = torch.where(less, scales, grid[0]), best_zeros
+    assert grid is not None
+    return grid
 
 
 def awq(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = True) -> tuple[Groups, Tensor]:
@@ -81,14 +81,14 @@ def awq(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = True) -> 
         wide = weight / factors.float()
         if searched:
             grid = ranged(wide, gram * factors.float()[:, None] * factors.float(), group, symmetric=symmetric)
-            made = Groups(round_groups(wide, *grid), *grid)
+            groups = Groups(round_groups(wide, *grid), *grid)
         else:
-            made = quantize_groups(wide, group, symmetric=symmetric)
-        return output_error(group_values(made) * factors.float() - weight, gram), made, factors
+            groups = quantize_groups(wide, group, symmetric=symmetric)
+        return output_error(group_values(groups) * factors.float() - weight, gram), groups, factors
 
     power = min(_POWERS, key=lambda power: tried(power, False)[0])
-    _, made, factors = min((tried(power, searched) for searched in (False, True)), key=lambda found: found[0])
-    return made, factors
+    _, groups, factors = min((tried(power, searched) for searched in (False, True)), key=lambda candidate: candidate[0])
+    return groups, factors
 
 
 def gptq(

@@ -51,11 +51,11 @@ def four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
 
 
 def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int) -> None:
-    made = _made()
-    assert made is not None, "of_use() comes first"
-    held = [None if t is None else t.contiguous() for t in given]
-    places = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (*held, out)]
-    getattr(made, name)(*places, *map(ctypes.c_int64, (out.shape[0], *sizes)), torch.get_num_threads())
+    library = _made()
+    assert library is not None, "of_use() comes first"
+    inputs = [None if t is None else t.contiguous() for t in given]
+    places = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (*inputs, out)]
+    getattr(library, name)(*places, *map(ctypes.c_int64, (out.shape[0], *sizes)), torch.get_num_threads())
 
 
 @functools.cache

@@ -77,8 +77,10 @@ class _Inputs(torch.autograd.Function):
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid) -> Tensor:
     """weight: [out, in]."""
-    made = _Weight.apply(weight, grid)
-    return F.linear(_Inputs.apply(x) if grid.inputs else x, made.to(x.dtype) if made.dtype != x.dtype else made, bias)
+    values = _Weight.apply(weight, grid)
+    return F.linear(
+        _Inputs.apply(x) if grid.inputs else x, values.to(x.dtype) if values.dtype != x.dtype else values, bias
+    )
 
 
 class FakeLinear(nn.Linear):
@@ -166,8 +168,8 @@ def unfake_(model: nn.Module) -> int:
     plain: dict[type[nn.Module], type[nn.Module]] = {fake: real for real, fake in _FAKE.items()} | {
         _adapted(): added_linear()
     }
-    found = [m for m in model.modules() if type(m) in plain]
-    for module in found:
+    modules = [m for m in model.modules() if type(m) in plain]
+    for module in modules:
         module.__class__ = plain[type(module)]
         del module.preheat_grid
-    return len(found)
+    return len(modules)

@@ -107,12 +107,12 @@ def quantize_groups(weight: Tensor, group: int, *, symmetric: bool = True, shrin
     return Groups(round_groups(weight, scales, zeros), scales, zeros)
 
 
-def group_values(made: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
+def group_values(groups: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight [out, in] that codes stand for."""
-    codes = made.codes.to(dtype).unflatten(1, (made.scales.shape[1], -1)).sub_(8)
-    codes.mul_(made.scales.to(dtype)[..., None])
-    if made.zeros is not None:
-        codes.add_(made.zeros.to(dtype)[..., None])
+    codes = groups.codes.to(dtype).unflatten(1, (groups.scales.shape[1], -1)).sub_(8)
+    codes.mul_(groups.scales.to(dtype)[..., None])
+    if groups.zeros is not None:
+        codes.add_(groups.zeros.to(dtype)[..., None])
     return codes.flatten(1)
 
 
@@ -156,5 +156,5 @@ def divisor(inputs: int, wanted: int) -> int:
         >>> divisor(172, 32), divisor(768, 32), divisor(7, 4)
         (43, 32, 7)
     """
-    found = [n for n in range(2, inputs + 1) if inputs % n == 0] or [1]
-    return min(found, key=lambda n: (abs(n - wanted), n))
+    divisors = [n for n in range(2, inputs + 1) if inputs % n == 0] or [1]
+    return min(divisors, key=lambda n: (abs(n - wanted), n))

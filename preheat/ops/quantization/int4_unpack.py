@@ -28,18 +28,18 @@ def unpack4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     group = columns // scales.shape[1]
-    made = _made() if group % 2 == 0 else None
-    if made is None:
+    library = _made() if group % 2 == 0 else None
+    if library is None:
         return group_values(Groups(unpack(codes, columns), scales, zeros)).to(HALF)
     out = torch.empty(rows, columns, dtype=HALF)
-    held = [
+    tensors = [
         codes.contiguous(),
         scales.to(HALF).contiguous(),
         None if zeros is None else zeros.to(HALF).contiguous(),
         out,
     ]
-    places = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in held]
-    made.preheat_unpack(*places, *map(ctypes.c_int64, (rows, columns, group)), torch.get_num_threads())
+    places = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
+    library.preheat_unpack(*places, *map(ctypes.c_int64, (rows, columns, group)), torch.get_num_threads())
     return out
 
 

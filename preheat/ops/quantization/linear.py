@@ -141,7 +141,7 @@ class Int8Linear(QuantizedMap):
     def of(
         cls,
         module: nn.Module,
-        made: tuple[Tensor, Tensor] | None = None,
+        chosen: tuple[Tensor, Tensor] | None = None,
         *,
         inputs: str | None = None,
         input_scales: Tensor | None = None,
@@ -156,16 +156,16 @@ class Int8Linear(QuantizedMap):
         """
         weight = map_weight(module).detach().float()
         factors = None if input_scales is None else input_scales.to(HALF)
-        codes, scales = made or quantize_rows(weight if factors is None else weight / factors.float())
-        held = {"codes": codes, "scales": scales, "input_scales": factors, "bias": _bias(module)}
-        held["input_scale"] = None if input_scale is None else input_scale.to(HALF)
-        return cls(weight.shape[1], weight.shape[0], {"inputs": inputs, "input_scales": factors is not None}, held)
+        codes, scales = chosen or quantize_rows(weight if factors is None else weight / factors.float())
+        tensors = {"codes": codes, "scales": scales, "input_scales": factors, "bias": _bias(module)}
+        tensors["input_scale"] = None if input_scale is None else input_scale.to(HALF)
+        return cls(weight.shape[1], weight.shape[0], {"inputs": inputs, "input_scales": factors is not None}, tensors)
 
     @classmethod
     def on_meta(cls, inputs: int, outputs: int, bias: bool, form: Form) -> Int8Linear:
-        held = _common(inputs, outputs, bias, form)
-        held |= {"codes": _empty((outputs, inputs), torch.int8), "scales": _empty((outputs,))}
-        return cls(inputs, outputs, form, held)
+        tensors = _common(inputs, outputs, bias, form)
+        tensors |= {"codes": _empty((outputs, inputs), torch.int8), "scales": _empty((outputs,))}
+        return cls(inputs, outputs, form, tensors)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         return self.codes.to(dtype) * self.scales.to(dtype)[:, None]
@@ -206,7 +206,7 @@ class Int4Linear(QuantizedMap):
     def of(
         cls,
         module: nn.Module,
-        made: Groups | None = None,
+        groups: Groups | None = None,
         *,
         group: int = 32,
         symmetric: bool = True,
@@ -222,24 +222,24 @@ class Int4Linear(QuantizedMap):
         """
         weight = map_weight(module).detach().float()
         factors = None if input_scales is None else input_scales.to(HALF)
-        if made is None:
-            chosen = weight if factors is None else weight / factors.float()
-            made = quantize_groups(chosen, group, symmetric=symmetric)
+        if groups is None:
+            wide = weight if factors is None else weight / factors.float()
+            groups = quantize_groups(wide, group, symmetric=symmetric)
         form = {
-            "group": weight.shape[1] // made.scales.shape[1],
-            "zeros": made.zeros is not None,
+            "group": weight.shape[1] // groups.scales.shape[1],
+            "zeros": groups.zeros is not None,
             "inputs": inputs,
             "input_scales": factors is not None,
         }
-        held = {"codes": pack(made.codes), "scales": made.scales, "zeros": made.zeros, "input_scales": factors}
-        return cls(weight.shape[1], weight.shape[0], form, held | {"bias": _bias(module), "input_scale": None})
+        tensors = {"codes": pack(groups.codes), "scales": groups.scales, "zeros": groups.zeros, "input_scales": factors}
+        return cls(weight.shape[1], weight.shape[0], form, tensors | {"bias": _bias(module), "input_scale": None})
 
     @classmethod
     def on_meta(cls, inputs: int, outputs: int, bias: bool, form: Form) -> Int4Linear:
         grid = (outputs, inputs // form["group"])
-        held = _common(inputs, outputs, bias, form)
-        held |= {"codes": _empty((outputs, -(-inputs // 2)), torch.uint8), "scales": _empty(grid)}
-        return cls(inputs, outputs, form, held | {"zeros": _empty(grid) if form["zeros"] else None})
+        tensors = _common(inputs, outputs, bias, form)
+        tensors |= {"codes": _empty((outputs, -(-inputs // 2)), torch.uint8), "scales": _empty(grid)}
+        return cls(inputs, outputs, form, tensors | {"zeros": _empty(grid) if form["zeros"] else None})
 
     def groups(self) -> Groups:
         """Codes and grid, for writers of other formats."""
@@ -265,9 +265,9 @@ class Int4Linear(QuantizedMap):
         if not few or self.form["group"] not in _KERNEL_GROUPS or self.out_features % 16 or x.dtype != HALF:
             return super().product(x)
         if self._ready is None:  # in this CPU's order, beside the neutral one that a prompt is multiplied from
-            made = self.groups()
-            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(made.codes.int(), 1)
-            self._ready = packed, _grid(made.scales, made.zeros)
+            groups = self.groups()
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.codes.int(), 1)
+            self._ready = packed, _grid(groups.scales, groups.zeros)
         return torch.ops.aten._weight_int4pack_mm_for_cpu(
             x.contiguous(), self._ready[0], self.form["group"], self._ready[1]
         )
@@ -289,14 +289,14 @@ class Fp8Linear(QuantizedMap):
         scales = (weight.abs().amax(dim=1) / most).clamp(min=1e-30).to(HALF)
         codes = (weight / scales.float()[:, None]).clamp(-most, most).to(_FP8)
         codes = codes.view(torch.uint8)  # as bytes: what casts a model's floats must not touch them
-        held = {"codes": codes, "scales": scales, "bias": _bias(module), "input_scales": None, "input_scale": None}
-        return cls(weight.shape[1], weight.shape[0], {"inputs": "dynamic"}, held)
+        tensors = {"codes": codes, "scales": scales, "bias": _bias(module), "input_scales": None, "input_scale": None}
+        return cls(weight.shape[1], weight.shape[0], {"inputs": "dynamic"}, tensors)
 
     @classmethod
     def on_meta(cls, inputs: int, outputs: int, bias: bool, form: Form) -> Fp8Linear:
-        held = _common(inputs, outputs, bias, form)
-        held |= {"codes": _empty((outputs, inputs), torch.uint8), "scales": _empty((outputs,))}
-        return cls(inputs, outputs, form, held)
+        tensors = _common(inputs, outputs, bias, form)
+        tensors |= {"codes": _empty((outputs, inputs), torch.uint8), "scales": _empty((outputs,))}
+        return cls(inputs, outputs, form, tensors)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         return (self.codes.view(_FP8).float() * self.scales.float()[:, None]).to(dtype)

@@ -40,7 +40,7 @@ def kept_names(names: Iterable[str], keep: str | Sequence[str], roles: Mapping[s
         ['a.up', 'b.up']
     """
     names = list(names)
-    found: set[str] = set()
+    matches: set[str] = set()
     for entry in (keep,) if isinstance(keep, str) else keep:
         matched = [name for name in names if name in roles[entry]] if entry in roles else _matching(names, entry)
         if not matched and entry not in roles:
@@ -48,8 +48,8 @@ def kept_names(names: Iterable[str], keep: str | Sequence[str], roles: Mapping[s
             raise ValueError(
                 f"keep: {entry!r} matches no linear map or embedding of the model; {nearest(entry, known)}"
             )
-        found.update(matched)
-    return found
+        matches.update(matched)
+    return matches
 
 
 def _matching(names: Sequence[str], entry: str) -> list[str]:

@@ -82,8 +82,8 @@ def tables(device: Any = None) -> Tables:
     """What `dequantize` looks values up in."""
     levels = torch.tensor(LEVELS)
     byte = torch.arange(256)
-    found = Tables(torch.stack([levels[byte >> 4], levels[byte & 15]], dim=1), dynamic_levels())
-    return Tables(*(t.to(device) for t in found))
+    on_host = Tables(torch.stack([levels[byte >> 4], levels[byte & 15]], dim=1), dynamic_levels())
+    return Tables(*(t.to(device) for t in on_host))
 
 
 def _nearest(values: Tensor, levels: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ def quantize(value: Tensor, *, double: bool = True) -> Packed:
     codes, scales = [], []
     for blocks in _blocks(value.detach().float().reshape(-1), BLOCK).split(_CHUNK):
         scale = blocks.abs().amax(dim=1)
-        found = _nearest(blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], levels).to(torch.uint8)
-        codes.append(found[:, 0::2] << 4 | found[:, 1::2])
+        indices = _nearest(blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], levels).to(torch.uint8)
+        codes.append(indices[:, 0::2] << 4 | indices[:, 1::2])
         scales.append(scale)
     scale = torch.cat(scales)
     packed = torch.cat(codes).view(-1)
@@ -211,16 +211,16 @@ class _Product(torch.autograd.Function):
     """x W^T (or x W) with W in NF4: forward and backward each make W for as long as they need it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, int], transposed: bool, *held: Tensor | None) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(*held)
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, int], transposed: bool, *tensors: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(*tensors)
         ctx.shape, ctx.transposed = shape, transposed
-        weight = dequantize(Packed(*held[:3]), shape, x.dtype, Tables(*held[3:]))  # type: ignore[arg-type]
+        weight = dequantize(Packed(*tensors[:3]), shape, x.dtype, Tables(*tensors[3:]))  # type: ignore[arg-type]
         return F.linear(x, weight.t() if transposed else weight)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        held = ctx.saved_tensors
-        weight = dequantize(Packed(*held[:3]), ctx.shape, slope.dtype, Tables(*held[3:]))
+        tensors = ctx.saved_tensors
+        weight = dequantize(Packed(*tensors[:3]), ctx.shape, slope.dtype, Tables(*tensors[3:]))
         return F.linear(slope, weight if ctx.transposed else weight.t()), *(None,) * 7
 
 

@@ -48,8 +48,10 @@ def quantized_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def is_compressed(model: Any) -> bool:
     """Whether it was opened from a folder that `preheat compress` wrote; a base in 4 bits under an adapter is none."""
-    told = getattr(model.config, "quantization_config", None)
-    return told is not None and (told if isinstance(told, dict) else told.to_dict()).get("quant_method") == STORED
+    config = getattr(model.config, "quantization_config", None)
+    return (
+        config is not None and (config if isinstance(config, dict) else config.to_dict()).get("quant_method") == STORED
+    )
 
 
 def put_in(model: nn.Module, name: str, new: nn.Module) -> None:
@@ -84,7 +86,7 @@ def stored(model: nn.Module, method: str, tied: tuple[str, str]) -> dict[str, An
     return {"quant_method": STORED, "version": _VERSION, "method": method, "tied": shared, "forms": forms}
 
 
-def open_on_meta(model: nn.Module, told: Mapping[str, Any]) -> list[str]:
+def open_on_meta(model: nn.Module, stored_config: Mapping[str, Any]) -> list[str]:
     """Gives a model on meta the modules that `stored` told of, in place, without values; what is not quantized in bf16.
 
     Returns:
@@ -93,10 +95,10 @@ def open_on_meta(model: nn.Module, told: Mapping[str, Any]) -> list[str]:
     Raises:
         KeyError, AttributeError, ValueError: it was written by another version, or for another model.
     """
-    if told["version"] != _VERSION:
-        raise ValueError(f"version {told['version']}, and this preheat reads {_VERSION}")
+    if stored_config["version"] != _VERSION:
+        raise ValueError(f"version {stored_config['version']}, and this preheat reads {_VERSION}")
     packed = []
-    for form in told["forms"]:
+    for form in stored_config["forms"]:
         for name in form["modules"]:
             old: Any = model.get_submodule(name)
             if form["kind"] == "nf4":
@@ -106,10 +108,10 @@ def open_on_meta(model: nn.Module, told: Mapping[str, Any]) -> list[str]:
                 put_in(model, name, Int8Embedding.on_meta(*old.weight.shape))
             else:
                 outputs, inputs = map_weight(old).shape
-                how = {key: value for key, value in form.items() if key not in ("kind", "modules")}
-                put_in(model, name, _KINDS[form["kind"]].on_meta(inputs, outputs, old.bias is not None, how))
-    if told["tied"] is not None:
-        first, last = (model.get_submodule(name) for name in told["tied"])
+                settings = {key: value for key, value in form.items() if key not in ("kind", "modules")}
+                put_in(model, name, _KINDS[form["kind"]].on_meta(inputs, outputs, old.bias is not None, settings))
+    if stored_config["tied"] is not None:
+        first, last = (model.get_submodule(name) for name in stored_config["tied"])
         last.codes, last.scales = first.codes, first.scales
     to_half(model)
     return packed
