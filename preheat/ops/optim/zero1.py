@@ -1,4 +1,4 @@
-"""ZeRO-1 on plain optimizers: each device keeps the states of its share of every parameter, updates that, and gathers the rest."""
+"""ZeRO-1 around any optimizer: each rank updates its shard of every parameter and gathers the rest."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["SharedOut", "share_out"]
 
 
 def _cut(t: Tensor, mesh: Any) -> DTensor:
-    """The share of this device of a tensor that every device has whole: rows of it, in the same memory."""
+    """Returns this rank's rows of a replicated tensor as a DTensor, sharing memory."""
     t = local(t.detach())
-    many = -(-t.shape[0] // mesh.size())  # rows of a share, the last ones perhaps fewer or none, as DTensor cuts them
+    many = -(-t.shape[0] // mesh.size())  # rows per rank, fewer or none on the last ones, as DTensor shards
     start = min(torch.distributed.get_rank(mesh.get_group()) * many, t.shape[0])
     rows = t[start : start + many]
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
@@ -26,7 +26,9 @@ def _cut(t: Tensor, mesh: Any) -> DTensor:
 
 @contextmanager
 def _standing_in(modules: Iterable[nn.Module], others: dict[Tensor, Any]) -> Iterator[None]:
-    """Within, the modules' parameters are `others`: what an optimizer is told of them (which are the head's) then is of its own."""
+    """Context manager that swaps the modules' parameters for `others`, so that an optimizer that inspects modules sees
+    its own.
+    """
     places = [
         (store, name, p)
         for module in modules
@@ -44,10 +46,10 @@ def _standing_in(modules: Iterable[nn.Module], others: dict[Tensor, Any]) -> Ite
 
 
 class SharedOut:
-    """An optimizer over this device's shares of parameters that every device has whole. Made by `share_out`.
+    """An optimizer over this rank's shards of replicated parameters. Created by `share_out`.
 
-    After `step` all devices have all of the new weights. `state` is by the whole parameters, its tensors are spread over the devices
-    (DTensor), so that a checkpoint of it can be read by another number of them.
+    After `step` every rank has all new weights. `state` is keyed by the full parameters and holds DTensors, so that a
+    checkpoint can be loaded on another number of ranks.
     """
 
     def __init__(self, optimizer: Any, shares: dict[Tensor, Any]):
@@ -63,7 +65,7 @@ class SharedOut:
 
     @property
     def found_inf(self) -> Any:
-        """1, on the device, where this step shall change nothing."""
+        """Device flag: 1 if this step must change nothing."""
         return self.optimizer.found_inf
 
     @found_inf.setter
@@ -72,7 +74,7 @@ class SharedOut:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update; the gradients are whole and the same on every device."""
+        """Updates the parameters; gradients must be complete and equal on every rank."""
         for p, share in self.shares.items():
             share.grad = None if p.grad is None else _cut(p.grad, share.device_mesh)
         self.optimizer.step()
@@ -103,19 +105,19 @@ def share_out(
     modules: Iterable[nn.Module] = (),
     **settings: Any,
 ) -> SharedOut:
-    """The optimizer `make(groups, **settings)`, made over this device's shares of the parameters.
+    """Creates the optimizer `make(groups, **settings)` over this rank's shards of the parameters.
 
     Args:
-        groups: of parameters that every device of the mesh has whole, with equal values.
-        mesh: torch's mesh of one dimension.
-        modules: those that the parameters belong to, for a `make` that looks at them.
+        groups: parameter groups, replicated on every rank of the mesh with equal values.
+        mesh: a one-dimensional DeviceMesh.
+        modules: the modules that own the parameters, for a `make` that inspects them.
     """
     shares: dict[Tensor, Any] = {}
     cut = []
     for group in groups:
         for p in group["params"]:
             shares[p] = nn.Parameter(_cut(p, mesh))
-            shares[p].grad_dtype = None  # half weights may have fp32 gradients
+            shares[p].grad_dtype = None  # allows fp32 gradients of half-precision weights
         cut.append({**group, "params": [shares[p] for p in group["params"]]})
     with _standing_in(modules, shares):
         return SharedOut(make(cut, **settings), shares)
