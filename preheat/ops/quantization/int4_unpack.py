@@ -1,4 +1,4 @@
-"""Four-bit weights as bf16, by `int4_unpack.cpp`: what a prompt is multiplied by. An operator of torch, so that it is traced and observed."""
+"""Dequantizes int4 weights to bf16 for prefill with the C++ kernel `int4_unpack.cpp`, as a traceable torch operator."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["unpack4"]
 
 @torch.library.custom_op("preheat::unpack4", mutates_args=(), device_types="cpu")
 def unpack4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """The weight that packed codes stand for, on a CPU. The same numbers without a C++ compiler, in several times the time.
+    """Dequantizes packed codes on a CPU. Without a C++ compiler the result is the same but takes several times as long.
 
     Args:
-        codes: uint8 [out, in / 2], two a byte.
+        codes: uint8 [out, in / 2], two per byte.
         scales, zeros: bf16 [out, in / group]; zeros None: symmetric.
 
     Returns:
@@ -38,8 +38,8 @@ def unpack4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         None if zeros is None else zeros.to(HALF).contiguous(),
         out,
     ]
-    places = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
-    library.preheat_unpack(*places, *map(ctypes.c_int64, (rows, columns, group)), torch.get_num_threads())
+    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
+    library.preheat_unpack(*pointers, *map(ctypes.c_int64, (rows, columns, group)), torch.get_num_threads())
     return out
 
 
