@@ -1,7 +1,7 @@
-"""Ring attention: keys and values go round the devices of a group, each of which attends with its own queries to what passes.
+"""Ring attention: keys and values rotate around the ranks; each rank attends with its own queries to every block.
 
-Partial results are put together by the logarithms of their sums, in fp32. In the backward pass keys and values go round again and their
-gradients, in fp32, go with them.
+Partial results are merged by their log-sum-exp in fp32. In the backward pass keys and values rotate again, together
+with their fp32 gradients.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["ring_attention", "ring_bytes"]
 
 
 def _passed_on(x: Tensor, group: Any) -> Tensor:
-    """What the device before this one in the ring has, once it has `landed`; x goes to the one after."""
+    """Sends x to the next rank of the ring and returns the previous rank's tensor; call `landed` before use."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     to, come = ([x.numel() if n == (rank + step) % degree else 0 for n in range(degree)] for step in (1, -1))
     return collectives.all_to_all_single(x, come, to, group)
 
 
 def _pair(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The two tensors, shaped as k and v, that stand in one."""
+    """Splits a flat tensor into two with the shapes of k and v."""
     return flat[: k.numel()].view(k.shape), flat[k.numel() :].view(v.shape)
 
 
@@ -43,7 +43,8 @@ class _Ring(torch.autograd.Function):
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
         current = torch.cat([k.flatten(), v.flatten()])
         for step in range(degree):
-            # Sent while this step computes. The first step is that of the device's own keys: each query sees itself, so no sum is empty.
+            # The transfer overlaps with this step's compute. The first step uses the rank's own keys: every query sees
+            # itself, so no softmax is empty.
             coming = _passed_on(current, group) if step < degree - 1 else current
             for part in pieces.forward(q, *_pair(current, k, v), (rank - step) % degree):
                 _merge(out[part.rows, :, part.queries], lse[part.rows, :, part.queries], part.out, part.lse)
@@ -72,33 +73,32 @@ class _Ring(torch.autograd.Function):
                 own_v[rows, :, keys] += slopes[2]
             if carried is not None:
                 own += landed(carried)
-            carried, current = (
-                _passed_on(own, ctx.group),
-                landed(coming),
-            )  # after the last step they are back where they belong
+            # After the last step the gradients are back on the rank of their keys.
+            carried, current = _passed_on(own, ctx.group), landed(coming)
         assert carried is not None
         grad_k, grad_v = _pair(landed(carried), k, v)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Adds a partial result to what is there, in place of `out` and `lse`."""
+    """Merges a partial result into `out` and `lse`, in place."""
     both = torch.logaddexp(lse, more_lse)
     out.mul_((lse - both).exp_().unsqueeze(-1)).add_(more * (more_lse - both).exp_().unsqueeze(-1))
     lse.copy_(both)
 
 
 def ring_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[..., Tensor]:
-    """Attention like `kernel`'s for rows that are cut by zigzag: (q, k, v, mask, scale) -> out of this device's places.
+    """Returns ring attention equivalent to `kernel` for zigzag-sharded rows: (q, k, v, mask, scale) -> local out.
 
-    Keys and values travel with the heads that they have. Torch's fused kernel serves masks that are causal, with documents or not; blocks of
-    matrix products serve the plain kernel and `blocked_attention`, with windows too. The mask is that of whole rows.
+    Grouped keys and values are sent without repetition. torch's fused kernel serves causal masks, packed or not;
+    blockwise matmuls serve the reference kernel and `blocked_attention`, including windows. The mask is that of full
+    rows.
 
     Args:
         group: the process group whose ranks are the ring.
 
     Raises:
-        ValueError: a kernel of which no partial results can be had.
+        ValueError: the kernel does not provide partial results.
     """
     kind = pieces_like(kernel)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
@@ -113,12 +113,14 @@ def ring_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[..., T
 
 
 def ring_bytes(*, places: int, shared: int, head_dim: int, degree: int, size: int, backward: bool = False) -> int:
-    """Bytes that a device sends for one layer's forward pass, or its backward pass, where gradients travel in fp32 one place further.
+    """Returns the bytes that a rank sends for one layer's forward pass, or its backward pass.
+
+    In the backward pass fp32 gradients make one more hop than the keys and values.
 
     Args:
-        places: tokens that a device has of all rows together.
-        shared: heads of keys and values.
-        size: bytes of an element.
+        places: tokens per rank, over all rows.
+        shared: number of key/value heads.
+        size: bytes per element.
 
     Example:
         >>> ring_bytes(places=1024, shared=8, head_dim=128, degree=4, size=2) / 2**20

@@ -378,7 +378,7 @@ def takes_four_bits(module: Int4Linear) -> bool:
 
 
 def tiles(module: Int4Linear) -> tuple[Tensor, Tensor]:
-    """Returns codes tiled for CUDA's tensor cores and interleaved scales and zeros, as aten's int4 kernel reads them."""
+    """Returns codes tiled for tensor cores and interleaved scales and zeros, as aten's int4 kernel reads them."""
     inner = next(n for n in (8, 4, 2) if module.in_features % (16 * n) == 0)
     swapped = module.codes << 4 | module.codes >> 4  # aten expects the even position in the high half
     packed = torch.ops.aten._convert_weight_to_int4pack(swapped, inner)
