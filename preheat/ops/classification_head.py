@@ -1,4 +1,4 @@
-"""A head over classes in place of the language model's, and the model as transformers' sequence classifier."""
+"""Classification head, and export as a transformers sequence classifier."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["ClassHead", "as_sequence_classifier", "give_classes", "pad_for"]
 
 
 class ClassHead(nn.Linear):
-    """[width -> classes], drawn new. Adapters leave it trained: no checkpoint holds it."""
+    """Newly initialized head [width -> classes]. Adapters leave it trainable, since no checkpoint contains it."""
 
 
 def give_classes(model: Any, classes: int) -> str:
-    """Puts a head over `classes` in place of a model's head, in place; on meta too. Returns its name.
+    """Replaces a model's head by one over `classes`, in place and also on meta. Returns its name.
 
-    Its values are for `draw_head` to make.
+    `draw_head` initializes it.
     """
     old = model.get_output_embeddings()
     name = next(name for name, module in model.named_modules() if module is old)
@@ -30,17 +30,17 @@ def give_classes(model: Any, classes: int) -> str:
 
 
 def draw_head(head: nn.Module, std: float) -> None:
-    """Draws a head's weights as transformers draws those of its classifiers."""
+    """Initializes a head's weights as transformers initializes its classifiers."""
     assert isinstance(head, ClassHead)
     with torch.no_grad():
         head.weight.copy_(torch.randn(head.weight.shape) * std)
 
 
 def pad_for(tokenizer: Any) -> int:
-    """A padding token that no sequence ends with: transformers' classifiers look at the last token that is none.
+    """Returns a padding token that no sequence ends with: transformers' classifiers read the last non-padding token.
 
     Raises:
-        ValueError: the tokenizer has none.
+        ValueError: the tokenizer has no such token.
     """
     for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
         if token is not None and token != tokenizer.eos_token_id:
@@ -49,10 +49,10 @@ def pad_for(tokenizer: Any) -> int:
 
 
 def as_sequence_classifier(model: Any, *, pad: int) -> Any:
-    """transformers' ...ForSequenceClassification of this family with the same weights, for `save_pretrained`.
+    """Returns transformers' ...ForSequenceClassification of the model with the same weights, for `save_pretrained`.
 
     Args:
-        model: with a `ClassHead`, adapters merged.
+        model: has a `ClassHead`; adapters are merged.
         pad: the padding token (`pad_for`).
 
     Raises:
@@ -78,7 +78,7 @@ def as_sequence_classifier(model: Any, *, pad: int) -> Any:
         raise ValueError(
             f"{type(classifier).__name__} has other weights than {type(model).__name__}: {[*missing, *unexpected][0]}"
         )
-    # what stands in no state: rotary tables
+    # non-persistent buffers (rotary tables) are not in the state dict
     for key, buffer in model.named_buffers():
         parent, _, last = key.rpartition(".")
         if classifier.get_submodule(parent)._buffers.get(last) is not None:
