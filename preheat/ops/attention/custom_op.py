@@ -145,7 +145,7 @@ class OpaqueAttention:
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Context manager that enables autograd inside an operator, where the dispatcher excludes it below `enable_grad`."""
+    """Enables autograd inside an operator, where the dispatcher excludes it below `enable_grad`."""
     off = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
         off = off.remove(getattr(torch._C.DispatchKey, key))

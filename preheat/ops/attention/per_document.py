@@ -45,7 +45,7 @@ def attend(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Documents
 
 
 def forward(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> tuple[Tensor, ...]:
-    """Runs the forward pass of `attend` below autograd; returns the result and the log-sum-exp, if any, of full rows."""
+    """Runs the forward pass of `attend` below autograd; returns the result and the log-sum-exp, if any."""
     if documents is None:
         return kernel.forward(q, k, v)
     layout = _Layout(documents, q.device)

@@ -73,7 +73,7 @@ def starts_of(mask: MaskSpec, length: int, device: torch.device) -> Tensor:
 
 
 def allowed(mask: MaskSpec, rows: int, length: int, device: torch.device) -> Tensor:
-    """Returns the dense mask [rows or 1, 1, length, length], true if visible. For reference kernels only: it is n x n."""
+    """Returns the dense mask [rows or 1, 1, length, length], true if visible; n x n, for references only."""
     place, starts = torch.arange(length, device=device), starts_of(mask, length, device)
     starts = starts[:, None]
     may = sees(mask, place[:, None], place[None, :], starts[..., :, None], starts[..., None, :])

@@ -208,7 +208,7 @@ class ProductPieces:
     def _scores(
         self, q: Tensor, k: Tensor, queries: slice, keys: slice, may: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries and keys of a block, [rows * shared, n, dim], and fp32 scores, capped and masked with -inf."""
+        """Returns queries and keys of a block, [rows * shared, n, dim], and capped, masked fp32 scores."""
         rows, shared = k.shape[:2]
         block = _grouped(q, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1)
         near = k[:, :, keys].flatten(0, 1)
