@@ -334,7 +334,7 @@ def begin(
 
 
 def put_in(model: nn.Module, folder: AdapterFolder) -> list[str]:
-    """Injects a folder's adapter into a model with loaded base weights, in place. Returns the adapted modules' names."""
+    """Injects a folder's adapter into a model with loaded weights, in place. Returns the adapted modules' names."""
     with torch.random.fork_rng(devices=[]):  # peft draws random values that are then overwritten
         try:
             names = inject(model, folder.config)
@@ -373,7 +373,7 @@ def _tied(model: nn.Module) -> list[str]:
 
 
 def _matches(theirs: str, ours: str) -> bool:
-    """True if the names match. peft saves tensors common to all layers (VeRA's projections) once, under the last name
+    """Compares names: peft saves tensors common to all layers (VeRA's projections) once, under the last name
     part.
     """
     return theirs == ours or ("." not in theirs and ours.endswith(f".{theirs}"))

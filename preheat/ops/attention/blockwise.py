@@ -69,10 +69,10 @@ class _Tile(NamedTuple):
     """[n, groups * queries, dim]."""
     near: Tensor
     """The keys of the spans, [n, keys, dim]."""
-    chances: Tensor
+    probs: Tensor
     """Probabilities [n, groups * queries, keys]; overwritten by the next tile."""
     bent: Tensor | None
-    """tanh of the scores if they are capped and this is backward; shaped and reused like `chances`."""
+    """tanh of the scores if they are capped and this is backward; shaped and reused like `probs`."""
 
 
 def _of(x: Tensor, heads: slice, keys: tuple[slice, ...]) -> Tensor:
@@ -167,7 +167,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, soft
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     for tile in _Tiles(q, k, mask, scale, softcap):
         into = out[tile.heads, :, tile.queries]
-        into.copy_(torch.bmm(tile.chances, _of(v, tile.heads, tile.keys)).view(into.shape))
+        into.copy_(torch.bmm(tile.probs, _of(v, tile.heads, tile.keys)).view(into.shape))
     return out.view(rows, heads, length, -1)
 
 
@@ -183,14 +183,14 @@ def _backward(
     grad_k, grad_v = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
     tiles = _Tiles(q, k, mask, scale, softcap, backward=True)
     scratch = torch.empty_like(tiles.buffer)
-    for heads, queries, keys, block, near, chances, bent in tiles:
+    for heads, queries, keys, block, near, probs, bent in tiles:
         sizes = [span.stop - span.start for span in keys]
         slope = g[heads, :, queries].reshape(*block.shape[:2], -1)
-        for span, part in zip(keys, torch.bmm(chances.transpose(1, 2), slope).split(sizes, 1), strict=True):
+        for span, part in zip(keys, torch.bmm(probs.transpose(1, 2), slope).split(sizes, 1), strict=True):
             grad_v[heads, span] += part
-        scores = scratch[: chances.numel()].view(chances.shape)
+        scores = scratch[: probs.numel()].view(probs.shape)
         torch.bmm(slope, _of(v, heads, keys).transpose(1, 2), out=scores)
-        torch.ops.aten._softmax_backward_data.out(scores, chances, -1, chances.dtype, grad_input=scores)
+        torch.ops.aten._softmax_backward_data.out(scores, probs, -1, probs.dtype, grad_input=scores)
         if bent is not None:
             scores.mul_(bent.square_().neg_().add_(1))
         into = grad_q[heads, :, queries]

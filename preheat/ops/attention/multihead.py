@@ -195,9 +195,9 @@ def _piece(
     seeing = scores.detach().amax(-1, keepdim=True) > float("-inf")
     # A row of -inf would give NaN, also in the gradient: clamp to the lowest number and zero the result.
     scores = scores.clamp(min=torch.finfo(scores.dtype).min)
-    chances = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)) * seeing
-    chances = drop(chances.to(v.dtype), dropout)
-    return torch.matmul(chances.view(rows, shared, -1, keys), v).view(rows, heads, n, -1)
+    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)) * seeing
+    probs = drop(probs.to(v.dtype), dropout)
+    return torch.matmul(probs.view(rows, shared, -1, keys), v).view(rows, heads, n, -1)
 
 
 class EfficientAttention(nn.Module):

@@ -224,8 +224,8 @@ class ProductPieces:
             _, _, scores = self._scores(q, k, queries, keys, may)
             lse = torch.logsumexp(scores, dim=-1, keepdim=True)
             # The clamp avoids NaN for a query that sees nothing (lse of -inf).
-            chances = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
-            out = torch.bmm(chances.to(v.dtype), v[:, :, keys].flatten(0, 1))
+            probs = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
+            out = torch.bmm(probs.to(v.dtype), v[:, :, keys].flatten(0, 1))
             shape = (q.shape[0], q.shape[1], queries.stop - queries.start)
             yield PartialAttention(slice(None), queries, out.view(*shape, -1), lse.view(shape))
 
@@ -242,13 +242,13 @@ class ProductPieces:
                 _grouped(t, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1)
                 for t in (grad, out, lse.unsqueeze(-1))
             )
-            chances = scores.sub_(total).exp_()
+            probs = scores.sub_(total).exp_()
             slopes = torch.bmm(g, v[:, :, keys].flatten(0, 1).transpose(1, 2)).float()
-            slopes = slopes.sub_((g.float() * o.float()).sum(-1, keepdim=True)).mul_(chances)
+            slopes = slopes.sub_((g.float() * o.float()).sum(-1, keepdim=True)).mul_(probs)
             slopes = (slopes if bend is None else slopes.mul_(bend)).mul_(self.scale).to(q.dtype)
             grad_q = torch.bmm(slopes, near).view(rows, heads, size, -1)
             grad_k = torch.bmm(slopes.transpose(1, 2), block).view(rows, shared, *near.shape[1:])
-            grad_v = torch.bmm(chances.to(g.dtype).transpose(1, 2), g).view(rows, shared, near.shape[1], -1)
+            grad_v = torch.bmm(probs.to(g.dtype).transpose(1, 2), g).view(rows, shared, near.shape[1], -1)
             yield Slopes(slice(None), queries, keys, grad_q, grad_k, grad_v)
 
 

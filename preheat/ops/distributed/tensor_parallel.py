@@ -314,18 +314,18 @@ class SharedCrossEntropy:
             parts.append(logits.sum(dim=-1, dtype=torch.float32))
         peak = logits.amax(dim=-1).float()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.group)
-        chances = logits.float().sub_(peak.unsqueeze(1)).exp_()
-        sums = torch.stack([chances.sum(dim=-1), *parts])
+        probs = logits.float().sub_(peak.unsqueeze(1)).exp_()
+        sums = torch.stack([probs.sum(dim=-1), *parts])
         dist.all_reduce(sums, group=self.group)
         lse, columns = peak + sums[0].log(), share * self.group.size()
         losses = lse - (1 - self.smoothing) * sums[1] + self.z * lse.square()
         factor = 1 + 2 * self.z * lse
-        chances.div_(sums[0].unsqueeze(1))
-        chances[own] -= torch.where(mine, (1 - self.smoothing) / factor, 0.0)
+        probs.div_(sums[0].unsqueeze(1))
+        probs[own] -= torch.where(mine, (1 - self.smoothing) / factor, 0.0)
         if self.smoothing:
             losses -= self.smoothing * sums[2] / columns
-            chances.sub_((self.smoothing / columns / factor).unsqueeze(1))
-        logits.copy_(chances)
+            probs.sub_((self.smoothing / columns / factor).unsqueeze(1))
+        logits.copy_(probs)
         return torch.where(trained, losses, 0.0), torch.where(trained, factor, 0.0)
 
 

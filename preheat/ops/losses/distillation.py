@@ -1,7 +1,6 @@
-"""Losses that compare a student with its teacher: tensors in, tensors out.
+"""Distillation losses between a student and its teacher.
 
-The slow reference of each is its plain form: `Distilled.__call__` under autograd, `divergence` over probabilities that
-are written out.
+The reference of each is its plain form: `Distilled.__call__` under autograd, `divergence` over explicit probabilities.
 """
 
 from __future__ import annotations
@@ -34,13 +33,9 @@ __all__ = [
 Direction = Literal["forward", "reverse"]
 
 LEAST = -20.0
-"""Logarithm of the smallest mass that all tokens beside the likeliest are taken to have: 2e-9, which rounding makes
-anyway.
-"""
+"""Lower bound of the log-probability of all tokens outside the top k: 2e-9, the size of rounding errors."""
 _BLOCK = 1 << 21
-"""Logits that are compared at a time, in fp32 (8 MiB): some eight tensors of this size pass while a chunk's gradient is
-made.
-"""
+"""Logits per block, in fp32 (8 MiB): computing a block's gradient takes about eight tensors of this size."""
 
 
 class Likeliest(NamedTuple):
@@ -56,8 +51,7 @@ class Likeliest(NamedTuple):
 
 
 def likeliest(logits: Tensor, k: int, temperature: float = 1.0) -> Likeliest:
-    """The k likeliest tokens of each row; of a smaller vocabulary all but the least likely one, so that something is
-    always left.
+    """Returns the top-k tokens of each row; at most all but one token, so that a remainder always exists.
 
     Args:
         logits: [..., vocabulary].
@@ -87,13 +81,11 @@ def recovered(values: Tensor, indices: Tensor) -> Likeliest:
 def divergence(student: Tensor, teacher: Tensor | Likeliest, direction: Direction = "forward") -> Tensor:
     """Returns the Kullback-Leibler divergence of each row, [n] in nats; differentiable.
 
-    Of a teacher by its likeliest tokens, the student's other tokens are taken together as the teacher's are: 0 where
-    both agree.
+    For a top-k teacher, the student's other tokens are pooled like the teacher's: 0 if both agree.
 
     Args:
         student: [n, vocabulary] logits, already divided by the temperature, as are the teacher's.
-        direction: forward: KL(teacher || student), which covers all that the teacher holds likely; reverse: KL(student
-            || teacher), which keeps to what the teacher holds most likely.
+        direction: forward: KL(teacher || student), mode-covering; reverse: KL(student || teacher), mode-seeking.
 
     Example:
         >>> even, sure = torch.zeros(1, 2), torch.tensor([[0.0, 2.0]])
@@ -117,8 +109,8 @@ def divergence(student: Tensor, teacher: Tensor | Likeliest, direction: Directio
 
 
 def distance(states: Tensor, teacher: Tensor) -> Tensor:
-    """How far hidden states are from the teacher's, relative to these: ||a - b||² / ||b||² of each place, [...] in
-    fp32; differentiable.
+    """Returns the relative squared distance of hidden states, ||a - b||² / ||b||² per position, [...] fp32;
+    differentiable.
 
     Args:
         states, teacher: [..., width].
@@ -134,12 +126,11 @@ def distance(states: Tensor, teacher: Tensor) -> Tensor:
 def mapped_distance(
     states: Sequence[Tensor], teacher: Sequence[Tensor], maps: Sequence[Tensor], labels: Tensor
 ) -> Tensor:
-    """The sum over trained places of the distance between the student's hidden states, through linear maps, and the
-    teacher's; the mean over layers.
+    """Sums the distances of linearly mapped student states to the teacher's over trained positions; mean over layers.
 
     Args:
-        states: [rows, length, width] of each layer that is compared; teacher: [rows, length, width of the teacher]
-            each.
+        states: [rows, length, width] per compared layer.
+        teacher: [rows, length, width of the teacher] per layer.
         maps: [width of the teacher, width] each.
         labels: [rows, length], -100: not trained.
     """
@@ -218,8 +209,8 @@ class Distilled:
         partly: the last aligned tensor is [n] fp32: 1 at positions with a teacher distribution; m is 0 elsewhere.
 
     Attributes:
-        sums: of all rows so far: cross entropy and divergence, each without its factor; with `written` and `partly`
-            also over how many places it is. On the device.
+        sums: sums over all rows so far, on the device: cross entropy and divergence without their factors; with
+            `written` or `partly` also the number of positions of each.
 
     Example:
         >>> teacher = TeacherHead(torch.eye(2), 2)
@@ -274,8 +265,8 @@ class Distilled:
         return ce_share * ce + self.temperature**2 * apart_share * apart, trained
 
     def _shares(self, extra: list[Tensor], labels: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
-        """How much cross entropy and divergence count, row by row where they differ, and then at which places each of
-        them is; takes that off `said`.
+        """Returns the weights of cross entropy and divergence, per row if they differ, and the positions of each; pops
+        the deciding tensor from `extra`.
         """
         if not (self.written or self.partly):
             return 1 - self.mixture, self.mixture, {}
@@ -331,9 +322,7 @@ def _blocks(rows: int, vocabulary: int) -> Iterator[slice]:
 
 
 def _of_all(logp: Tensor, logq: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
-    """Divergence [n] of log-probabilities [n, vocabulary], and its gradient by the student's logits, a tensor of its
-    own.
-    """
+    """Returns the divergence [n] of log-probabilities [n, vocabulary] and its gradient by the student's logits."""
     if direction == "forward":
         q, p = logq.exp(), logp.exp()
         apart = logq.sub_(logp).mul_(q).sum(dim=-1)
@@ -369,9 +358,10 @@ def _of_likeliest(logp: Tensor, teacher: Likeliest, direction: Direction) -> tup
 
 
 def means(sums: Mapping[str, Tensor], weight: float) -> dict[str, float]:
-    """What is written down of a step's `Distilled.sums`: means over its trained tokens; where the student wrote, each
-    over its own places, and the share of all that it wrote; where the teacher says something at some places alone, the
-    share of these.
+    """Converts a step's `Distilled.sums` to means over its trained tokens, for logging.
+
+    If the student sampled tokens, each mean is over its own positions, and `on_policy` is the fraction of sampled
+    tokens. If the teacher covers only some positions, `compared` is their fraction.
 
     Example:
         >>> means({"label_loss": torch.tensor(3.0), "divergence": torch.tensor(1.0)}, 2.0)

@@ -25,23 +25,23 @@ def _cut(t: Tensor, mesh: Any) -> DTensor:
 
 
 @contextmanager
-def _standing_in(modules: Iterable[nn.Module], others: dict[Tensor, Any]) -> Iterator[None]:
+def _swapped_parameters(modules: Iterable[nn.Module], others: dict[Tensor, Any]) -> Iterator[None]:
     """Context manager that swaps the modules' parameters for `others`, so that an optimizer that inspects modules sees
     its own.
     """
-    places = [
+    slots = [
         (store, name, p)
         for module in modules
         for store in (m._parameters for m in module.modules())
         for name, p in store.items()
         if p is not None and p in others
     ]
-    for store, name, p in places:
+    for store, name, p in slots:
         store[name] = others[p]
     try:
         yield
     finally:
-        for store, name, p in places:
+        for store, name, p in slots:
             store[name] = p
 
 
@@ -119,5 +119,5 @@ def share_out(
             shares[p] = nn.Parameter(_cut(p, mesh))
             shares[p].grad_dtype = None  # allows fp32 gradients of half-precision weights
         cut.append({**group, "params": [shares[p] for p in group["params"]]})
-    with _standing_in(modules, shares):
+    with _swapped_parameters(modules, shares):
         return SharedOut(make(cut, **settings), shares)
