@@ -257,30 +257,30 @@ def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
     if exchange is None:
         out = _compute(experts, rows, counts, stepped)
     else:
-        came, numbers, split = exchange.send(rows, counts)
-        out = exchange.back(_compute_unsorted(experts, came, numbers, stepped), split)
+        received, numbers, split = exchange.send(rows, counts)
+        out = exchange.back(_compute_unsorted(experts, received, numbers, stepped), split)
     out = out[place].view(*chosen.shape, -1)
     return (out * weights[..., None].to(out.dtype)).sum(dim=1).to(hidden.dtype)
 
 
 def _compute_unsorted(experts: Any, rows: Tensor, numbers: Tensor, stepped: bool) -> Tensor:
     """Computes the experts on unsorted rows [n, width]; `numbers` [n] is the expert of each."""
-    some = rows.shape[0]
-    if not some:  # a row of zeros, since an empty matmul has no backward pass
+    count = rows.shape[0]
+    if not count:  # a row of zeros, since an empty matmul has no backward pass
         rows, numbers = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1)
     order, place, counts = group_rows(numbers, local(experts.down_proj).shape[0])
-    return _compute(experts, rows[order], counts, stepped)[place][:some]
+    return _compute(experts, rows[order], counts, stepped)[place][:count]
 
 
 def _compute(experts: Any, rows: Tensor, counts: Tensor, stepped: bool) -> Tensor:
-    some, many = rows.shape[0], counts.shape[0]
-    if stepped and rows.element_size() == 2 and some >= 4 * _STEP * many:
+    count, n_experts = rows.shape[0], counts.shape[0]
+    if stepped and rows.element_size() == 2 and count >= 4 * _STEP * n_experts:
         # The maximum number of rows, so that shapes do not depend on the routing; the last expert gets the rest.
-        total = -(-some // _STEP) * _STEP + many * _STEP
+        total = -(-count // _STEP) * _STEP + n_experts * _STEP
         wide = (counts + _STEP - 1) // _STEP * _STEP
         ends = wide.cumsum(0)
-        moved = (ends - wide - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=some)
-        at = torch.arange(some, device=rows.device) + moved
+        moved = (ends - wide - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=count)
+        at = torch.arange(count, device=rows.device) + moved
         ends[-1] = total
         return _product(experts, rows.new_zeros(total, rows.shape[1]).index_copy(0, at, rows), ends)[at]
     return _product(experts, rows, counts.cumsum(0))
@@ -334,11 +334,11 @@ class Exchange:
         arriving = all_to_all_single(counts, None, None, self.group).view(devices, -1)
         own = arriving.shape[1]
         split = self._splits(rows.shape[0], counts.view(devices, -1).sum(1), arriving.sum(1))
-        came = all_to_all_single_autograd(rows, split[1], split[0], self.group)
+        received = all_to_all_single_autograd(rows, split[1], split[0], self.group)
         numbers = torch.arange(own, device=rows.device).repeat(devices)
         if _is_fake(counts):
-            return came, numbers.new_empty(came.shape[0]), split
-        return came, numbers.repeat_interleave(arriving.flatten(), output_size=came.shape[0]), split
+            return received, numbers.new_empty(received.shape[0]), split
+        return received, numbers.repeat_interleave(arriving.flatten(), output_size=received.shape[0]), split
 
     def back(self, rows: Tensor, split: tuple[list[int], list[int]]) -> Tensor:
         """Sends each row back to its source rank."""

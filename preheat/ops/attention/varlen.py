@@ -259,9 +259,9 @@ def _scratch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets:
     per query head of a group.
     """
     rows, heads, length, dim = q.shape
-    places, grain = rows * length + 128 * (offsets.shape[0] - 1), 32 if dim <= 128 else 64
-    wide = -(-dim // grain) * grain
-    buffers = [q.new_empty(places, heads, wide, dtype=torch.float32), q.new_empty(heads, places, dtype=torch.float32)]
+    tokens, multiple = rows * length + 128 * (offsets.shape[0] - 1), 32 if dim <= 128 else 64
+    wide = -(-dim // multiple) * multiple
+    buffers = [q.new_empty(tokens, heads, wide, dtype=torch.float32), q.new_empty(heads, tokens, dtype=torch.float32)]
     if k.shape[1] != heads:
         buffers += [q.new_empty(rows * length, heads, dim) for _ in (k, v)]
     return buffers

@@ -104,8 +104,8 @@ def _heads_for_places(tensors: Sequence[Tensor], group: Any, degree: int) -> lis
     """Converts each [rows, heads, places, dim] to [rows, heads / degree, places * degree, dim] in one all-to-all."""
     shapes = [(t.shape[0], t.shape[1] // degree, *t.shape[2:]) for t in tensors]
     flat = [t.unflatten(1, (degree, -1)).movedim(1, 0).flatten(1) for t in tensors]
-    came = _AllToAll.apply(torch.cat(flat, dim=1), group).split([f.shape[1] for f in flat], dim=1)
-    return [c.view(degree, *shape).movedim(0, 2).flatten(2, 3) for c, shape in zip(came, shapes, strict=True)]
+    received = _AllToAll.apply(torch.cat(flat, dim=1), group).split([f.shape[1] for f in flat], dim=1)
+    return [c.view(degree, *shape).movedim(0, 2).flatten(2, 3) for c, shape in zip(received, shapes, strict=True)]
 
 
 def _places_for_heads(t: Tensor, group: Any, degree: int) -> Tensor:

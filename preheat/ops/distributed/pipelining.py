@@ -87,13 +87,13 @@ def add_copies(grads: Sequence[Tensor], other: int, group: Any) -> None:
     Args:
         other: group rank with the copies, which must call this too.
     """
-    theirs = [torch.empty_like(grad) for grad in grads]
+    buffers = [torch.empty_like(grad) for grad in grads]
     ops = [dist.P2POp(dist.isend, grad, group=group, group_peer=other) for grad in grads]
-    ops += [dist.P2POp(dist.irecv, grad, group=group, group_peer=other) for grad in theirs]
+    ops += [dist.P2POp(dist.irecv, grad, group=group, group_peer=other) for grad in buffers]
     if ops:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-    for grad, received in zip(grads, theirs, strict=True):
+    for grad, received in zip(grads, buffers, strict=True):
         grad.add_(received)
 
 

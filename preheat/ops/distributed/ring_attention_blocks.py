@@ -170,15 +170,15 @@ class ProductPieces:
         """Yields query blocks, the keys that they may see, and the mask [rows or 1, 1, 1, queries, keys] (None: all
         visible).
         """
-        mine, theirs = self.places[self.rank], self.places[source]
-        starts = [self.starts[:, places] for places in (mine, theirs)]
-        place_q, place_k, start_q, start_k = (to_device(a, device) for a in (mine, theirs, *starts))
-        for begin in range(0, len(mine), _QUERIES):
-            queries = slice(begin, min(begin + _QUERIES, len(mine)))
-            keys = self._reach(mine[queries], starts[0][:, queries], theirs)
+        own_positions, key_positions = self.places[self.rank], self.places[source]
+        starts = [self.starts[:, places] for places in (own_positions, key_positions)]
+        place_q, place_k, start_q, start_k = (to_device(a, device) for a in (own_positions, key_positions, *starts))
+        for begin in range(0, len(own_positions), _QUERIES):
+            queries = slice(begin, min(begin + _QUERIES, len(own_positions)))
+            keys = self._reach(own_positions[queries], starts[0][:, queries], key_positions)
             if keys.start >= keys.stop:
                 continue
-            if self._all(mine[queries], theirs[keys], starts[0][:, queries], starts[1][:, keys]):
+            if self._all(own_positions[queries], key_positions[keys], starts[0][:, queries], starts[1][:, keys]):
                 yield queries, keys, None
                 continue
             s_q, s_k = start_q[:, queries, None], start_k[:, None, keys]

@@ -80,16 +80,16 @@ class _Rows(ParallelStyle):
         def forward(tokens: Tensor) -> Tensor:
             weight = embedding.weight
             share = weight.to_local()
-            place = tokens - device_mesh.get_local_rank() * share.shape[0]
-            mine = (place >= 0) & (place < share.shape[0])
+            index = tokens - device_mesh.get_local_rank() * share.shape[0]
+            is_local = (index >= 0) & (index < share.shape[0])
             here = None if pad is None else pad - device_mesh.get_local_rank() * share.shape[0]
             try:
                 embedding._parameters["weight"] = share
                 embedding.padding_idx = here if here is not None and 0 <= here < share.shape[0] else None
-                rows = look_up(place.clamp(0, share.shape[0] - 1))
+                rows = look_up(index.clamp(0, share.shape[0] - 1))
             finally:
                 embedding._parameters["weight"], embedding.padding_idx = weight, pad
-            rows = torch.where(mine.unsqueeze(-1), rows, 0.0)
+            rows = torch.where(is_local.unsqueeze(-1), rows, 0.0)
             spread = DTensor.from_local(rows, device_mesh, [Partial()], run_check=False)
             return spread.redistribute(placements=[self.output]).to_local()
 
@@ -306,10 +306,10 @@ class SharedCrossEntropy:
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         trained, share = labels != IGNORED, logits.shape[1]
-        place = labels - self.group.rank() * share
-        mine = (place >= 0) & (place < share)
-        own = (torch.arange(labels.shape[0], device=labels.device), place.clamp(0, share - 1))
-        parts = [torch.where(mine, logits[own].float(), 0.0)]
+        index = labels - self.group.rank() * share
+        is_local = (index >= 0) & (index < share)
+        own = (torch.arange(labels.shape[0], device=labels.device), index.clamp(0, share - 1))
+        parts = [torch.where(is_local, logits[own].float(), 0.0)]
         if self.smoothing:
             parts.append(logits.sum(dim=-1, dtype=torch.float32))
         peak = logits.amax(dim=-1).float()
@@ -321,7 +321,7 @@ class SharedCrossEntropy:
         losses = lse - (1 - self.smoothing) * sums[1] + self.z * lse.square()
         factor = 1 + 2 * self.z * lse
         probs.div_(sums[0].unsqueeze(1))
-        probs[own] -= torch.where(mine, (1 - self.smoothing) / factor, 0.0)
+        probs[own] -= torch.where(is_local, (1 - self.smoothing) / factor, 0.0)
         if self.smoothing:
             losses -= self.smoothing * sums[2] / columns
             probs.sub_((self.smoothing / columns / factor).unsqueeze(1))

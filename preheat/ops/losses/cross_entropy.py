@@ -251,17 +251,17 @@ class _Chunked(torch.autograd.Function):
         in_place = getattr(row_loss, "value_and_grad_", None)
         for start in fold_identical(range(0, hidden.shape[0], rows)):
             part = hidden[start : start + rows]
-            those = [a[start : start + rows] for a in aligned]
+            chunk_inputs = [a[start : start + rows] for a in aligned]
             logits = torch.mm(part, weight.t(), out=logits_buffer[: part.shape[0]])
             if adapter is not None:
                 adapter.add_(logits, start)
             if in_place is not None:
-                losses, factor = in_place(logits, *those)
+                losses, factor = in_place(logits, *chunk_inputs)
                 factor = factor.to(dtype).unsqueeze(1)
             else:
                 with torch.enable_grad():
                     leaf = logits.detach().requires_grad_()
-                    losses = row_loss(leaf, *those)
+                    losses = row_loss(leaf, *chunk_inputs)
                     (logits,) = torch.autograd.grad(losses.sum(), leaf)
                 losses, factor = losses.detach(), logits.new_ones((part.shape[0], 1))
             total += losses.sum(dtype=torch.float32)

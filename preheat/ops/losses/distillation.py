@@ -240,29 +240,29 @@ class Distilled:
 
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
         labels, *extra = aligned
-        ce_share, apart_share, places = self._shares(extra, labels)
+        ce_weight, kl_weight, places = self._shares(extra, labels)
         logits, trained = logits.float(), labels != IGNORED
         ce = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         teacher = self._teacher(extra)
         if not isinstance(teacher, Likeliest):
             teacher = teacher.float() / self.temperature
-        apart = torch.where(trained, divergence(logits / self.temperature, teacher, self.direction), 0.0)
-        self._add(ce, apart, places)
-        return ce_share * ce + self.temperature**2 * apart_share * apart
+        kl = torch.where(trained, divergence(logits / self.temperature, teacher, self.direction), 0.0)
+        self._add(ce, kl, places)
+        return ce_weight * ce + self.temperature**2 * kl_weight * kl
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor, *aligned: Tensor) -> tuple[Tensor, Tensor]:
         """As `CrossEntropy.value_and_grad_`."""
         extra = list(aligned)
-        ce_share, apart_share, places = self._shares(extra, labels)
+        ce_weight, kl_weight, places = self._shares(extra, labels)
         trained, teacher = labels != IGNORED, self._teacher(extra)
-        ce, apart = (logits.new_empty(labels.shape, dtype=torch.float32) for _ in range(2))
+        ce, kl = (logits.new_empty(labels.shape, dtype=torch.float32) for _ in range(2))
         for at in _blocks(*logits.shape):
             part = Likeliest(*(t[at] for t in teacher)) if isinstance(teacher, Likeliest) else teacher[at]
-            shares = [s[at].unsqueeze(1) if isinstance(s, Tensor) else s for s in (ce_share, apart_share)]
-            ce[at], apart[at] = self._block_(logits[at], labels[at].clamp(min=0), part, *shares)
-        ce, apart = torch.where(trained, ce, 0.0), torch.where(trained, apart, 0.0)
-        self._add(ce, apart, places)
-        return ce_share * ce + self.temperature**2 * apart_share * apart, trained
+            shares = [s[at].unsqueeze(1) if isinstance(s, Tensor) else s for s in (ce_weight, kl_weight)]
+            ce[at], kl[at] = self._block_(logits[at], labels[at].clamp(min=0), part, *shares)
+        ce, kl = torch.where(trained, ce, 0.0), torch.where(trained, kl, 0.0)
+        self._add(ce, kl, places)
+        return ce_weight * ce + self.temperature**2 * kl_weight * kl, trained
 
     def _shares(self, extra: list[Tensor], labels: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
         """Returns the weights of cross entropy and divergence, per row if they differ, and the positions of each; pops
@@ -284,8 +284,8 @@ class Distilled:
     def _teacher(self, extra: Any) -> Tensor | Likeliest:
         return recovered(*extra) if self.head is None else self.head(*extra)
 
-    def _add(self, ce: Tensor, apart: Tensor, places: Mapping[str, Tensor]) -> None:
-        parts = {"label_loss": ce, "divergence": apart}
+    def _add(self, ce: Tensor, kl: Tensor, places: Mapping[str, Tensor]) -> None:
+        parts = {"label_loss": ce, "divergence": kl}
         for name, at in places.items():
             parts |= {name: parts[name] * at, f"{name.removesuffix('_loss')}_places": at}
         for name, values in parts.items():
@@ -293,7 +293,7 @@ class Distilled:
             self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def _block_(
-        self, logits: Tensor, labels: Tensor, teacher: Tensor | Likeliest, ce_share: Any, apart_share: Any
+        self, logits: Tensor, labels: Tensor, teacher: Tensor | Likeliest, ce_weight: Any, kl_weight: Any
     ) -> tuple[Tensor, Tensor]:
         """Returns cross entropy and divergence of a block of rows; overwrites the logits with their gradient."""
         own = (torch.arange(len(labels), device=labels.device), labels)
@@ -302,35 +302,33 @@ class Distilled:
         ce = -logp[own]
         tempered = logp if self.temperature == 1 else torch.log_softmax(scores / self.temperature, dim=-1)
         if isinstance(teacher, Likeliest):
-            apart, slope = _of_likeliest(tempered, teacher, self.direction)
+            kl, slope = _of_likeliest(tempered, teacher, self.direction)
         else:
-            apart, slope = _of_all(
-                tempered, torch.log_softmax(teacher.float() / self.temperature, dim=-1), self.direction
-            )
-        slope.mul_(apart_share * self.temperature)
+            kl, slope = _of_all(tempered, torch.log_softmax(teacher.float() / self.temperature, dim=-1), self.direction)
+        slope.mul_(kl_weight * self.temperature)
         if self.mixture < 1 or self.partly:
             p = logp.exp_()
             p[own] -= 1
-            slope.add_(p.mul_(ce_share))
+            slope.add_(p.mul_(ce_weight))
         logits.copy_(slope)
-        return ce, apart
+        return ce, kl
 
 
 def _blocks(rows: int, vocabulary: int) -> Iterator[slice]:
-    many = max(1, _BLOCK // vocabulary)
-    return (slice(start, min(start + many, rows)) for start in range(0, rows, many))
+    rows_per_block = max(1, _BLOCK // vocabulary)
+    return (slice(start, min(start + rows_per_block, rows)) for start in range(0, rows, rows_per_block))
 
 
 def _of_all(logp: Tensor, logq: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
     """Returns the divergence [n] of log-probabilities [n, vocabulary] and its gradient by the student's logits."""
     if direction == "forward":
         q, p = logq.exp(), logp.exp()
-        apart = logq.sub_(logp).mul_(q).sum(dim=-1)
-        return apart, p.sub_(q)
+        kl = logq.sub_(logp).mul_(q).sum(dim=-1)
+        return kl, p.sub_(q)
     p = logp.exp()
     gap = logq.neg_().add_(logp)
-    apart = (p * gap).sum(dim=-1)
-    return apart, gap.sub_(apart.unsqueeze(1)).mul_(p)
+    kl = (p * gap).sum(dim=-1)
+    return kl, gap.sub_(kl.unsqueeze(1)).mul_(p)
 
 
 def _of_likeliest(logp: Tensor, teacher: Likeliest, direction: Direction) -> tuple[Tensor, Tensor]:
@@ -346,15 +344,15 @@ def _of_likeliest(logp: Tensor, teacher: Likeliest, direction: Direction) -> tup
     together = torch.cat([own, rest.log()], dim=-1)
     if direction == "forward":
         q = logq.exp()
-        apart = (q * (logq - together)).sum(dim=-1)
+        kl = (q * (logq - together)).sum(dim=-1)
         slope = together.exp() - q
     else:
         gap = together - logq
         mass = together.exp()
-        apart = (mass * gap).sum(dim=-1)
-        slope = mass * (gap - apart.unsqueeze(1))
+        kl = (mass * gap).sum(dim=-1)
+        slope = mass * (gap - kl.unsqueeze(1))
     p.mul_(slope[:, count:] / rest).index_put_(among, slope[:, :count])
-    return apart, p
+    return kl, p
 
 
 def means(sums: Mapping[str, Tensor], weight: float) -> dict[str, float]:

@@ -256,8 +256,8 @@ class StochasticAdamW(Numbered):
             adamw_(value, slopes[part].float(), mean, square, step, group, self.found_inf)
             self._remember(state, part, mean, square)
             if low and end:
-                drawn = min(self.chunk, count - number * self.chunk)
-                stochastic_round_(weights[part], value, self.draws(p, self._number(), number), skip=skip, of=drawn)
+                chunk_size = min(self.chunk, count - number * self.chunk)
+                stochastic_round_(weights[part], value, self.draws(p, self._number(), number), skip=skip, of=chunk_size)
         state["step"].copy_(step)
 
 

@@ -18,9 +18,9 @@ __all__ = ["SharedOut", "share_out"]
 def _cut(t: Tensor, mesh: Any) -> DTensor:
     """Returns this rank's rows of a replicated tensor as a DTensor, sharing memory."""
     t = local(t.detach())
-    many = -(-t.shape[0] // mesh.size())  # rows per rank, fewer or none on the last ones, as DTensor shards
-    start = min(torch.distributed.get_rank(mesh.get_group()) * many, t.shape[0])
-    rows = t[start : start + many]
+    rows_per_rank = -(-t.shape[0] // mesh.size())  # fewer or none on the last ranks, as DTensor shards
+    start = min(torch.distributed.get_rank(mesh.get_group()) * rows_per_rank, t.shape[0])
+    rows = t[start : start + rows_per_rank]
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
 
 

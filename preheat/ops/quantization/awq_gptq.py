@@ -46,10 +46,10 @@ def ranged(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool) -> tupl
         if best is None or grid is None:
             best, grid = error, (scales, zeros)
             continue
-        less = error < best
-        best = torch.where(less, error, best)
-        best_zeros = None if zeros is None or grid[1] is None else torch.where(less, zeros, grid[1])
-        grid = torch.where(less, scales, grid[0]), best_zeros
+        better = error < best
+        best = torch.where(better, error, best)
+        best_zeros = None if zeros is None or grid[1] is None else torch.where(better, zeros, grid[1])
+        grid = torch.where(better, scales, grid[0]), best_zeros
     assert grid is not None
     return grid
 

@@ -146,8 +146,8 @@ def _values(
     if codes.is_cuda and not is_plain("nf4_values"):
         with named_failures("nf4_values"):
             # bitsandbytes counts weights in 32 bits.
-            theirs = _has_bitsandbytes() and dtype in _THEIRS and codes.numel() < 1 << 30
-            return (by_bitsandbytes if theirs else by_triton)(codes, scales, ranges, pairs, levels, dtype)
+            use_bitsandbytes = _has_bitsandbytes() and dtype in _THEIRS and codes.numel() < 1 << 30
+            return (by_bitsandbytes if use_bitsandbytes else by_triton)(codes, scales, ranges, pairs, levels, dtype)
     codes = codes.view(-1, BLOCK // 2)
     out = torch.empty(codes.shape[0], BLOCK, dtype=dtype, device=codes.device)
     for start in range(0, codes.shape[0], _CHUNK):
