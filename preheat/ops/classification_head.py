@@ -1,4 +1,4 @@
-"""A head over classes in place of the language model's, and the model as transformers' sequence classifier."""
+"""Classification head, and export as a transformers sequence classifier."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["ClassHead", "as_sequence_classifier", "give_classes", "pad_for"]
 
 
 class ClassHead(nn.Linear):
-    """[width -> classes], drawn new. Adapters leave it trained: no checkpoint holds it."""
+    """Newly initialized head [width -> classes]. Adapters leave it trainable, since no checkpoint contains it."""
 
 
 def give_classes(model: Any, classes: int) -> str:
-    """Puts a head over `classes` in place of a model's head, in place; on meta too. Returns its name.
+    """Replaces a model's head by one over `classes`, in place and also on meta. Returns its name.
 
-    Its values are for `draw_head` to make.
+    `draw_head` initializes it.
     """
     old = model.get_output_embeddings()
     name = next(name for name, module in model.named_modules() if module is old)
@@ -30,29 +30,29 @@ def give_classes(model: Any, classes: int) -> str:
 
 
 def draw_head(head: nn.Module, std: float) -> None:
-    """Draws a head's weights as transformers draws those of its classifiers."""
+    """Initializes a head's weights as transformers initializes its classifiers."""
     assert isinstance(head, ClassHead)
     with torch.no_grad():
         head.weight.copy_(torch.randn(head.weight.shape) * std)
 
 
 def pad_for(tokenizer: Any) -> int:
-    """A padding token that no sequence ends with: transformers' classifiers look at the last token that is none.
+    """Returns a padding token that no sequence ends with: transformers' classifiers read the last non-padding token.
 
     Raises:
-        ValueError: the tokenizer has none.
+        ValueError: the tokenizer has no such token.
     """
-    for found in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
-        if found is not None and found != tokenizer.eos_token_id:
-            return int(found)
+    for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
+        if token is not None and token != tokenizer.eos_token_id:
+            return int(token)
     raise ValueError("the tokenizer has no token to pad with beside the one that ends a sequence; add pad_token to it")
 
 
 def as_sequence_classifier(model: Any, *, pad: int) -> Any:
-    """transformers' ...ForSequenceClassification of this family with the same weights, for `save_pretrained`.
+    """Returns transformers' ...ForSequenceClassification of the model with the same weights, for `save_pretrained`.
 
     Args:
-        model: with a `ClassHead`, adapters merged.
+        model: has a `ClassHead`; adapters are merged.
         pad: the padding token (`pad_for`).
 
     Raises:
@@ -68,19 +68,19 @@ def as_sequence_classifier(model: Any, *, pad: int) -> Any:
     config = copy.deepcopy(model.config)
     config.pad_token_id, config.num_labels = pad, head.out_features
     with torch.device("meta"):
-        made = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+        classifier = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
     state: dict[str, Tensor] = {
         f"score{key.removeprefix(name)}" if key.startswith(f"{name}.") else key: v
         for key, v in model.state_dict().items()
     }
-    missing, unexpected = made.load_state_dict(state, assign=True, strict=False)
+    missing, unexpected = classifier.load_state_dict(state, assign=True, strict=False)
     if missing or unexpected:
         raise ValueError(
-            f"{type(made).__name__} has other weights than {type(model).__name__}: {[*missing, *unexpected][0]}"
+            f"{type(classifier).__name__} has other weights than {type(model).__name__}: {[*missing, *unexpected][0]}"
         )
-    # what stands in no state: rotary tables
+    # non-persistent buffers (rotary tables) are not in the state dict
     for key, buffer in model.named_buffers():
         parent, _, last = key.rpartition(".")
-        if made.get_submodule(parent)._buffers.get(last) is not None:
-            made.get_submodule(parent)._buffers[last] = buffer
-    return made.eval()
+        if classifier.get_submodule(parent)._buffers.get(last) is not None:
+            classifier.get_submodule(parent)._buffers[last] = buffer
+    return classifier.eval()

@@ -1,7 +1,7 @@
-"""Which operators run as one kernel on CUDA, how to switch one off, and whose failure is told.
+"""Switch and error reporting for the custom CUDA kernels.
 
-`PREHEAT_PLAIN=nf4_values,half_adamw` lets operators run by torch's own kernels instead; `all` does so for every one. Nothing else
-falls back: a kernel that fails ends the run with the operator's name and this switch.
+`PREHEAT_PLAIN=nf4_values,half_adamw` makes these operators use torch's kernels; `all` applies to every one. There is no
+automatic fallback: if a kernel fails, the run ends with an error that names the operator and this switch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SWITCH = "PREHEAT_PLAIN"
 
 
 def is_plain(operator: Operator) -> bool:
-    """Whether the user has switched an operator's kernel off.
+    """True if the user has disabled an operator's kernel.
 
     Raises:
-        RunError: the switch names an operator that there is not.
+        RunError: the switch names an unknown operator.
     """
     names = {name.strip() for name in os.environ.get(SWITCH, "").split(",")} - {""}
     if unknown := sorted(names - {*OPERATORS, "all"}):
@@ -40,10 +40,10 @@ def is_plain(operator: Operator) -> bool:
 
 @contextmanager
 def named_failures(operator: Operator) -> Iterator[None]:
-    """Within, the failure of a kernel to compile or to start names the operator and the switch; out of memory passes as it is.
+    """Context manager that turns compile and launch failures into errors with the operator's name; OOM passes through.
 
     Raises:
-        RunError: it failed.
+        RunError: the kernel failed.
     """
     try:
         yield
@@ -58,7 +58,7 @@ def named_failures(operator: Operator) -> Iterator[None]:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What compiling and starting a kernel raises: torch, Triton, the compilers that it calls, and libraries that are too old."""
+    """Returns what compiling and launching a kernel can raise: torch, Triton, its compilers, outdated libraries."""
     kinds = (ImportError, AttributeError, RuntimeError, OSError, subprocess.SubprocessError)
     triton = sys.modules.get("triton")
     return kinds if triton is None else (*kinds, triton.TritonError)

@@ -1,4 +1,4 @@
-"""Loops whose turns are all the same: a dry run takes a few of them and counts the others."""
+"""Lets a dry run execute a few iterations of a uniform loop and multiply the counts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class TurnCounter(Protocol):
-    """Whoever writes down what operators run."""
+    """A recorder of operator calls."""
 
     def mark(self) -> object:
-        """What was counted so far."""
+        """Returns a marker of the current counts."""
 
     def again(self, since: object, times: int) -> None:
-        """Counts so many times more what was counted since the mark."""
+        """Adds `times` more copies of the counts since the marker."""
 
 
 _counters: ContextVar[tuple[TurnCounter, ...]] = ContextVar("counters", default=())
@@ -27,7 +27,7 @@ _counters: ContextVar[tuple[TurnCounter, ...]] = ContextVar("counters", default=
 
 @contextmanager
 def counting(counter: TurnCounter) -> Iterator[None]:
-    """Within, `fold_identical` takes few turns and has `counter` count the others."""
+    """Context manager in which `fold_identical` runs few iterations and `counter` multiplies their counts."""
     token = _counters.set((*_counters.get(), counter))
     try:
         yield
@@ -36,15 +36,19 @@ def counting(counter: TurnCounter) -> Iterator[None]:
 
 
 def fold_identical(turns: Sequence[T], *, wholly: bool = False) -> Iterator[T]:
-    """The turns of a loop that all run the same operators on the same sizes, but for the first and the last.
+    """Iterates over a loop whose iterations run the same operators on the same sizes, except the first and the last.
 
-    All of them; in a dry run, whose tensors hold nothing, the first, the second in the name of those like it, and the last.
+    Normally yields every item. In a dry run, whose tensors hold no data, it yields the first, the second (counted for
+    all the middle ones) and the last.
+
+    All of them; in a dry run, whose tensors hold nothing, the first, the second in the name of those like it, and the
+    last.
 
     Args:
-        wholly: the first and the last are like the others: a dry run takes one for all.
+        wholly: all iterations are alike, so a dry run executes only one.
 
     Example:
-        >>> list(alike(range(0, 10, 2)))
+        >>> list(fold_identical(range(0, 10, 2)))
         [0, 2, 4, 6, 8]
     """
     counters = _counters.get()

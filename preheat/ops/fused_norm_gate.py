@@ -1,4 +1,4 @@
-"""RMSNorm and the gated activation as one operator each, that keeps only what it was given and computes the rest again in its backward pass."""
+"""RMSNorm and gated SiLU as single operators that save only their inputs and recompute the rest in backward."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from torch.nn import functional
 
 __all__ = ["BY_PIECES", "gated_silu", "rms_norm", "shared_by_rows"]
 
-_CHUNK = 1 << 18  # elements at a time on a CPU: fp32 of them stay in the cache
+_CHUNK = 1 << 18  # elements per chunk on a CPU: in fp32 they fit in the cache
 BY_PIECES = {"preheat::rms_norm": 28, "preheat::rms_norm_backward": 84}
-"""Operator -> bytes that its operators on pieces read and write in a CPU's cache for each element, in fp32 (forward: 4 by the norm, 8 by either product and the
-copy; backward: 8 by each of four products and the copy, 16 by either sum of products, 12 by the difference): what plans take its time from."""
+"""Operator -> bytes per element that its chunked fp32 operators read and write in a CPU's cache; the planner's time
+model uses it.
+
+Forward: 4 by the norm, 8 by each of two products and the copy. Backward: 8 by each of four products and the copy, 16 by
+each of two sums of products, 12 by the difference.
+"""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, computed in fp32 and rounded once; half precision at once where autocast would round it next.
+    """Computes RMSNorm over the last dimension in fp32 and rounds once; under autocast directly to its dtype.
 
-    Kept for the backward pass: x, and one fp32 number a row.
+    Saves x and one fp32 number per row for backward.
 
     Args:
         x: [..., width].
         weight: [width].
 
     Returns:
-        [..., width] in the dtype of autocast where that is on, else in the wider one of x and weight.
+        [..., width] in autocast's dtype if it is on, else in the promoted dtype of x and weight.
 
     Example:
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0)
@@ -44,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_silu(a: Tensor, b: Tensor) -> Tensor:
-    """silu(a) * b, each [..., feed_forward], bit for bit as torch's operators; kept for the backward pass: a and b.
+    """Computes silu(a) * b, each [..., feed_forward], bit-identical to torch's operators. Saves a and b for backward.
 
     Example:
         >>> gated_silu(torch.tensor([1.0]), torch.tensor([2.0]))
@@ -68,7 +72,7 @@ class _GatedSilu(torch.autograd.Function):
 
 @torch.library.custom_op("preheat::rms_norm", mutates_args=())
 def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The norm, and 1 over the root of the mean square of each row: [..., 1], fp32."""
+    """Returns the norm and the reciprocal root mean square of each row, [..., 1] fp32."""
     if x.is_cuda:
         out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight.to(x.dtype), eps)
         return out.to(dtype), scale
@@ -90,7 +94,7 @@ def _(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor
 
 @torch.library.custom_op("preheat::rms_norm_backward", mutates_args=())
 def _norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients by x and by the weight, in their dtypes."""
+    """Returns the gradients by x and by the weight, in their dtypes."""
     if x.is_cuda:
         by_x, by_weight = torch.ops.aten._fused_rms_norm_backward(
             grad.to(x.dtype), x, weight.shape, scale, weight.to(x.dtype), [True, True]
@@ -114,7 +118,7 @@ def _(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, T
 
 
 def _rows(*tensors: Tensor) -> Any:
-    """The tensors' rows in pieces that stay in the cache; what is written must be contiguous."""
+    """Splits the tensors' rows into chunks that fit in the cache. Written tensors must be contiguous."""
     width = tensors[0].shape[-1]
     return zip(*(t.reshape(-1, t.shape[-1]).split(max(1, _CHUNK // width)) for t in tensors), strict=True)
 
@@ -135,16 +139,16 @@ _norm.register_autograd(_backward, setup_context=_keep)
 
 @functools.cache
 def shared_by_rows() -> None:
-    """Tells DTensor that the norm of some rows needs no others, and that the weight's gradients of all rows are to be summed."""
+    """Registers the norm's sharding with DTensor: rows are independent, and weight gradients are summed over them."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
     @register_sharding(torch.ops.preheat.rms_norm.default)
     def _(x: Any, weight: Any, eps: float, dtype: torch.dtype) -> Any:
-        held = [Replicate(), *(Shard(n) for n in range(x.ndim - 1))]
-        return [([one, one], [one, Replicate(), None, None]) for one in held]
+        placements = [Replicate(), *(Shard(n) for n in range(x.ndim - 1))]
+        return [([one, one], [one, Replicate(), None, None]) for one in placements]
 
     @register_sharding(torch.ops.preheat.rms_norm_backward.default)
     def _(grad: Any, x: Any, scale: Any, weight: Any) -> Any:
-        whole = ([Replicate()] * 2, [Replicate()] * 4)
-        return [whole, *(([Shard(n), Partial()], [Shard(n)] * 3 + [Replicate()]) for n in range(x.ndim - 1))]
+        replicated = ([Replicate()] * 2, [Replicate()] * 4)
+        return [replicated, *(([Shard(n), Partial()], [Shard(n)] * 3 + [Replicate()]) for n in range(x.ndim - 1))]

@@ -16,12 +16,12 @@ Micro = TypeVar("Micro")
 def accumulate(
     micro_batches: Iterable[Micro], loss_sum: Callable[[Micro], Tensor], global_weight: float | Tensor
 ) -> Tensor:
-    """Adds up the gradients of `sum of losses / global_weight` over micro-batches, into `.grad`.
+    """Accumulates gradients of `sum of losses / global_weight` over micro-batches into `.grad`.
 
     Args:
         micro_batches: parts of one global batch.
         loss_sum: the sum (not the mean) of a part's losses, a scalar.
-        global_weight: what to divide by: the trained tokens of the whole global batch, on all devices; a tensor is at least 1.
+        global_weight: divisor: the trained tokens of the global batch over all ranks; a tensor must be at least 1.
 
     Returns:
         The sum of the losses over all parts, detached.

@@ -1,4 +1,4 @@
-"""Rows that go to different experts: products with a matrix for each expert, and the rows sent to the devices that hold the experts."""
+"""Grouped matmuls for MoE experts, and expert parallelism by all-to-all."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ __all__ = [
 ]
 
 STACKS = ("gate_up_proj", "down_proj")
-"""The matrices of a layer's experts, each [experts, out, in]."""
+"""Names of the weight stacks of a layer's experts, each [experts, out, in]."""
 ADAPTER = "preheat_adapter"
-"""Attribute of a layer's experts that have low-rank additions (ops/adapters/moe_lora.py): the `ExpertAdapter`."""
+"""Attribute of experts with LoRA (ops/adapters/moe_lora.py): the `ExpertAdapter`."""
 
 EXCHANGE = "preheat_exchange"
-"""Attribute of a layer's experts that are shared out over devices: the `Exchange`."""
+"""Attribute of experts that are sharded over devices: the `Exchange`."""
 
-# Operators of their own: torch's `_grouped_mm` cannot be dry-run in fp32, nor for widths that are no multiple of 16 bytes, and the
-# flop counter does not know it.
+# Custom operators, because torch's `_grouped_mm` has no fake implementation for fp32 or for widths that are not
+# multiples of 16 bytes, and no FLOP formula.
 
 
 def _native(*tensors: Tensor) -> bool:
-    """Whether torch's grouped product takes these: 16-byte rows, no fp64, and on CUDA bf16 on Hopper and Blackwell. For others it reads the bounds back."""
+    """True if torch's grouped matmul supports the tensors without a sync.
+
+    It needs 16-byte rows and no fp64; on CUDA, bf16 on Hopper or Blackwell. Otherwise it reads the bounds back.
+    """
     device = tensors[0].device
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return False
@@ -50,21 +53,22 @@ def _bounds(ends: Tensor) -> list[tuple[int, int]]:
 
 
 def _reads_at_once(ends: Tensor) -> bool:
-    """Whether the host knows the bounds without waiting."""
+    """True if the host can read the bounds without a sync."""
     return ends.device.type == "cpu"
 
 
 _BLOCK = 256
-"""Rows of a block at most: an expert's matrix is copied for each, which is little beside the product with so many rows."""
+"""Maximum rows per block: each block copies an expert's matrix, which is cheap compared to a matmul of this many rows.
+"""
 
 
 class _Blocks(NamedTuple):
-    """Rows of each expert in blocks of one size, as many as there may be at most, so that no size depends on the routing.
+    """Rows of each expert in equal blocks; their number is the upper bound, so that no shape depends on the routing.
 
     Attributes:
-        expert: [blocks], whose rows they are.
-        at: [blocks, size], the rows; behind an expert's last row the number of all rows.
-        real: [blocks, size], whether there is such a row.
+        expert: [blocks], the expert of each block.
+        at: [blocks, size], row indices; the total number of rows as padding.
+        real: [blocks, size], false for padding.
     """
 
     expert: Tensor
@@ -88,10 +92,10 @@ class _Blocks(NamedTuple):
 
 
 def _multiply_blocks(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """`_multiply` by blocks of rows: nothing is read from the device."""
+    """`_multiply` by blocks of rows, without a device sync."""
     count = rows.shape[0]
     blocks = _Blocks.of(ends, count)
-    out = rows.new_empty(count + 1, matrices.shape[2])  # the last row takes what is no row
+    out = rows.new_empty(count + 1, matrices.shape[2])  # the last row receives the padding
     for n in range(len(blocks.at)):
         matrix = matrices.index_select(0, blocks.expert[n : n + 1])[0]
         out.index_copy_(0, blocks.at[n], rows[blocks.at[n].clamp(max=count - 1)] @ matrix)
@@ -99,7 +103,7 @@ def _multiply_blocks(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def _outer_blocks(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """`_outer` by blocks of rows: nothing is read from the device. Blocks are added up in fp32 at least."""
+    """`_outer` by blocks of rows, without a device sync. Accumulates in at least fp32."""
     blocks = _Blocks.of(ends, left.shape[0])
     wide = torch.promote_types(left.dtype, torch.float32)
     out = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1], dtype=wide)
@@ -113,7 +117,10 @@ def _outer_blocks(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, flip: bool) -> Tensor:
-    """Rows [n, in], those of an expert together up to `ends`, times its matrix: of weight [experts, in, out], or [experts, out, in] with `flip`."""
+    """Multiplies rows [n, in], grouped by expert up to `ends`, by each expert's matrix.
+
+    `weight` is [experts, in, out], or [experts, out, in] with `flip`.
+    """
     matrices = weight.transpose(1, 2) if flip else weight
     if _native(rows, weight):
         return cast(Tensor, torch.nn.functional.grouped_mm(rows.contiguous(), matrices, offs=ends))
@@ -147,7 +154,7 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("preheat::grouped_outer", mutates_args=())
 def _outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """For each expert the sum over its rows of left [n, a] by right [n, b]: [experts, a, b]."""
+    """Sums the outer products of left [n, a] and right [n, b] over each expert's rows: [experts, a, b]."""
     if _native(left, right):
         return cast(Tensor, torch.nn.functional.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends))
     if not _reads_at_once(ends):
@@ -188,12 +195,12 @@ def _outer_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Each row by the matrix of its expert; differentiable.
+    """Multiplies each row by its expert's matrix; differentiable.
 
     Args:
         rows: [n, in], sorted by expert, n > 0.
         weight: [experts, out, in].
-        ends: [experts] int32, where each expert's rows end.
+        ends: [experts] int32, end of each expert's rows.
 
     Returns:
         [n, out].
@@ -213,7 +220,7 @@ def group_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
         expert: [n] int64, the expert of each row.
 
     Returns:
-        order [n] (row of each sorted place), place [n] (sorted place of each row), counts [experts] int64.
+        order [n] (row at each sorted position), place [n] (sorted position of each row), counts [experts] int64.
     """
     order = expert.argsort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
@@ -224,18 +231,20 @@ def group_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _STEP = 16
-"""Rows an expert gets in multiples of this, where the device has a kernel made for every number of rows."""
+"""Multiple to which an expert's rows are padded if the backend compiles a kernel for every number of rows."""
 
 
 def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, *, stepped: bool = False) -> Tensor:
-    """What the experts of a layer make of tokens, by one grouped product for all, under autocast in its dtype.
+    """Computes a layer's experts on tokens by one grouped matmul for all, in autocast's dtype if it is on.
 
     Args:
-        experts: a module with gate_up_proj [experts, 2 inner, width] and down_proj [experts, width, inner], or this device's part of them.
+        experts: module with gate_up_proj [experts, 2 inner, width] and down_proj [experts, width, inner], or local
+            shards.
         hidden: [tokens, width].
-        chosen, weights: [tokens, k], the experts of each token and how much each counts.
-        stepped: fill up each expert's rows to a multiple of 16, in half precision and where that is few rows more. On a CPU oneDNN makes a
-            kernel for every number of rows that it meets: ten times as long as the product, for 64 experts whose rows change in every step.
+        chosen, weights: [tokens, k], the experts of each token and their weights.
+        stepped: pad each expert's rows to a multiple of 16, in half precision and if that adds few rows. On a CPU
+            oneDNN generates a kernel for every new number of rows, which takes ten times as long as the matmul for 64
+            experts whose rows change in every step.
 
     Returns:
         [tokens, width], in the dtype of `hidden`.
@@ -248,30 +257,30 @@ def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
     if exchange is None:
         out = _compute(experts, rows, counts, stepped)
     else:
-        came, numbers, split = exchange.send(rows, counts)
-        out = exchange.back(_compute_unsorted(experts, came, numbers, stepped), split)
+        received, numbers, split = exchange.send(rows, counts)
+        out = exchange.back(_compute_unsorted(experts, received, numbers, stepped), split)
     out = out[place].view(*chosen.shape, -1)
     return (out * weights[..., None].to(out.dtype)).sum(dim=1).to(hidden.dtype)
 
 
 def _compute_unsorted(experts: Any, rows: Tensor, numbers: Tensor, stepped: bool) -> Tensor:
-    """What experts make of rows [n, width] in any order, `numbers` [n] saying which expert's each is."""
-    some = rows.shape[0]
-    if not some:  # a row of zeros, which adds nothing to any gradient: products of no rows have no backward pass
+    """Computes the experts on unsorted rows [n, width]; `numbers` [n] is the expert of each."""
+    count = rows.shape[0]
+    if not count:  # a row of zeros, since an empty matmul has no backward pass
         rows, numbers = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1)
     order, place, counts = group_rows(numbers, local(experts.down_proj).shape[0])
-    return _compute(experts, rows[order], counts, stepped)[place][:some]
+    return _compute(experts, rows[order], counts, stepped)[place][:count]
 
 
 def _compute(experts: Any, rows: Tensor, counts: Tensor, stepped: bool) -> Tensor:
-    some, many = rows.shape[0], counts.shape[0]
-    if stepped and rows.element_size() == 2 and some >= 4 * _STEP * many:
-        # As many rows as it may take at most, so that sizes do not depend on the routing; the last expert gets those that are left.
-        total = -(-some // _STEP) * _STEP + many * _STEP
+    count, n_experts = rows.shape[0], counts.shape[0]
+    if stepped and rows.element_size() == 2 and count >= 4 * _STEP * n_experts:
+        # The maximum number of rows, so that shapes do not depend on the routing; the last expert gets the rest.
+        total = -(-count // _STEP) * _STEP + n_experts * _STEP
         wide = (counts + _STEP - 1) // _STEP * _STEP
         ends = wide.cumsum(0)
-        moved = (ends - wide - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=some)
-        at = torch.arange(some, device=rows.device) + moved
+        moved = (ends - wide - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=count)
+        at = torch.arange(count, device=rows.device) + moved
         ends[-1] = total
         return _product(experts, rows.new_zeros(total, rows.shape[1]).index_copy(0, at, rows), ends)[at]
     return _product(experts, rows, counts.cumsum(0))
@@ -283,7 +292,7 @@ def _product(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def _linear(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-    """Rows by the stack `name` of a layer's experts, and by what is added to it."""
+    """Multiplies rows by the weight stack `name` and adds its LoRA, if any."""
     out = grouped_linear(rows, local(getattr(experts, name)).to(rows.dtype), ends)
     adapter: ExpertAdapter | None = getattr(experts, ADAPTER, None)
     if adapter is None or adapter.off:
@@ -293,30 +302,31 @@ def _linear(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
 
 
 class ExpertAdapter:
-    """How a layer's low-rank additions count: by `scale`, and not at all while `off`."""
+    """Settings of a layer's expert LoRA: its `scale`, and `off` to disable it."""
 
     def __init__(self, scale: float):
         self.scale, self.off = scale, False
 
 
 class Exchange:
-    """Rows sent to the devices that hold their experts, and results sent back, by all-to-all; differentiable. No row is dropped.
+    """Expert parallelism: sends rows to the ranks of their experts and results back by all-to-all. Drops no rows.
 
-    How many rows go where is known when they have been routed: it is read back to the host once a layer, as torch's all-to-all needs it
-    there. A dry run, whose tensors have no values, takes each expert to have as many rows as any other.
+    Differentiable. The row counts depend on the routing and are read back to the host once per layer, because torch's
+    all-to-all needs them there. A dry run, whose tensors have no values, assumes balanced experts.
 
     Args:
-        group: torch's mesh of one dimension; its n-th device holds the n-th part of the experts.
+        group: one-dimensional DeviceMesh; rank n holds the n-th part of the experts.
     """
 
     def __init__(self, group: Any):
         self.group = group
 
     def send(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, tuple[list[int], list[int]]]:
-        """Sends rows [n, width], sorted by expert, `counts` [experts] of each.
+        """Sends rows [n, width], sorted by expert, with `counts` [experts] of each.
 
         Returns:
-            what arrived, by sender and then by expert; the expert (of this device's, from 0) of each row; how many rows were sent and came.
+            The received rows, sorted by sender and then by expert; the local expert of each row; the numbers of rows
+            sent and received per rank.
         """
         from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
@@ -324,14 +334,14 @@ class Exchange:
         arriving = all_to_all_single(counts, None, None, self.group).view(devices, -1)
         own = arriving.shape[1]
         split = self._splits(rows.shape[0], counts.view(devices, -1).sum(1), arriving.sum(1))
-        came = all_to_all_single_autograd(rows, split[1], split[0], self.group)
+        received = all_to_all_single_autograd(rows, split[1], split[0], self.group)
         numbers = torch.arange(own, device=rows.device).repeat(devices)
         if _is_fake(counts):
-            return came, numbers.new_empty(came.shape[0]), split
-        return came, numbers.repeat_interleave(arriving.flatten(), output_size=came.shape[0]), split
+            return received, numbers.new_empty(received.shape[0]), split
+        return received, numbers.repeat_interleave(arriving.flatten(), output_size=received.shape[0]), split
 
     def back(self, rows: Tensor, split: tuple[list[int], list[int]]) -> Tensor:
-        """Sends each row back to where it came from."""
+        """Sends each row back to its source rank."""
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
         return cast(Tensor, all_to_all_single_autograd(rows, split[0], split[1], self.group))

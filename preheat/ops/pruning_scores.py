@@ -1,4 +1,4 @@
-"""What a model can do without: scores of weights and of units from what passes through them, and masks of the lowest. Tensors in, tensors out."""
+"""Pruning: importance scores of weights and units from activations, and masks of the lowest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["added", "blocks", "highest", "influence", "lowest", "moments", "refi
 
 
 def wanda(weight: Tensor, squares: Tensor) -> Tensor:
-    """Scores of single weights: |weight| times the norm of the input that it multiplies.
+    """Scores single weights: |weight| times the norm of its input (Wanda).
 
     Args:
         weight: [out, in].
@@ -21,7 +21,7 @@ def wanda(weight: Tensor, squares: Tensor) -> Tensor:
 
 
 def lowest(scores: Tensor, share: float, *, by_row: bool) -> Tensor:
-    """A mask, true at the lowest `share` of the scores [rows, columns]: of each row, or of all. Ties go to the first.
+    """Returns a mask of the lowest `share` of scores [rows, columns], per row or overall. Ties go to the first.
 
     Example:
         >>> lowest(torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), 0.5, by_row=True).int().tolist()
@@ -34,9 +34,9 @@ def lowest(scores: Tensor, share: float, *, by_row: bool) -> Tensor:
 
 
 def two_of_four(scores: Tensor) -> Tensor:
-    """A mask, true at the two lowest of each four neighbours along the inputs. scores: [out, in], `in` a multiple of 4.
+    """Returns a mask of the two lowest of every four scores along the inputs. scores: [out, in], `in` % 4 == 0.
 
-    It is the pattern that NVIDIA's sparse matrix units run at up to twice the rate (Mishra et al. 2021, arXiv:2104.08378).
+    NVIDIA's sparse tensor cores run this 2:4 pattern at up to twice the rate (Mishra et al. 2021, arXiv:2104.08378).
     """
     fours = scores.reshape(scores.shape[0], -1, 4)
     order = fours.argsort(dim=2, stable=True)[..., :2]
@@ -44,7 +44,7 @@ def two_of_four(scores: Tensor) -> Tensor:
 
 
 def moments(x: Tensor, units: int) -> Tensor:
-    """Second moments of each unit's part, summed over tokens: x [..., units * size] -> [units, size, size].
+    """Sums the second moments of each unit over tokens: x [..., units * size] -> [units, size, size].
 
     Example:
         >>> moments(torch.tensor([[1.0, 2], [3, 4]]), 2).flatten().tolist()
@@ -55,27 +55,28 @@ def moments(x: Tensor, units: int) -> Tensor:
 
 
 def blocks(gram: Tensor, units: int) -> Tensor:
-    """`moments` for so many units out of the products of all inputs with one another: [in, in] -> [units, size, size]."""
+    """Extracts the `moments` of each unit from a Gram matrix: [in, in] -> [units, size, size]."""
     size = len(gram) // units
     return gram.view(units, size, units, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 def added(weight: Tensor, second: Tensor) -> Tensor:
-    """How much each unit adds to the stream: |its columns of `weight` @ its part|², summed over the tokens of `second`.
+    """Scores each unit by its contribution to the residual stream: |its columns of `weight` @ its part|², summed over
+    tokens.
 
     Args:
-        weight: of the map that writes to the stream, [width, units * size].
-        second: `moments` of what it reads, [units, size, size].
+        weight: weight of the layer that writes to the stream, [width, units * size].
+        second: `moments` of the layer's inputs, [units, size, size].
 
     Returns:
-        [units]; 0 exactly where leaving the unit out changes nothing.
+        [units]; exactly 0 if removing the unit changes nothing.
     """
     parts = weight.reshape(weight.shape[0], *second.shape[:2]).transpose(0, 1)
     return ((parts @ second) * parts).sum(dim=(1, 2)).clamp(min=0)
 
 
 def influence(before: Tensor, after: Tensor) -> Tensor:
-    """How much a layer turns the stream: 1 - cosine of what goes in and what comes out, mean over tokens. [..., width] each.
+    """Scores a layer by 1 - cosine of its input and output, mean over tokens. [..., width] each.
 
     Source: block influence, Men et al. 2024 (arXiv:2403.03853), equation 1.
     """
@@ -83,7 +84,7 @@ def influence(before: Tensor, after: Tensor) -> Tensor:
 
 
 def highest(scores: Tensor, count: int) -> Tensor:
-    """Numbers of the `count` highest scores [n], ascending; of equal ones the first.
+    """Returns the ascending indices of the `count` highest scores [n]; ties go to the first.
 
     Example:
         >>> highest(torch.tensor([3.0, 1, 2]), 2).tolist()
@@ -92,24 +93,25 @@ def highest(scores: Tensor, count: int) -> Tensor:
     return scores.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def refit(weight: Tensor, gram: Tensor, kept: Tensor, ridge: float = 0.01) -> Tensor:
-    """The weight over some inputs that comes nearest to what `weight` gives of all of them: least squares over the calibration tokens.
+def refit(weight: Tensor, gram: Tensor, remaining: Tensor, ridge: float = 0.01) -> Tensor:
+    """Refits the weight to the remaining inputs by least squares over the calibration tokens.
 
     Args:
         weight: [out, in].
-        gram: the inputs' products with one another, summed over tokens, [in, in].
-        kept: numbers of the inputs that stay.
-        ridge: how much staying near to the plain columns counts, as a share of the mean square of a kept input.
+        gram: Gram matrix of the inputs, summed over tokens, [in, in].
+        remaining: indices of the remaining inputs.
+        ridge: regularization towards the original columns, as a fraction of the mean square of a remaining input.
 
     Returns:
-        [out, kept]; the plain columns where the others are zero.
+        [out, remaining]; the original columns if the removed inputs are zero.
 
-    Source: the optimal update of structured pruning, Kurtic et al. 2023 (arXiv:2302.04089), in closed form for all removed inputs at once.
+    Source: optimal update of structured pruning, Kurtic et al. 2023 (arXiv:2302.04089), closed form for all removed
+    inputs.
     """
     gone = torch.ones(len(gram), dtype=torch.bool, device=gram.device)
-    gone[kept] = False
-    inside = gram[kept][:, kept].double()
+    gone[remaining] = False
+    inside = gram[remaining][:, remaining].double()
     damp = ridge * inside.diagonal().mean().clamp(min=1e-12)
     inside.diagonal().add_(damp)
-    lost = weight[:, gone].double() @ gram[gone][:, kept].double()
-    return (weight[:, kept].double() + torch.linalg.solve(inside, lost.t()).t()).to(weight.dtype)
+    lost = weight[:, gone].double() @ gram[gone][:, remaining].double()
+    return (weight[:, remaining].double() + torch.linalg.solve(inside, lost.t()).t()).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""A small decoder whose attention is handed in, for examples that put parts together by hand."""
+"""A small decoder with pluggable attention, for examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Decoder", "PlainAttention"]
 
 
 class PlainAttention(nn.Module):
-    """Causal attention with all scores in memory: [batch, length, dim] -> the same."""
+    """Causal attention that materializes all scores: [batch, length, dim] -> the same."""
 
     def __init__(self, dim: int, num_heads: int):
         super().__init__()
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
     """Tokens [batch, length] -> logits [batch, length, vocabulary].
 
     Args:
-        attention: makes one attention module of [batch, length, dim] -> the same for each layer.
+        attention: factory called once per layer; the module maps [batch, length, dim] to the same.
     """
 
     def __init__(self, *, vocabulary: int, dim: int, num_layers: int, length: int, attention: Callable[[], nn.Module]):
@@ -63,5 +63,5 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy in nats."""
+        """Returns the mean cross entropy in nats."""
         return functional.cross_entropy(self(tokens).flatten(0, 1).float(), labels.flatten())

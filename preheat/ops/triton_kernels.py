@@ -1,6 +1,7 @@
-"""Triton kernels, imported only where they run: on CUDA, and in Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
+"""Triton kernels. Import only on CUDA, or on a CPU with Triton's interpreter (TRITON_INTERPRET=1).
 
-Seeds come in two halves of 31 bits, and no argument that changes from step to step is specialized on: nothing is compiled again for it.
+Seeds are passed as two 31-bit halves. Arguments that change between steps are excluded from specialization, which would
+recompile the kernel.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ __all__ = ["adamw_kernel", "eight_bits_kernel", "nf4_kernel"]
 
 @triton.jit
 def nf4_kernel(codes, scales, ranges, pairs, levels, out, n_bytes, last, DOUBLE: tl.constexpr, BYTES: tl.constexpr):
-    """Weights of `BYTES` bytes, two each, the first in the high half; multiplied in fp32 and rounded once.
+    """Dequantizes `BYTES` bytes of two weights each, the first in the high half; multiplies in fp32 and rounds once.
 
     Args:
-        scales: uint8 with `DOUBLE`, else fp32; one for 32 bytes.
-        ranges: fp32, one for 256 scales, their mean at `last`.
-        pairs: fp32 [256, 2], the weights of a byte: those of the first 16 are 0 and each of the levels in turn, in one line of the cache.
-        levels: fp32 [256], of a scale.
+        scales: uint8 with `DOUBLE`, else fp32; one per 32 bytes.
+        ranges: fp32, one per 256 scales, with their mean at `last`.
+        pairs: fp32 [256, 2], the two weights of a byte. The first 16 rows hold each level in turn, in few cache lines.
+        levels: fp32 [256], levels of an 8-bit scale.
     """
     at = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     mask = at < n_bytes
@@ -37,7 +38,7 @@ def nf4_kernel(codes, scales, ranges, pairs, levels, out, n_bytes, last, DOUBLE:
 
 @triton.jit
 def _one_less_power(y):
-    """1 - exp(y) for y <= 0, exact where exp(y) is close to 1: Adam's corrections of the first steps."""
+    """1 - exp(y) for y <= 0, precise near 0, as Adam's bias correction of the first steps needs."""
     series = 1.0 + y / 6 * (1.0 + y / 7 * (1.0 + y / 8 * (1.0 + y / 9)))
     series = 1.0 + y / 2 * (1.0 + y / 3 * (1.0 + y / 4 * (1.0 + y / 5 * series)))
     return tl.where(y > -0.5, -y * series, 1.0 - tl.exp(y))
@@ -64,14 +65,15 @@ def adamw_kernel(
     lr, decay, more1, less2, more2, log1, log2, eps, seed_low, seed_high, base, shift, n,
     MASTER: tl.constexpr, GUARDED: tl.constexpr, SHIFTED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """AdamW of a half weight in one pass, as torch's: with `MASTER` the master is updated and rounded, else the weight is rounded stochastically.
+    """Fused AdamW of a half-precision weight, equal to torch's. `MASTER`: rounds the fp32 master; else rounds
+    stochastically.
 
-    Four sets of random bits come from one counter of Philox, which stands for a place in the whole parameter: a device that holds a share of
-    it rounds it as one device alone would. Nothing changes where `found_inf` is not 0.
+    One Philox counter yields four sets of random bits and depends on the position in the full parameter, so that a
+    shard is rounded as it would be on one device. Changes nothing if `found_inf` is not 0.
 
     Args:
-        step: fp32, the updates before this one.
-        base, shift: the share begins `shift` elements behind the start of block number `base`; without a shift memory is read in wide pieces.
+        step: fp32, number of earlier updates.
+        base, shift: the shard starts `shift` elements after the start of block `base`; without a shift, loads are wide.
         decay: 1 - lr * weight_decay. more1, more2: 1 - beta. less2: beta2. log1, log2: natural logarithms of the betas.
     """
     low, high = seed_low.to(tl.uint64), seed_high.to(tl.uint64)
@@ -99,9 +101,7 @@ def adamw_kernel(
         if GUARDED:
             m, v, w = tl.where(bad, m0, m), tl.where(bad, v0, v), tl.where(bad, w0, w)
         half = w
-        if (
-            not MASTER
-        ):  # where nothing changes this is a bf16 number already, which no bits below its last one push over
+        if not MASTER:  # an unchanged weight is already a bf16 number, which the noise below its last bit cannot change
             noise = (random[part] >> 8).to(tl.int32, bitcast=True) & 0xFFFF
             rounded = ((w.to(tl.int32, bitcast=True) + noise) & -65536).to(tl.float32, bitcast=True)
             half = tl.where(tl.abs(w) < float("inf"), rounded, w)
@@ -116,7 +116,9 @@ def adamw_kernel(
 def eight_bits_kernel(
     x, codes, scales, out, rows, outputs, inputs, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
 ):  # fmt: skip
-    """out [rows, outputs] = x [rows, inputs] @ codes [outputs, inputs].t() * scales, for few rows: each code is read once, as one byte."""
+    """out [rows, outputs] = x [rows, inputs] @ codes [outputs, inputs].t() * scales, for few rows; reads each code
+    once.
+    """
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     sums = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)

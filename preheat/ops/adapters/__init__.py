@@ -1,1 +1,1 @@
-"""Low-rank adapters: peft's, those of experts and of tied heads."""
+"""Low-rank adapters: peft's, and those of MoE experts and tied heads."""

@@ -1,7 +1,8 @@
-"""Low-rank additions to the experts of a layer: a pair of small matrices for each expert and each of its stacks, computed grouped as the experts are.
+"""LoRA for MoE experts: a pair of low-rank matrices per expert and weight stack, computed by grouped matmuls.
 
-Each expert's W becomes W + s B A. The pairs are parameters of the experts' own module, stacked as the experts are ([experts, ...]), so that whatever shares out
-experts among devices shares them out alike. The sum of all W + s B A, which is as large as the experts, is never made.
+Each expert's W becomes W + s B A. The pairs are parameters of the experts' module, stacked like the experts ([experts,
+...]), so that expert parallelism shards both alike. The merged weights, as large as the experts, are never
+materialized.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from preheat.ops.grouped_mm import ADAPTER, STACKS, ExpertAdapter
 __all__ = ["OWN", "adapted_experts", "add_pairs", "draw_pairs", "merge_pairs"]
 
 OWN = r"\.(gate_up_proj|down_proj)_lora_[AB]$"
-"""Names of the pairs."""
+"""Regular expression for the names of the pairs."""
 
 
 def add_pairs(experts: Sequence[nn.Module], rank: int, scale: float) -> None:
-    """Adds pairs to the experts of each layer, in place, without values, and freezes the experts.
+    """Adds uninitialized pairs to the experts of each layer and freezes the experts, in place.
 
     Args:
-        experts: of each layer, as `preheat.models.moe.experts_of` finds them; on meta too.
-        rank: of each pair.
-        scale: s.
+        experts: experts of each layer, from `preheat.models.moe.experts_of`; also on meta.
+        rank: rank of each pair.
+        scale: s, the factor on B A.
 
     Raises:
-        ValueError: `rank` is more than the matrices have.
+        ValueError: `rank` exceeds the matrices' rank.
     """
     for module in experts:
         module.requires_grad_(False)
@@ -42,7 +43,8 @@ def add_pairs(experts: Sequence[nn.Module], rank: int, scale: float) -> None:
             if rank > min(out, into):
                 raise SettingError(
                     "expert_rank",
-                    f"{rank} is more than the {min(out, into)} directions of an expert's matrix ({out} x {into}); lower it",
+                    f"{rank} is more than the {min(out, into)} directions of an expert's matrix ({out} x {into}); "
+                    "lower it",
                 )
             for part, shape in (("A", (count, rank, into)), ("B", (count, out, rank))):
                 pair = torch.empty(shape, dtype=torch.float32, device=stack.device)
@@ -51,7 +53,7 @@ def add_pairs(experts: Sequence[nn.Module], rank: int, scale: float) -> None:
 
 
 def draw_pairs(module: nn.Module) -> None:
-    """Gives the pairs of a layer's experts the values that training begins with, in place: A as a linear map's weight, B zero."""
+    """Initializes the pairs of a layer's experts in place: A like a linear layer's weight, B zero."""
     with torch.no_grad():
         for name in STACKS:
             first = module.get_parameter(f"{name}_lora_A")
@@ -60,15 +62,17 @@ def draw_pairs(module: nn.Module) -> None:
 
 
 def adapted_experts(model: nn.Module) -> list[nn.Module]:
-    """The experts of a model that have pairs."""
+    """Returns the expert modules that have pairs."""
     return [module for module in model.modules() if ADAPTER in vars(module)]
 
 
 def merge_pairs(model: nn.Module) -> int:
-    """Adds all pairs to their experts in fp32, one expert after the other, and takes them out, in place. Returns the number of layers."""
-    found = adapted_experts(model)
+    """Merges all pairs into their experts in fp32, one expert at a time, and removes them. Returns the number of
+    layers.
+    """
+    adapted = adapted_experts(model)
     with torch.no_grad():
-        for module in found:
+        for module in adapted:
             scale = vars(module)[ADAPTER].scale
             for name in STACKS:
                 stack, first, second = (_values(module, key) for key in (name, f"{name}_lora_A", f"{name}_lora_B"))
@@ -77,7 +81,7 @@ def merge_pairs(model: nn.Module) -> int:
                 for part in "AB":
                     delattr(module, f"{name}_lora_{part}")
             delattr(module, ADAPTER)
-    return len(found)
+    return len(adapted)
 
 
 def _values(module: nn.Module, name: str) -> Tensor:

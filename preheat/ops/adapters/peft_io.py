@@ -1,8 +1,8 @@
-"""Adapters in peft's folders: read, held against the model and the base that are to have them, and put in.
+"""Loading of peft adapter folders, with checks against the model, its base weights and the recipe.
 
 adapter_config.json         peft's settings, with base_model_name_or_path
 adapter_model.safetensors   peft's names; a pickle (adapter_model.bin) is not opened
-preheat_base.json           in folders that preheat wrote: which weights, and whether they stood in NF4
+preheat_base.json           only from preheat: the base weights' fingerprint, and whether they were in NF4
 """
 
 from __future__ import annotations
@@ -37,14 +37,9 @@ _NOT_ADDED = {
     "target_parameters": "changes parameters that are no linear maps",
     "alora_invocation_tokens": "acts only after certain tokens",
 }
-_STARTS_AS_BASE = (
-    True,
-    False,
-    "gaussian",
-    "eva",
-    "orthogonal",
-)  # values of init_lora_weights that leave the base as it is
-_FREE = {  # settings that change nothing in what the adapter computes, or are compared by the tensors
+# Values of init_lora_weights that leave the base unchanged.
+_STARTS_AS_BASE = (True, False, "gaussian", "eva", "orthogonal")
+_FREE = {  # settings that do not change the adapter's function, or that the tensors' shapes determine
     *(
         "task_type",
         "peft_type",
@@ -76,7 +71,7 @@ _FREE = {  # settings that change nothing in what the adapter computes, or are c
 
 
 class Weights(Protocol):
-    """What is asked of models.weights.WeightSource."""
+    """The interface of models.weights.WeightSource that this module needs."""
 
     folder: Path | None
 
@@ -89,13 +84,13 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """A folder of peft's that was looked at.
+    """A validated peft adapter folder.
 
     Attributes:
         path: the folder.
-        config: peft's configuration of it.
-        written: contents of preheat_base.json, {} in folders of other tools.
-        knob: what the user calls it: begins every message.
+        config: its peft configuration.
+        written: contents of preheat_base.json; {} for folders of other tools.
+        knob: the user's setting, which starts every error message.
     """
 
     path: Path
@@ -105,14 +100,14 @@ class AdapterFolder:
 
     @property
     def base(self) -> str | None:
-        """The base as adapter_config.json names it."""
+        """The base model named in adapter_config.json."""
         return self.config.base_model_name_or_path or None
 
-    def fault(self, words: str) -> RecipeError:
-        return RecipeError(f"{self.knob}: {self.path} {words}")
+    def fault(self, problem: str) -> RecipeError:
+        return RecipeError(f"{self.knob}: {self.path} {problem}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor in the file, under the base's own names of modules."""
+        """Returns the shape of each tensor in the file, keyed by the base's module names."""
         with self._opened() as file:
             return {_plain(key): tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
@@ -132,17 +127,18 @@ class AdapterFolder:
             raise self.fault(f"has an {_FILE} that is not whole ({error})") from None
 
     def on_base(self, path: str, weights: Weights, *, stated: bool = False) -> None:
-        """Refuses a base that is not the one which the adapter was trained on.
+        """Rejects a base other than the one that the adapter was trained on.
 
-        By the fingerprint of the weights where it is known: from preheat's own folders, or when the named base is here. Else by name.
+        Compares weight fingerprints if known (in preheat's folders, or if the named base exists locally), otherwise
+        names.
 
         Args:
-            path: of the base that is to have the adapter.
-            weights: of that base.
-            stated: the user says that it is the same model, whatever its name.
+            path: path of the base that receives the adapter.
+            weights: weights of that base.
+            stated: the user confirms that it is the same model, whatever its name.
 
         Raises:
-            RecipeError: it is another one, or its weights are drawn anew.
+            RecipeError: it is another base, or one with newly initialized weights.
         """
         if weights.folder is None:
             raise self.fault("fits the base that it was trained on; this model's weights are drawn new")
@@ -151,19 +147,21 @@ class AdapterFolder:
             known = type(weights)(Path(self.base)).fingerprint()
         if known is not None and known != weights.fingerprint():
             raise self.fault(
-                f"is an adapter for {self.base}, whose weights are not those of {path}; name the base that it was trained on"
+                f"is an adapter for {self.base}, whose weights are not those of {path}; name the base that it was "
+                "trained on"
             )
         if known is None and not stated and self.base and _last(self.base) != _last(path):
             raise self.fault(
-                f"is an adapter for {self.base}, not for {path}; if they are the same model, write {path!r} as base_model_name_or_path in its adapter_config.json"
+                f"is an adapter for {self.base}, not for {path}; if they are the same model, write {path!r} as "
+                "base_model_name_or_path in its adapter_config.json"
             )
 
     def agrees(self, ours: Any, called: Mapping[str, str]) -> None:
-        """Refuses an adapter of other settings than a recipe's.
+        """Rejects an adapter whose settings differ from the recipe's.
 
         Args:
-            ours: peft's configuration of the recipe.
-            called: peft's name of a setting -> the recipe's, where they differ.
+            ours: peft configuration of the recipe.
+            called: peft's setting name -> the recipe's, if they differ.
         """
         if self.config.peft_type != ours.peft_type:
             raise self.fault(
@@ -176,15 +174,16 @@ class AdapterFolder:
                 raise self.fault(f"has {field.name} {theirs}, the recipe {here}; change {name}, or leave the start out")
 
     def fits(self, model: nn.Module) -> None:
-        """Refuses a model whose adapters (on meta too) are not those of the folder."""
+        """Rejects a model (also on meta) whose adapters differ from those of the folder."""
         theirs, wanted = self.shapes(), dict(_wanted(model))
         for key, tensor in wanted.items():
-            found = _find(theirs, key)
-            if found is None and isinstance(tensor, nn.Parameter):
+            shape = _find(theirs, key)
+            if shape is None and isinstance(tensor, nn.Parameter):
                 raise self.fault(f"has no {key}, which the model is to have; is it for other targets or another base?")
-            if found is not None and found != tuple(tensor.shape):
+            if shape is not None and shape != tuple(tensor.shape):
                 raise self.fault(
-                    f"has {key} of shape {found}, the model needs {tuple(tensor.shape)}: another rank, or an adapter for another base"
+                    f"has {key} of shape {shape}, the model needs {tuple(tensor.shape)}: another rank, or an adapter "
+                    "for another base"
                 )
         twice = {*_tied(model), *(f"{name}.base_layer.weight" for name in (*names_of(model), *_heads(model)))}
         left = [key for key in theirs if key not in twice and not any(_matches(key, ours) for ours in wanted)]
@@ -196,7 +195,7 @@ class AdapterFolder:
             self._scaled_alike(name, model.get_submodule(name))
 
     def _scaled_alike(self, name: str, head: nn.Module) -> None:
-        """peft scales a tied head's pair by the rank and alpha of the head's own name, whatever its embedding's are."""
+        """Checks a tied head's scale: peft uses the rank and alpha of the head's name, not its embedding's."""
         from peft.utils.other import get_pattern_key
 
         pair, config = pair_of(head), self.config
@@ -205,30 +204,31 @@ class AdapterFolder:
         theirs = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         if pair is not None and not math.isclose(pair.scale, theirs):
             raise self.fault(
-                f"scales its pair by {theirs:g} at {name} and by {pair.scale:g} at the embedding that it is tied to, which preheat scales alike; merge it with peft and name the merged model"
+                f"scales its pair by {theirs:g} at {name} and by {pair.scale:g} at the embedding that it is tied to, "
+                "which preheat scales alike; merge it with peft and name the merged model"
             )
 
     def load(self, model: nn.Module) -> None:
-        """Copies the values into the adapters of a model that `fits`."""
+        """Copies the values into the adapters of a model that passed `fits`."""
         theirs = self.tensors()
         with torch.no_grad():
             for key, tensor in _wanted(model):
                 if (value := _find(theirs, key)) is not None:
                     tensor.copy_(value)
-        for name in names_of(model):  # peft writes the embedding beside an adapter of it
-            held: Any = base_of(model, name)
+        for name in names_of(model):  # peft saves an adapted embedding together with its adapter
+            base: Any = base_of(model, name)
             value = theirs.get(f"{name}.base_layer.weight")
-            if value is not None and not torch.equal(share_of(value, held.weight).to(held.weight), local(held.weight)):
+            if value is not None and not torch.equal(share_of(value, base.weight).to(base.weight), local(base.weight)):
                 raise self.fault(
                     f"holds other values of {name} than its base; merge it with peft and name the merged model"
                 )
 
 
 def read_folder(path: str | Path, knob: str) -> AdapterFolder:
-    """Looks at a folder that peft wrote, without its tensors.
+    """Reads and validates a peft folder, without its tensors.
 
     Raises:
-        RecipeError: it is none, its weights are a pickle, or it is of a kind that cannot be put into a model here.
+        RecipeError: not an adapter, its weights are a pickle, or its kind is not supported.
     """
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -243,7 +243,8 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
         raise RecipeError(
             f"{knob}: {path} has no {_FILE}"
             + (
-                f"; {pickled} is a pickle, which preheat does not open: where you trust it, load it with peft and write it again by save_pretrained"
+                f"; {pickled} is a pickle, which preheat does not open: where you trust it, load it with peft and "
+                "write it again by save_pretrained"
                 if pickled
                 else ""
             )
@@ -273,22 +274,25 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
     except FAULTS as error:
         raise RecipeError(f"{knob}: {file}: {fault(error)}") from None
     folder = AdapterFolder(path, config, written, knob)
-    for key, words in _NOT_ADDED.items():
+    for key, effect in _NOT_ADDED.items():
         if getattr(config, key, None):
             raise folder.fault(
-                f"{words} ({key}), which preheat does not take over; merge it with peft and name the merged model"
+                f"{effect} ({key}), which preheat does not take over; merge it with peft and name the merged model"
             )
     if getattr(config, "bias", "none") != "none" or getattr(config, "lora_bias", False):
         raise folder.fault(
-            "trains biases of the base besides, which preheat does not take over; merge it with peft and name the merged model"
+            "trains biases of the base besides, which preheat does not take over; merge it with peft and name the "
+            "merged model"
         )
     if config.is_prompt_learning:
         raise folder.fault(
-            f"is of the kind {kind}, which puts trained tokens or keys beside the text; preheat puts adapters into linear maps"
+            f"is of the kind {kind}, which puts trained tokens or keys beside the text; preheat puts adapters into "
+            "linear maps"
         )
     if (begun := getattr(config, "init_lora_weights", True)) not in _STARTS_AS_BASE:
         raise folder.fault(
-            f"belongs to a base that {begun} changed; save it again with peft's path_initial_model_for_weight_conversion, which makes it a plain LoRA"
+            f"belongs to a base that {begun} changed; save it again with peft's "
+            "path_initial_model_for_weight_conversion, which makes it a plain LoRA"
         )
     return folder
 
@@ -304,19 +308,19 @@ def begin(
     knob: str,
     called: Mapping[str, str],
 ) -> str:
-    """Says where injected adapters get their values: drawn as peft draws them, and then from the folder `start`, if one is named.
+    """Registers the initial values of injected adapters: peft's initialization, then the folder `start` if given.
 
     Args:
-        weights: where the base's values come from.
-        path: of the base, as the recipe names it.
-        knob: what the recipe calls `start`.
+        weights: source of the base's weights.
+        path: path of the base, as in the recipe.
+        knob: the recipe's key of `start`.
         called: as in `AdapterFolder.agrees`.
 
     Returns:
-        Words for the run: '' or ', begun from ...'.
+        Text for the run's summary: '' or ', begun from ...'.
 
     Raises:
-        RecipeError: the folder's adapter is not for this model, this base or these settings.
+        RecipeError: the folder's adapter does not match this model, base or settings.
     """
     weights.fresh(parameters_of(model, names), [""], lambda model: draw(model, config, names))
     if not start:
@@ -330,8 +334,8 @@ def begin(
 
 
 def put_in(model: nn.Module, folder: AdapterFolder) -> list[str]:
-    """Puts a folder's adapter into a model that has its base's values, in place. Returns the names of the adapted modules."""
-    with torch.random.fork_rng(devices=[]):  # peft draws what is then overwritten
+    """Injects a folder's adapter into a model with loaded weights, in place. Returns the adapted modules' names."""
+    with torch.random.fork_rng(devices=[]):  # peft draws random values that are then overwritten
         try:
             names = inject(model, folder.config)
         except FAULTS as error:
@@ -352,7 +356,7 @@ def _last(name: str) -> str:
 
 
 def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' own tensors by the names that they have in peft's files."""
+    """Yields the adapters' own tensors by their names in peft's files."""
     for name in names_of(model):
         for key, tensor in own_of(model.get_submodule(name)):
             short = re.sub(r"\.default(?=\.|$)", "", key)
@@ -364,12 +368,14 @@ def _heads(model: nn.Module) -> list[str]:
 
 
 def _tied(model: nn.Module) -> list[str]:
-    """peft's names of what a tied head shares with its embedding, which it writes once more."""
+    """Returns peft's names of the tensors that a tied head shares with its embedding, which peft saves twice."""
     return [f"{name}.lora_{part}.weight" for name in _heads(model) for part in "AB"]
 
 
 def _matches(theirs: str, ours: str) -> bool:
-    """peft writes what all layers share (VeRA's projections) once, under its last name."""
+    """Compares names: peft saves tensors common to all layers (VeRA's projections) once, under the last name
+    part.
+    """
     return theirs == ours or ("." not in theirs and ours.endswith(f".{theirs}"))
 
 

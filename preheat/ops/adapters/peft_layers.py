@@ -1,4 +1,4 @@
-"""Adapters of peft in a model: put in on meta, drawn once the base has its values, merged away."""
+"""peft adapters in a model: injection on meta, initialization once the base is loaded, merging."""
 
 from __future__ import annotations
 
@@ -39,21 +39,24 @@ __all__ = [
 
 
 def inject(model: nn.Module, config: Any) -> list[str]:
-    """Puts peft's adapters into the linear maps that `config.target_modules` names and freezes the rest (but for a new head over classes), in place; on meta too.
+    """Injects peft's adapters into the layers of `config.target_modules` and freezes the rest, in place and also on
+    meta.
 
-    Where the embedding is among them and the head is tied to it, `config.ensure_weight_tying` gives the head the embedding's adapter.
+    A new classification head stays trainable.
+
+    If the embedding is adapted and the head tied to it, `config.ensure_weight_tying` gives the head the same adapter.
 
     Returns:
         Names of the adapted modules.
 
     Raises:
-        ValueError: no module matches, or one that does is of a kind that the method does not know, or shares its weight with
-            another (a tied head, without `ensure_weight_tying`).
+        ValueError: no module matches, or a matching module is not supported by the method or shares its weight with
+            another one (a tied head, without `ensure_weight_tying`).
     """
     with torch.device("meta") if next(model.parameters()).device.type == "meta" else nullcontext():
         try:
             _inject(model, config)
-        except TypeError as error:  # what peft raises for a kind of map that a method does not know
+        except TypeError as error:  # peft raises it for a layer type that a method does not support
             raise ValueError(str(error)) from None
         except ValueError as error:
             if "arget modules" not in str(error) and "were targeted" not in str(error):
@@ -66,18 +69,20 @@ def inject(model: nn.Module, config: Any) -> list[str]:
         if isinstance(module, ClassHead):
             module.requires_grad_(True)
         if isinstance(module, TiedHead):
-            continue  # has what the embedding has
+            continue  # shares the embedding's parameters
         for p in module.parameters(recurse=False):
             uses[id(p)] = uses.get(id(p), 0) + 1
     names = names_of(model)
     for name in names:
         if "weight" not in base_of(model, name)._parameters and not isinstance(base_of(model, name), PackedMap):
             raise ValueError(
-                f"{name} holds all its experts' matrices in one, which is no map; name those beside them, as [q_proj, k_proj, v_proj, o_proj], and give the experts lora's expert_rank"
+                f"{name} holds all its experts' matrices in one, which is no map; name those beside them, as [q_proj, "
+                "k_proj, v_proj, o_proj], and give the experts lora's expert_rank"
             )
         if any(uses[id(p)] > 1 for p in base_of(model, name).parameters()):
             raise ValueError(
-                f"{name} shares its weight with another module, which merging would change too; lora's embedding_rank adapts an embedding and the head tied to it"
+                f"{name} shares its weight with another module, which merging would change too; lora's embedding_rank "
+                "adapts an embedding and the head tied to it"
             )
     return names
 
@@ -90,10 +95,11 @@ def _tie_head(model: nn.Module) -> None:
 
 
 def _inject(model: nn.Module, config: Any, *, part: bool = False) -> None:
-    """As peft's `inject_adapter_in_model`, which refuses what layers share (VeRA's projections): they hold it as their own buffers here.
+    """As peft's `inject_adapter_in_model`, which rejects tensors common to all layers (VeRA's projections); here each
+    layer holds them as its own buffers.
 
     Args:
-        part: the model holds some of the modules that the settings speak of.
+        part: the model contains only some of the modules that the settings refer to.
     """
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.tuners.lora import Embedding, Linear
@@ -102,13 +108,13 @@ def _inject(model: nn.Module, config: Any, *, part: bool = False) -> None:
     config = copy.deepcopy(config)
     tied = getattr(config, "ensure_weight_tying", False)
     with warnings.catch_warnings():
-        if tied or part:  # a tied head's rank is stated for other readers
+        if tied or part:  # the tied head's rank is set for other tools that read the config
             warnings.filterwarnings("ignore", message="The following rank_pattern keys", category=RuntimeWarning)
         if tied:
-            config.ensure_weight_tying = False  # `tied_head` does that
-        # Where a model has both kinds of linear map, peft turns this setting to and fro, map by map, and says so each time.
+            config.ensure_weight_tying = False  # preheat's `tied_head` handles it
+        # If a model has both Linear and Conv1D, peft toggles this setting per layer and warns each time.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
-        # `inject` refuses tied weights, of which peft only warns.
+        # `inject` rejects tied weights, about which peft only warns.
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, config, "default")
         if tied:
@@ -117,7 +123,8 @@ def _inject(model: nn.Module, config: Any, *, part: bool = False) -> None:
         if type(module) is Linear:
             module.__class__ = added_linear()
         if isinstance(module, Embedding):
-            # peft draws these from N(0, 1), with which hidden states grow by the root of the width: a step moves logits as far as LoRA's of a linear map now.
+            # peft draws these from N(0, 1), which scales hidden states by the square root of the width. Rescaled, a
+            # step moves logits as far as it does with LoRA on a linear layer.
             for drawn in module.lora_embedding_B.values():
                 drawn.data.mul_(drawn.shape[0] ** -0.5)
         if isinstance(module, LycorisLayer) and module.module_dropout == {"default": 0.0}:
@@ -126,9 +133,10 @@ def _inject(model: nn.Module, config: Any, *, part: bool = False) -> None:
 
 @functools.cache
 def added_linear() -> type[nn.Module]:
-    """A linear map with LoRA that adds the small side's product to the base's result, in place where that may be written to.
+    """Returns a LoRA linear layer that adds the low-rank product to the base's result, in place if possible.
 
-    peft multiplies the product by the scale and adds it, over all outputs each: twice the bytes forward, and a product over all backward.
+    peft scales the product and adds it in separate passes over all outputs: twice the bytes in forward, and one more
+    product over all outputs in backward.
     """
     from peft.tuners.lora import Linear
 
@@ -152,7 +160,7 @@ def added_linear() -> type[nn.Module]:
             return add_product(result, small, up)
 
         def _is_plain(self, name: str) -> bool:
-            """Whether the second map is no more than its weight, held here: one that is cut over devices must be called itself."""
+            """True if the up projection is only a local weight; a sharded or hooked module must be called itself."""
             if name not in self.lora_A or name in self.lora_variant:
                 return False
             last = self.lora_B[name]
@@ -166,7 +174,7 @@ def added_linear() -> type[nn.Module]:
 
 
 def add_product(result: Tensor, small: Tensor, up: Tensor) -> Tensor:
-    """result + small @ up.t(), in `result` itself unless something else needs that.
+    """Returns result + small @ up.t(), computed in place in `result` if nothing else needs it.
 
     Args:
         result: [..., out]; small: [..., rank]; up: [out, rank].
@@ -176,9 +184,10 @@ def add_product(result: Tensor, small: Tensor, up: Tensor) -> Tensor:
     if apart or small.dtype != result.dtype or not (low or up.dtype == result.dtype):
         return (result + functional.linear(small, up)).to(result.dtype)
     up = up.to(result.dtype)
-    if torch.compiler.is_compiling():  # the compiler adds while it does what comes next
+    if torch.compiler.is_compiling():  # the compiler fuses the addition
         return result + functional.linear(small, up)
-    if result._is_view() or not result.is_contiguous() or keeps_results():  # autograd would copy a view's gradient
+    # in place, autograd would copy a view's gradient
+    if result._is_view() or not result.is_contiguous() or keeps_results():
         rows = torch.addmm(result.reshape(-1, result.shape[-1]), small.reshape(-1, small.shape[-1]), up.t())
         return rows.view(result.shape)
     return _Added.apply(result, small, up)  # type: ignore[no-any-return,no-untyped-call]
@@ -204,40 +213,40 @@ class _Added(torch.autograd.Function):
 
 
 class _Nothing:
-    """A dropout of zero that every draw exceeds by definition: LoHa and LoKr would read a draw back from the device in each layer."""
+    """Zero module dropout without a random draw: LoHa and LoKr would sync one from the device in each layer."""
 
     def __lt__(self, draw: object) -> bool:
         return True
 
 
 def names_of(model: nn.Module) -> list[str]:
-    """Names of the adapted modules."""
+    """Returns the names of the adapted modules."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
 
 
 def base_of(model: nn.Module, name: str) -> Any:
-    """The map under an adapter."""
+    """Returns the base layer under an adapter."""
     return model.get_submodule(name).get_base_layer()  # type: ignore[operator]
 
 
 def parameters_of(model: nn.Module, names: list[str]) -> str:
-    """A regular expression for the names of the adapters' own parameters and buffers."""
+    """Returns a regular expression that matches the adapters' own parameters and buffers."""
     own = {key for name in names for key, _ in own_of(model.get_submodule(name))}
     return r"\.(" + "|".join(sorted(re.escape(key.partition(".")[0]) for key in own)) + r")(\.|$)"
 
 
 def own_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of an adapted module without those of its base."""
+    """Returns the parameters and buffers of an adapted module without those of its base."""
     return [(k, t) for k, t in (*layer.named_parameters(), *layer.named_buffers()) if not k.startswith("base_layer.")]
 
 
 def draw(model: nn.Module, config: Any, names: list[str]) -> None:
-    """Gives adapters the values that peft begins with, in place, once the base has its own.
+    """Initializes adapters as peft does, in place, once the base weights are loaded.
 
-    peft makes each module anew over the base, in fp32: what is derived from the base's values (DoRA's lengths, PiSSA's singular
-    vectors) then comes out right, and what a method takes from the base (PiSSA) is taken from ours.
+    Lets peft recreate each module over an fp32 copy of the base, so that values derived from the base (DoRA's
+    magnitudes, PiSSA's singular vectors) are correct, and copies back what a method subtracts from the base (PiSSA).
     """
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
@@ -247,7 +256,7 @@ def draw(model: nn.Module, config: Any, names: list[str]) -> None:
 
 
 def _draw(model: nn.Module, config: Any, names: list[str], *, in_fp32: bool) -> None:
-    alone: nn.Module = nn.Module()  # the adapted modules' bases under their own names, and nothing else
+    alone: nn.Module = nn.Module()  # contains only the adapted modules' bases, under their names
     alone.config = getattr(model, "config", None) or {"model_type": "custom"}  # type: ignore[assignment]
     bases: dict[str, tuple[Any, Any]] = {}
     for name in names:
@@ -274,9 +283,9 @@ def _draw(model: nn.Module, config: Any, names: list[str], *, in_fp32: bool) -> 
 
 @contextmanager
 def without(model: nn.Module) -> Iterator[None]:
-    """The model as it is without its adapters, in place, for as long as the context lasts.
+    """Context manager that disables a model's adapters, in place.
 
-    By peft's own mark on each layer, set directly: `enable_adapters` would also turn gradients off and on again.
+    Sets peft's flag on each layer directly, since `enable_adapters` would also toggle requires_grad.
     """
     layers: list[Any] = [model.get_submodule(name) for name in names_of(model)]
     pairs: list[Any] = [vars(experts)[ADAPTER] for experts in adapted_experts(model)]
@@ -294,9 +303,9 @@ def without(model: nn.Module) -> Iterator[None]:
 
 
 def under_autocast(model: nn.Module) -> None:
-    """Under autocast leaves the inputs of adapters as they come, in place: peft casts them to the adapter's fp32, which autocast casts back at once.
+    """Keeps peft from casting adapter inputs to fp32 under autocast, which would cast them back at once. In place.
 
-    Each cast makes a copy that backward keeps, for every adapted map; the numbers are the same.
+    Each cast makes a copy that is saved for backward, per adapted layer; the results are the same.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -309,13 +318,13 @@ def under_autocast(model: nn.Module) -> None:
 
 
 def merge(model: nn.Module) -> int:
-    """Adds every adapter into its base in fp32 and takes the adapters out, in place. A base in 4 bits becomes a full one.
+    """Merges every adapter into its base in fp32 and removes the adapters, in place. A 4-bit base is dequantized.
 
     Returns:
-        How many.
+        The number of merged adapters.
 
     Raises:
-        ValueError: an adapter is none that can be added to a weight.
+        ValueError: an adapter cannot be merged into a weight.
     """
     names = names_of(model)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -324,13 +333,13 @@ def merge(model: nn.Module) -> int:
         base = layer.get_base_layer()
         if isinstance(base, PackedMap):
             unpack_(base)
-            kept = dtype
+            base_dtype = dtype
         else:
-            kept = base.weight.dtype
+            base_dtype = base.weight.dtype
         base.float()
         with torch.no_grad():
             layer.merge()
-        base.to(kept)
+        base.to(base_dtype)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, base)
     for module in model.modules():
@@ -341,10 +350,10 @@ def merge(model: nn.Module) -> int:
 
 
 def shares(model: nn.Module) -> tuple[int, int]:
-    """Numbers of trained and of all weights; those in 4 bits are counted as weights, not as bytes."""
-    whole = sum(p.numel() for p in model.parameters())
+    """Returns the numbers of trained and of all weights; counts 4-bit weights as weights, not bytes."""
+    total = sum(p.numel() for p in model.parameters())
     for module in model.modules():
         if isinstance(module, PackedMap):
-            whole += module.nf4_shape[0] * module.nf4_shape[1]
-            whole -= sum(p.numel() for key, p in module.named_parameters(recurse=False) if key.startswith("nf4_"))
-    return sum(p.numel() for p in model.parameters() if p.requires_grad), whole
+            total += module.nf4_shape[0] * module.nf4_shape[1]
+            total -= sum(p.numel() for key, p in module.named_parameters(recurse=False) if key.startswith("nf4_"))
+    return sum(p.numel() for p in model.parameters() if p.requires_grad), total

@@ -1,7 +1,7 @@
-"""A head that is tied to an embedding, where the embedding has an adapter: both stay one matrix, and merging changes both alike.
+"""A head tied to an adapted embedding: both remain one matrix, and merging changes both.
 
-peft's own way (`ensure_weight_tying`) gives the head a second set of parameters over the same memory, each with a gradient and an optimizer
-state of its own; here the head has none, and the gradients of both places add up in the embedding's.
+peft's own option (`ensure_weight_tying`) gives the head a second set of parameters over the same memory, each with its
+own gradient and optimizer state. Here the head has none, and both gradients accumulate in the embedding's adapter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EMBEDDING = "tied_to"
 
 
 class Pair(NamedTuple):
-    """What is added to a head's weight: scale * (down @ up).t().
+    """A low-rank addition to a head's weight: scale * (down @ up).t().
 
     Attributes:
         down: [width, rank].
@@ -31,15 +31,15 @@ class Pair(NamedTuple):
     scale: float
 
     def lowered(self, hidden: Tensor) -> Tensor:
-        """[..., rank] of hidden states [..., width], scaled: times `up` it is what the logits are to have besides."""
+        """Projects hidden states [..., width] to scaled [..., rank]; times `up` it is the addition to the logits."""
         return hidden @ self.down.to(hidden.dtype) * self.scale
 
 
 class TiedHead(nn.Linear):
-    """A head whose logits have the adapter of the embedding that it is tied to. Made by `tie`, from the head itself."""
+    """A head that applies the adapter of its tied embedding. `tie` converts a head in place."""
 
     def pair(self) -> Pair | None:
-        """None where the adapter is off."""
+        """Returns the embedding's adapter; None if it is disabled."""
         embedding: Any = vars(self)[_EMBEDDING]
         if embedding.disable_adapters:
             return None
@@ -56,26 +56,26 @@ class TiedHead(nn.Linear):
 
 
 def pair_of(head: nn.Module) -> Pair | None:
-    """What stands beside a head's weight; None where nothing does, or it is off."""
+    """Returns the low-rank addition to a head's weight; None if there is none or it is disabled."""
     return head.pair() if isinstance(head, TiedHead) else None
 
 
 def tie(head: nn.Module, embedding: nn.Module) -> None:
-    """Gives a head the adapter of its embedding (peft's LoRA of one), in place.
+    """Gives a head the adapter of its embedding (peft's LoRA Embedding), in place.
 
     Raises:
-        ValueError: the head is no plain linear map, or the embedding more than a table of rows.
+        ValueError: the head is not a plain Linear, or the embedding is more than a lookup table.
     """
     base: Any = embedding.get_base_layer()  # type: ignore[operator]
     if type(head) is not nn.Linear:
         raise ValueError(f"the head is a {type(head).__name__}, which would not have the embedding's adapter")
     if type(base).forward is not nn.Embedding.forward and getattr(base, "embed_scale", None) is None:
         raise ValueError(f"the embedding is a {type(base).__name__}, which does more than look rows up")
-    vars(head)[_EMBEDDING] = embedding  # no child of the head, which would name its parameters twice
+    vars(head)[_EMBEDDING] = embedding  # not a submodule, which would register its parameters twice
     head.__class__ = TiedHead
 
 
 def untie(head: nn.Module) -> None:
-    """The plain head again, once the adapter is merged."""
+    """Turns the head back into a plain Linear, after the adapter is merged."""
     del vars(head)[_EMBEDDING]
     head.__class__ = nn.Linear

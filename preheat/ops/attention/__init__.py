@@ -1,1 +1,1 @@
-"""Attention kernels and masks. `sdpa` has the slow reference beside torch's fused kernels."""
+"""Attention kernels and masks. `sdpa` also contains the slow reference."""

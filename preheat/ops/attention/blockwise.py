@@ -1,4 +1,4 @@
-"""Attention by blocks of queries, out of batched matrix products: any window, any device, memory linear in length."""
+"""Blockwise attention from batched matmuls: any window, any device, memory linear in length."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from preheat.ops.attention.sdpa import in_compute_dtype, packed
 
 __all__ = ["blocked_attention", "blocked_passes"]
 
-_QUERIES = 128  # of a block: few enough that a causal mask skips nearly half of the work, enough for full matrix rate
-_SCRATCH = 1 << 20  # scores of a tile: with their gradients they stay in a core's share of the cache
+# per block: small enough that causality skips nearly half of the work, large enough for full matmul rate
+_QUERIES = 128
+_SCRATCH = 1 << 20  # scores per tile: with their gradients they fit in a core's part of the cache
 
 
 def blocked_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
 ) -> Tensor:
-    """Attention as batched matrix products over blocks of queries, scores made again in the backward pass.
+    """Computes attention by batched matmuls over blocks of queries, recomputing scores in backward.
 
-    On a CPU in bf16 this runs at the rate of matrix products, which torch's fused kernel does not reach there: measured
-    1.3 to 2 times as fast up to 1,024 tokens, slower from 4,096 on (benchmarks/results/attention_cpu.md). Memory is linear in length, as with the
-    fused kernels. Scores are rounded to the tensors' dtype, as in transformers' eager attention, where the fused kernels keep fp32.
-    Only keys within the window (and the global tokens) are computed: work is length x window.
+    In bf16 on a CPU it reaches matmul rate, which torch's fused kernel does not: measured 1.3 to 2 times as fast up to
+    1,024 tokens, slower from 4,096 on (benchmarks/results/attention_cpu.md). Memory is linear in length, as with the
+    fused kernels. Scores are rounded to the tensors' dtype, as in transformers' eager attention, while fused kernels
+    keep fp32. Only keys within the window (and global tokens) are computed: the work is length x window.
 
     Args:
         q: [rows, heads, length, head_dim]; k, v: the same, or with fewer heads that groups of query heads share.
-        softcap: scores are bent to softcap * tanh(score / softcap), as in Gemma 2.
+        softcap: caps scores as softcap * tanh(score / softcap), as in Gemma 2.
 
     Raises:
-        ValueError: documents or global tokens that are not causal.
+        ValueError: documents or global tokens without causal attention.
 
     Example:
         >>> q = k = v = torch.ones(1, 2, 4, 8)
@@ -47,7 +48,7 @@ def blocked_attention(
 
     if packed(mask):
         return attend(_passes(mask, scale, softcap), q, k, v, mask.documents)
-    q, k, v = (t.contiguous() for t in (q, k, v))  # so that what is kept is not copied in both passes
+    q, k, v = (t.contiguous() for t in (q, k, v))  # copies once here instead of in both passes
     return attend(_passes(mask, scale, softcap), q, k, v, None)
 
 
@@ -63,27 +64,27 @@ class _Tile(NamedTuple):
     heads: slice
     queries: slice
     keys: tuple[slice, ...]
-    """Spans of the keys that the block sees: those before it within the window, and the global ones where these are apart."""
+    """Spans of visible keys: those in the window, and the global tokens if they are separate."""
     block: Tensor
     """[n, groups * queries, dim]."""
     near: Tensor
     """The keys of the spans, [n, keys, dim]."""
-    chances: Tensor
-    """[n, groups * queries, keys]; written over by the next tile."""
+    probs: Tensor
+    """Probabilities [n, groups * queries, keys]; overwritten by the next tile."""
     bent: Tensor | None
-    """tanh of the scores where they are capped and gradients are made; as `chances`, and written over too."""
+    """tanh of the scores if they are capped and this is backward; shaped and reused like `probs`."""
 
 
 def _of(x: Tensor, heads: slice, keys: tuple[slice, ...]) -> Tensor:
-    """The spans of x [n, length, dim], end to end; a view where it is one."""
+    """Concatenates the spans of x [n, length, dim]; a view for a single span."""
     return x[heads, keys[0]] if len(keys) == 1 else torch.cat([x[heads, span] for span in keys], dim=1)
 
 
 class _Tiles:
-    """Probabilities by tiles: some heads at a time, and of those a block of queries against the keys that it may see.
+    """Iterates over tiles of probabilities: a group of heads, a block of queries and its visible keys.
 
-    Heads are taken by powers of two: whatever number of documents a batch holds, products have few distinct shapes (oneDNN
-    makes and keeps a kernel for each).
+    Head groups are powers of two, so that matmuls have few distinct shapes for any number of documents (oneDNN
+    generates and caches a kernel for each).
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class _Tiles:
         self.heads, self.groups, self.length, _ = q.shape
         size, total = min(_QUERIES, self.length), k.shape[1]
         self.window = mask.window if mask.window is not None and mask.window < total else None
-        self.shared = mask.global_tokens if self.window is not None else 0  # without a window all are global
+        self.shared = mask.global_tokens if self.window is not None else 0  # without a window all tokens are global
         keys = total
         if self.window is not None:
             keys = min(total, self.shared + size + (self.window - 1) * (1 if self.causal else 2))
@@ -102,7 +103,8 @@ class _Tiles:
         self.buffer = q.new_empty(min(self.most, self.heads) * rows * keys)
         self.bent = torch.empty_like(self.buffer) if softcap is not None and backward else None
         hidden = q.new_full((_QUERIES, _QUERIES), float("-inf"))
-        # Column c of `before` is the c-th key after the first query's window begins; of `after`, after its reach ahead ends.
+        # Column c of `before` is the c-th key from the start of the first query's window; of `after`, the c-th beyond
+        # its end.
         self.before = hidden.tril(-1) if self.window is not None else None
         self.after = hidden.triu_() if self.causal or self.window is not None else None
 
@@ -138,13 +140,13 @@ class _Tiles:
                 bent = self.bent[: scores.numel()].view(scores.shape).copy_(scores)
             scores.mul_(self.softcap)
         self._hide(scores.view(count, self.groups, size, keys), queries, spans)
-        # Softmax reads each row whole before it writes it, so it may write where it reads.
+        # In place is safe: softmax reads each full row before it writes it.
         return _Tile(heads, queries, spans, block, near, torch.softmax(scores, dim=-1, out=scores), bent)
 
     def _hide(self, scores: Tensor, queries: slice, spans: tuple[slice, ...]) -> None:
-        """-inf where a query may not look: only a triangle at either end of the tile."""
+        """Masks hidden keys with -inf: only a triangle at each end of the tile."""
         size, stop = queries.stop - queries.start, spans[-1].stop
-        first = stop - scores.shape[-1]  # where the tile's columns would begin if they were one span
+        first = stop - scores.shape[-1]  # start of the tile's columns if they were one span
         if self.before is not None and self.window is not None:
             origin = queries.start - self.window + 1
             low, high = max(origin, self.shared, 0), origin + size - 1
@@ -165,7 +167,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, soft
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     for tile in _Tiles(q, k, mask, scale, softcap):
         into = out[tile.heads, :, tile.queries]
-        into.copy_(torch.bmm(tile.chances, _of(v, tile.heads, tile.keys)).view(into.shape))
+        into.copy_(torch.bmm(tile.probs, _of(v, tile.heads, tile.keys)).view(into.shape))
     return out.view(rows, heads, length, -1)
 
 
@@ -177,18 +179,18 @@ def _backward(
     k, v = (t.reshape(shared, *t.shape[2:]) for t in (k, v))
     g = grad.reshape(*q.shape[:3], v.shape[-1])
     grad_q = torch.empty_like(q)
-    # Each block adds to the keys that it saw: in fp32, so that nothing is lost over many blocks.
+    # Many blocks add to the same keys, so accumulate in fp32.
     grad_k, grad_v = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
     tiles = _Tiles(q, k, mask, scale, softcap, backward=True)
     scratch = torch.empty_like(tiles.buffer)
-    for heads, queries, keys, block, near, chances, bent in tiles:
+    for heads, queries, keys, block, near, probs, bent in tiles:
         sizes = [span.stop - span.start for span in keys]
         slope = g[heads, :, queries].reshape(*block.shape[:2], -1)
-        for span, part in zip(keys, torch.bmm(chances.transpose(1, 2), slope).split(sizes, 1), strict=True):
+        for span, part in zip(keys, torch.bmm(probs.transpose(1, 2), slope).split(sizes, 1), strict=True):
             grad_v[heads, span] += part
-        scores = scratch[: chances.numel()].view(chances.shape)
+        scores = scratch[: probs.numel()].view(probs.shape)
         torch.bmm(slope, _of(v, heads, keys).transpose(1, 2), out=scores)
-        torch.ops.aten._softmax_backward_data.out(scores, chances, -1, chances.dtype, grad_input=scores)
+        torch.ops.aten._softmax_backward_data.out(scores, probs, -1, probs.dtype, grad_input=scores)
         if bent is not None:
             scores.mul_(bent.square_().neg_().add_(1))
         into = grad_q[heads, :, queries]
@@ -202,5 +204,5 @@ def _backward(
 def blocked_passes(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
 ) -> tuple[Passes, Documents | None]:
-    """The two passes of `blocked_attention` beneath autograd, and the documents to attend by themselves."""
+    """Returns forward and backward of `blocked_attention` below autograd, and the documents to separate."""
     return _passes(mask, scale, softcap), mask.documents if packed(mask) else None

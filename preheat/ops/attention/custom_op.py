@@ -1,7 +1,7 @@
-"""Attention as one operator that torch.compile does not look into, with its mask as a tensor.
+"""Attention as one custom operator that is opaque to torch.compile, with the mask as a tensor.
 
-A batch's documents are other lengths each time. Traced, they would be constants of the graph and every batch would be compiled
-anew; here they are data, and one graph serves all batches. The kernel itself runs as it does without a compiler.
+Document lengths change with every batch. Traced, they would be graph constants and every batch would recompile; as
+data, one graph serves all batches. The kernel itself runs uncompiled.
 """
 
 from __future__ import annotations
@@ -26,28 +26,27 @@ __all__ = ["OpaqueAttention", "OpaqueMask"]
 
 
 class _Known(NamedTuple):
-    """How a kernel's two passes are had beneath autograd."""
+    """How to call a kernel's forward and backward below autograd."""
 
     passes: Callable[..., tuple[Passes, Documents | None]]
     statistics: bool
-    """Whether its backward pass needs the result and its statistics."""
+    """True if backward needs the result and its log-sum-exp."""
     serves: Callable[..., bool]
-    """(q, the kernel's keywords) -> whether it is so."""
+    """(q, the kernel's keywords) -> True if the passes are available."""
 
 
-# All others are run again in the backward pass.
+# All other kernels rerun forward in the backward pass.
 _KNOWN: dict[Any, _Known] = {
     blocked_attention: _Known(blocked_passes, False, lambda *_, **__: True),
     sdpa_attention: _Known(sdpa_passes, True, sdpa_has_passes),
 }
-_ALIVE: weakref.WeakValueDictionary[int, OpaqueAttention] = (
-    weakref.WeakValueDictionary()
-)  # a graph knows a kernel's number
+# Graphs refer to kernels by number.
+_ALIVE: weakref.WeakValueDictionary[int, OpaqueAttention] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
 class OpaqueMask(MaskSpec):
-    """A mask whose documents are a tensor [rows, length] int64 on the host: their lengths, then zeros."""
+    """A mask whose documents are a host tensor [rows, length] int64: lengths, then zeros."""
 
     documents: Any = None
 
@@ -57,7 +56,7 @@ class OpaqueMask(MaskSpec):
         return OpaqueMask(mask.causal, mask.window, _lengths(documents, length), mask.global_tokens)
 
 
-@functools.lru_cache(maxsize=16)  # every layer asks for the same
+@functools.lru_cache(maxsize=16)  # called by every layer with the same arguments
 def _lengths(documents: tuple[tuple[int, ...], ...], length: int) -> Tensor:
     return torch.tensor([[*row, *(0 for _ in range(length - len(row)))] for row in documents], dtype=torch.int64)
 
@@ -68,15 +67,15 @@ def _mask(documents: Tensor, causal: bool, window: int, shared: int) -> MaskSpec
 
 
 def _capped(softcap: float) -> dict[str, float]:
-    """What a kernel is handed beside: nothing where scores are not capped, since not every kernel can."""
+    """Returns the softcap keyword; empty without a cap, since not every kernel supports it."""
     return {"softcap": softcap} if softcap else {}
 
 
 class OpaqueAttention:
-    """Stands for a kernel (q, k, v, mask, scale) -> Tensor in code that is compiled; `kernel` may be changed at any time.
+    """Wraps a kernel (q, k, v, mask, scale) -> Tensor for compiled code; `kernel` may be changed at any time.
 
-    Its gradients are the kernel's own: flash attention keeps its result and statistics for them, blocks make their
-    scores anew. A kernel of which only autograd knows the gradients runs forward again in the backward pass.
+    Gradients are the kernel's own: flash attention saves its result and log-sum-exp, blockwise attention recomputes its
+    scores. Kernels that only autograd can differentiate rerun forward in the backward pass.
 
     Example:
         >>> attend = OpaqueAttention(blocked_attention)
@@ -87,7 +86,7 @@ class OpaqueAttention:
 
     def __init__(self, kernel: Callable[..., Tensor]):
         self.kernel = kernel
-        # The least number that is free: graphs of a build that is gone serve the next one.
+        # The smallest free number, so that the next build reuses the graphs of a deleted one.
         self.number = next(n for n in itertools.count() if n not in _ALIVE)
         _ALIVE[self.number] = self
 
@@ -103,7 +102,7 @@ class OpaqueAttention:
         return _attention(q, k, v, mask.documents, *settings)[0].transpose(1, 2)
 
     def _known(self, q: Tensor) -> tuple[_Known | None, dict[str, Any]]:
-        """How the two passes are had for tensors like `q`, and the kernel's keywords."""
+        """Returns how to call the passes for tensors like `q`, and the kernel's keywords."""
         bound = self.kernel if isinstance(self.kernel, functools.partial) else None
         known, more = _KNOWN.get(bound.func if bound else self.kernel), bound.keywords if bound else {}
         return (known if known is not None and known.serves(q, **more) else None), more
@@ -111,7 +110,7 @@ class OpaqueAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float, keeps: bool
     ) -> tuple[Tensor, Tensor]:
-        """The result and its statistics, which are empty unless it `keeps` them."""
+        """Returns the result and its log-sum-exp, which is empty unless `keeps` is set."""
         known, more = self._known(q)
         if known is None or not keeps:
             return self.kernel(q, k, v, mask, scale, **_capped(softcap)), q.new_empty(0)
@@ -128,17 +127,17 @@ class OpaqueAttention:
         scale: float,
         grad: Tensor,
         softcap: float,
-        kept: tuple[Tensor, ...] = (),
+        saved: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, ...]:
-        """Gradients by q, k and v, each in its shape, from that by the result.
+        """Returns gradients by q, k and v from the gradient of the result.
 
         Args:
-            kept: the result and its statistics, if the operator keeps them.
+            saved: the result and its log-sum-exp, if the operator saves them.
         """
         known, more = self._known(q)
         if known is not None:
             passes, documents = known.passes(q, k, v, mask, scale, **more, **_capped(softcap))
-            return gradients(passes, grad, q, k, v, *kept, documents=documents)
+            return gradients(passes, grad, q, k, v, *saved, documents=documents)
         with torch.enable_grad():
             q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
             return torch.autograd.grad(self.kernel(q, k, v, mask, scale, **_capped(softcap)), (q, k, v), grad)
@@ -146,7 +145,7 @@ class OpaqueAttention:
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Autograd as it is outside: the dispatcher switches it off inside an operator, below `enable_grad`."""
+    """Enables autograd inside an operator, where the dispatcher excludes it below `enable_grad`."""
     off = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
         off = off.remove(getattr(torch._C.DispatchKey, key))
@@ -154,7 +153,7 @@ def _autograd() -> Iterator[None]:
         yield
 
 
-# Results are laid out [rows, length, heads, dim], which the products before and after attention read without a copy.
+# Results are stored as [rows, length, heads, dim], which the adjacent projections read without a copy.
 
 
 @torch.library.custom_op("preheat::attention", mutates_args=())
@@ -203,7 +202,7 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     documents: Tensor,
-    kept: list[Tensor],
+    saved: list[Tensor],
     number: int,
     causal: bool,
     window: int,
@@ -212,7 +211,7 @@ def _attention_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = _mask(documents, causal, window, shared)
-    pair = (kept[0].transpose(1, 2), kept[1]) if kept else ()
+    pair = (saved[0].transpose(1, 2), saved[1]) if saved else ()
     with _autograd():
         grads = _ALIVE[number].gradients(q, k, v, mask, scale, grad.transpose(1, 2), softcap, pair)
     a, b, c = (g.transpose(1, 2).contiguous() for g in grads)
@@ -226,7 +225,7 @@ def _(
     k: Tensor,
     v: Tensor,
     documents: Tensor,
-    kept: list[Tensor],
+    saved: list[Tensor],
     number: int,
     causal: bool,
     window: int,
@@ -248,8 +247,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 11
-    q, k, v, documents, *kept = ctx.saved_tensors
-    grads = _attention_backward(grad, q, k, v, documents, kept, *ctx.settings)
+    q, k, v, documents, *saved = ctx.saved_tensors
+    grads = _attention_backward(grad, q, k, v, documents, saved, *ctx.settings)
     return (*(g.transpose(1, 2) for g in grads), *[None] * 8)
 
 

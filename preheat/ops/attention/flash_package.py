@@ -1,4 +1,4 @@
-"""Attention by the packages FlashAttention 2 and 3, documents by their variable-length kernel. Not yet run on a GPU."""
+"""Attention by the flash-attn packages (2 and 3), using their variable-length kernel. Not yet run on a GPU."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def _varlen(version: int) -> Callable[..., Any]:
 
 
 def flash_package_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, version: int) -> Tensor:
-    """Attention of [rows, heads, length, head_dim] in bf16 or fp16 on CUDA; all rows and documents in one call, without copies by document.
+    """Computes attention over [rows, heads, length, head_dim] in bf16 or fp16 on CUDA, all documents in one call.
 
-    A dry run, whose tensors are fake, sees `blocked_attention` in its place.
+    In a dry run (fake tensors), `blocked_attention` replaces it.
 
     Raises:
-        ValueError: global tokens within a window, which these kernels have no argument for.
+        ValueError: global tokens with a window, which these kernels do not support.
         ImportError: the package is not installed.
     """
     rows, heads, length, _ = q.shape

@@ -1,4 +1,7 @@
-"""Attention by torch's FlexAttention: a kernel generated for the mask. Not yet run on a GPU; on a CPU torch has no backward pass for it (compiled, its forward agrees)."""
+"""Attention by torch's FlexAttention, which generates a kernel for the mask.
+
+Not yet run on a GPU. On a CPU torch has no backward pass for it; the compiled forward agrees with the reference.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from preheat.ops.attention.sdpa import in_compute_dtype, sees, starts_of
 
 __all__ = ["block_mask", "compiled_flex_attention"]
 
-_BLOCK = 128
+_BLOCK = 128  # FlexAttention's default block size
 
 
 @functools.lru_cache(maxsize=8)  # the layers of a model share the mask of a batch
 def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
-    """The mask by blocks of 128 x 128: which hold nothing, which everything, and which are looked up token by token.
+    """Returns the mask in 128 x 128 blocks: empty, full, or evaluated per token.
 
-    Found from each block's ends, so that it takes (length / 128)² and never length² (torch's `create_block_mask` does unless compiled).
+    Computed from block boundaries in (length / 128)² work, not length² as torch's `create_block_mask` unless compiled.
     """
     starts = starts_of(mask, length, device)
 
@@ -36,9 +39,9 @@ def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
     first = torch.arange(0, length, _BLOCK, device=device)
     last = (first + _BLOCK - 1).clamp(max=length - 1)
     some: Any = torch.ones(len(starts), len(first), len(first), dtype=torch.bool, device=device)
-    # A block that the row's end cuts is never taken for full.
-    whole = last - first == _BLOCK - 1
-    every = some & whole[:, None] & whole[None, :]
+    # A block that the end of the row truncates never counts as full.
+    complete = last - first == _BLOCK - 1
+    every = some & complete[:, None] & complete[None, :]
     q0, q1, k0, k1 = first[:, None], last[:, None], first[None, :], last[None, :]
     if mask.causal:
         some, every = some & (q1 >= k0), every & (q0 >= k1)
@@ -52,7 +55,7 @@ def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
             near = near | any_[:, None, :] | any_[:, :, None]
             inside = inside | all_[:, None, :] | all_[:, :, None]
         some, every = some & near, every & inside
-    if mask.documents is not None:  # starts rise along a row: two blocks share a document where their ranges meet
+    if mask.documents is not None:  # starts ascend along a row: two blocks share a document if their ranges overlap
         s0, s1 = starts[:, first], starts[:, last]
         some = some & (s0[:, :, None] <= s1[:, None, :]) & (s0[:, None, :] <= s1[:, :, None])
         every = every & (s0 == s1)[:, :, None] & (s0 == s1)[:, None, :] & (s0[:, :, None] == s0[:, None, :])
@@ -62,7 +65,7 @@ def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, 1, queries] how many, and [rows, 1, queries, keys] which come first."""
+    """Returns the number of blocks [rows, 1, queries] and their indices first [rows, 1, queries, keys]."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
@@ -72,7 +75,7 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-@functools.cache  # one function a cap, so that it is compiled once
+@functools.cache  # one function per cap, so that each compiles once
 def _cap(softcap: float) -> Callable[..., Tensor]:
     return lambda score, row, head, query, key: softcap * torch.tanh(score / softcap)
 
@@ -80,16 +83,16 @@ def _cap(softcap: float) -> Callable[..., Tensor]:
 def compiled_flex_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
 ) -> Tensor:
-    """Attention of [rows, heads, length, head_dim] with any MaskSpec; blocks of keys that no query sees cost nothing.
+    """Computes attention over [rows, heads, length, head_dim] with any MaskSpec; skips fully masked blocks.
 
-    A dry run, whose tensors are fake, sees `blocked_attention` in its place: the same tiles, and a little more scratch.
+    In a dry run (fake tensors), `blocked_attention` replaces it: the same tiles with slightly more scratch.
 
     Raises:
-        NotImplementedError: from torch, where gradients are asked for on a CPU.
+        NotImplementedError: raised by torch if gradients are required on a CPU.
     """
     if isinstance(q, FakeTensor):
         return blocked_attention(q, k, v, mask, scale, softcap=softcap)
     q, k, v = in_compute_dtype(q, k, v)
-    made = block_mask(mask, q.shape[2], q.device)
+    blocks = block_mask(mask, q.shape[2], q.device)
     bend = None if softcap is None else _cap(softcap)
-    return _compiled()(q, k, v, score_mod=bend, block_mask=made, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return _compiled()(q, k, v, score_mod=bend, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

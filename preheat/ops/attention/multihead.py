@@ -1,4 +1,4 @@
-"""Attention that stands alone: a module, a drop-in for torch's MultiheadAttention, and the function beneath both."""
+"""Standalone attention: a module, a drop-in for torch's MultiheadAttention, and the function that both use."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ __all__ = [
     "convert_multihead",
 ]
 
-BLOCKS_UP_TO = 2048  # tokens: up to there blocks are faster than torch's kernel in bf16 on a CPU; benchmarks/results/attention_cpu.md
+# Tokens up to which blockwise attention beats torch's kernel in bf16 on a CPU: benchmarks/results/attention_cpu.md.
+BLOCKS_UP_TO = 2048
 _QUERIES = 128
 
 
 def best_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
-    """Attention by the fastest kernel that serves these tensors and this mask; none keeps scores in memory."""
+    """Computes attention by the fastest kernel for these tensors and this mask; none materializes the scores."""
     length, half = q.shape[2], q.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(q.device.type)
     cuda = q.device.type != "cpu"
     if mask.window is not None and mask.window < length and not (cuda and half and varlen_serves(q, k, v, mask)):
@@ -44,7 +45,7 @@ def best_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float
 def attend_any(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, dropout: float = 0.0, bias: Tensor | None = None
 ) -> Tensor:
-    """`best_attention`, or `attention_in_chunks` where there is dropout, a bias, or queries and keys differ in number."""
+    """Uses `best_attention`, or `attention_in_chunks` with dropout, a bias, or unequal numbers of queries and keys."""
     fused = dropout == 0 and bias is None and q.shape[2] == k.shape[2]
     if fused and (mask.causal or not (packed(mask) or mask.global_tokens)):
         return best_attention(q, k, v, mask, scale)
@@ -62,15 +63,16 @@ def attention_in_chunks(
     bias: Tensor | None = None,
     queries: int = _QUERIES,
 ) -> Tensor:
-    """Attention with dropout and any bias: some queries at a time, computed again in the backward pass. Memory linear in length.
+    """Computes attention with dropout and any bias in chunks of queries, recomputed in backward. Memory is linear in
+    length.
 
     Args:
         q: [rows, heads, n, head_dim]; k, v: [rows, the same or fewer heads, m, head_dim].
-        dropout: share of the probabilities set to 0.
-        bias: added to the scores where it is a float, looked at where it is true if bool; broadcast to [rows, heads, n, m].
-        queries: of a chunk; n: one chunk, all scores in memory.
+        dropout: fraction of the probabilities set to 0.
+        bias: float added to the scores, or bool (true: visible); broadcast to [rows, heads, n, m].
+        queries: queries per chunk; n: one chunk, with all scores in memory.
 
-    Queries that may look nowhere give 0. A window hides keys here but does not skip them.
+    Fully masked queries give 0. A window masks keys here but does not skip their computation.
     """
     length, total = q.shape[2], k.shape[2]
     if mask.causal and length != total:
@@ -82,8 +84,11 @@ def attention_in_chunks(
 
 
 class _Chunks(torch.autograd.Function):
-    """Results go into tensors made beforehand: were they made between the large scores that come and go, the heap would be cut up
-    by them and grow with the square of the length (so it did under torch's checkpoint, 1.9 GiB for 121 MiB alive)."""
+    """Chunked attention with preallocated results.
+
+    Allocating results between the large temporary scores would fragment the heap, which then grows with the square of
+    the length (torch's checkpoint did so: 1.9 GiB for 121 MiB alive).
+    """
 
     @staticmethod
     def forward(
@@ -100,7 +105,7 @@ class _Chunks(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, bias)
         ctx.settings = mask, scale, dropout, queries
         ctx.devices = [q.device] if q.device.type == "cuda" else []
-        # One state for all chunks: the backward pass draws in the same order.
+        # One RNG state for all chunks: backward draws in the same order.
         ctx.drawn = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, ctx.devices)] if dropout else []
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         for begin, end, keys, piece in _pieces(q, k, *ctx.settings):
@@ -114,7 +119,7 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias = ctx.saved_tensors
         learned = bias is not None and ctx.needs_input_grad[3]
-        made: list[Any] = [
+        totals: list[Any] = [
             torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
             for t in (q, k, v, *([bias] * learned))
         ]
@@ -134,25 +139,24 @@ class _Chunks(torch.autograd.Function):
                 wanted = [t.requires_grad_() for t in inputs[: 3 + learned]]
                 with torch.enable_grad():
                     out = piece(*inputs)
-                found = torch.autograd.grad(out, wanted, grads[0][:, :, begin:end])
-                for into, part in zip(cut(*made), found, strict=False):  # type: ignore[arg-type]
+                parts = torch.autograd.grad(out, wanted, grads[0][:, :, begin:end])
+                for into, part in zip(cut(*totals), parts, strict=False):  # type: ignore[arg-type]
                     into.add_(part)
-        back = [g.to(t.dtype) for g, t in zip(made, (q, k, v, bias), strict=False)]
+        back = [g.to(t.dtype) for g, t in zip(totals, (q, k, v, bias), strict=False)]
         return (*back, *[None] * (8 - len(back)))
 
 
 def _pieces(
     q: Tensor, k: Tensor, mask: MaskSpec, scale: float, dropout: float, queries: int
 ) -> Iterator[tuple[int, int, int, Callable[..., Tensor]]]:
-    """(first query, last, keys that they may see, their attention) of each chunk."""
+    """Yields (first query, end, number of visible keys, attention function) of each chunk."""
     length, total = q.shape[2], k.shape[2]
     starts = starts_of(mask, total, q.device) if mask.documents is not None or mask.global_tokens else None
     for begin in range(0, length, queries):
         end = min(begin + queries, length)
         piece = functools.partial(_piece, mask=mask, scale=scale, dropout=dropout, starts=starts, begin=begin)
-        with torch.autocast(
-            q.device.type, enabled=False
-        ):  # the tensors have their dtype; backward knows of no autocast
+        # The tensors already have their dtype, and backward runs without autocast.
+        with torch.autocast(q.device.type, enabled=False):
             yield begin, end, end if mask.causal else total, piece
 
 
@@ -177,7 +181,7 @@ def _piece(
 ) -> Tensor:
     rows, heads, n, _ = q.shape
     shared, keys = k.shape[1:3]
-    # Heads that share a key stand one below the other, so that keys are not repeated.
+    # Heads that share a key are stacked as rows, so that keys are not repeated.
     scores = (
         torch.matmul(q.reshape(rows, shared, -1, q.shape[3]), k.transpose(-1, -2)).view(rows, heads, n, keys) * scale
     )
@@ -189,11 +193,11 @@ def _piece(
     if bias is not None:
         scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
     seeing = scores.detach().amax(-1, keepdim=True) > float("-inf")
-    # A row of -inf would give NaN, also in the gradient: the lowest number in its place, and 0 for its outcome.
+    # A row of -inf would give NaN, also in the gradient: clamp to the lowest number and zero the result.
     scores = scores.clamp(min=torch.finfo(scores.dtype).min)
-    chances = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)) * seeing
-    chances = drop(chances.to(v.dtype), dropout)
-    return torch.matmul(chances.view(rows, shared, -1, keys), v).view(rows, heads, n, -1)
+    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)) * seeing
+    probs = drop(probs.to(v.dtype), dropout)
+    return torch.matmul(probs.view(rows, shared, -1, keys), v).view(rows, heads, n, -1)
 
 
 class EfficientAttention(nn.Module):
@@ -201,13 +205,13 @@ class EfficientAttention(nn.Module):
 
     Args:
         dim: width of the input and output.
-        num_heads: heads; must divide `dim`.
-        dropout: on the probabilities, in training.
-        causal: a token sees itself and what stands before it.
-        memory_efficient: memory linear in length; False: the plain form, with all scores in memory (for comparison).
+        num_heads: number of heads; must divide `dim`.
+        dropout: dropout on the probabilities in training.
+        causal: each token sees itself and earlier tokens.
+        memory_efficient: memory linear in length; False: materializes all scores (for comparison).
 
     Raises:
-        ValueError: sizes that do not fit.
+        ValueError: invalid sizes or dropout.
 
     Example:
         >>> layer = EfficientAttention(16, 4, dropout=0.0, causal=True, memory_efficient=True)
@@ -229,8 +233,12 @@ class EfficientAttention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, *, mask: MaskSpec | None = None) -> Tensor:
-        """x: [rows, length, dim]; key_padding_mask: [rows, length], true where nobody shall look; mask: a window or documents
-        in place of `causal` alone. Returns [rows, length, dim]; tokens that may look nowhere get the bias of `out`."""
+        """Attends over x [rows, length, dim]; returns the same shape. Fully masked tokens get the bias of `out`.
+
+        Args:
+            key_padding_mask: [rows, length], true at keys that are hidden.
+            mask: window or documents, replaces `causal`.
+        """
         rows, length, _ = x.shape
         q, k, v = self.qkv(x).view(rows, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         mask = mask if mask is not None else MaskSpec(causal=self.causal)
@@ -243,13 +251,17 @@ class EfficientAttention(nn.Module):
         return self.out(out.transpose(1, 2).reshape(rows, length, self.dim))
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, num_heads={self.num_heads}, dropout={self.dropout}, causal={self.causal}, memory_efficient={self.memory_efficient}"
+        return (
+            f"{self.dim}, num_heads={self.num_heads}, dropout={self.dropout}, causal={self.causal}, "
+            f"memory_efficient={self.memory_efficient}"
+        )
 
 
 class EfficientMultiheadAttention(nn.MultiheadAttention):
-    """torch.nn.MultiheadAttention by preheat's kernels; made by `convert_multihead`.
+    """torch.nn.MultiheadAttention with preheat's kernels; created by `convert_multihead`.
 
-    `need_weights`: True gives the weights too, by torch's own form with all scores in memory; False or not stated: (output, None).
+    `need_weights`: True also returns the weights, by torch's implementation with all scores in memory; False or None
+    returns (output, None).
     """
 
     def forward(  # type: ignore[override]
@@ -276,7 +288,7 @@ class EfficientMultiheadAttention(nn.MultiheadAttention):
             )
         if is_causal and attn_mask is None:
             raise ValueError("attn_mask: is_causal only says what attn_mask holds; give the mask too")
-        lone = query.ndim == 2  # one sequence, without a batch
+        lone = query.ndim == 2  # a single unbatched sequence
         if lone:
             query, key, value = (t[None] for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
@@ -301,7 +313,7 @@ class EfficientMultiheadAttention(nn.MultiheadAttention):
 
 
 def _joined(attn_mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
-    """torch's two masks (true: hidden, or floats to add) as one bias (true: seen), as small as they are."""
+    """Combines torch's two masks (true: hidden, or float) into one bias (true: visible), without expanding them."""
     parts = []
     if attn_mask is not None:
         parts.append(attn_mask[None, None] if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, heads)))
@@ -320,19 +332,19 @@ def _joined(attn_mask: Tensor | None, padding: Tensor | None, heads: int) -> Ten
 
 
 def convert_multihead(model: nn.Module) -> int:
-    """Makes every torch.nn.MultiheadAttention of a model attend by preheat's kernels, in place; weights and names stay.
+    """Switches every torch.nn.MultiheadAttention of a model to preheat's kernels in place; weights and names stay.
 
-    A module changes its class and nothing else, so references to it (from an optimizer, a hook, a parent) go on serving.
+    Only the class of each module changes, so that references from optimizers, hooks and parents stay valid.
 
     Returns:
-        How many were changed.
+        The number of changed modules.
 
     Raises:
-        ValueError: a module with bias_k, bias_v or add_zero_attn, or a class of somebody's own made from it.
+        ValueError: a module uses bias_k, bias_v or add_zero_attn, or is a subclass.
     """
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
-    found = [(name, m) for name, m in found if not isinstance(m, EfficientMultiheadAttention)]
-    for name, module in found:
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    modules = [(name, m) for name, m in modules if not isinstance(m, EfficientMultiheadAttention)]
+    for name, module in modules:
         if type(module) is not nn.MultiheadAttention:
             raise ValueError(
                 f"{name}: {type(module).__name__} changes torch's MultiheadAttention, so it cannot be replaced"
@@ -341,6 +353,6 @@ def convert_multihead(model: nn.Module) -> int:
             raise ValueError(
                 f"{name}: bias_k, bias_v and add_zero_attn have no efficient kernel; build it without them"
             )
-    for _, module in found:
+    for _, module in modules:
         module.__class__ = EfficientMultiheadAttention
-    return len(found)
+    return len(modules)

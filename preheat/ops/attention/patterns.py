@@ -1,4 +1,4 @@
-"""Patterns: what turns an attention kernel into one that sees less. Each works on any kernel (q, k, v, mask, scale) -> out."""
+"""Sparse attention patterns as wrappers of any kernel (q, k, v, mask, scale) -> out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kernel = Callable[..., Tensor]
 
 
 def within_window(kernel: Kernel, window: int, global_tokens: int = 0) -> Kernel:
-    """The kernel, each token seeing `window` tokens back (itself included) and the `global_tokens` that begin its document."""
+    """Limits a kernel to the last `window` tokens (itself included) and the first `global_tokens` of each document."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
         _whole(q, k)
@@ -31,12 +31,12 @@ def within_window(kernel: Kernel, window: int, global_tokens: int = 0) -> Kernel
 
 
 def in_shifted_groups(kernel: Kernel, group: int) -> Kernel:
-    """The kernel by groups of `group` tokens, counted in each document; for half of the heads groups begin half a group later.
+    """Limits a kernel to groups of `group` tokens per document; half of the heads use groups shifted by half a group.
 
-    Groups are documents to the kernel, so each kernel that keeps documents apart serves.
+    Groups are passed as documents, so any kernel that separates documents works.
 
     Raises:
-        ValueError: when called with an odd number of heads.
+        ValueError: called with an odd number of heads.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
@@ -63,9 +63,9 @@ def _whole(q: Tensor, k: Tensor) -> None:
         raise ValueError("attention with a pattern reads whole sequences: call the model with use_cache=False")
 
 
-@functools.lru_cache(maxsize=32)  # every layer asks
+@functools.lru_cache(maxsize=32)  # called by every layer
 def _cut(documents: tuple[tuple[int, ...], ...], group: int, shift: int) -> tuple[tuple[int, ...], ...]:
-    """The documents cut every `group` tokens, first after `shift` (0: after a whole group)."""
+    """Splits documents every `group` tokens, the first time after `shift` (0: after a full group)."""
 
     def pieces(n: int) -> tuple[int, ...]:
         bounds = [0, *range(shift or group, n, group), n]

@@ -1,4 +1,4 @@
-"""Attention of packed documents: each by itself, those of about equal length in one call of a kernel."""
+"""Attention over packed documents: each separately, with documents of similar length in one kernel call."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ __all__ = ["Documents", "Passes", "attend", "by_document", "forward", "gradients
 Documents = tuple[tuple[int, ...], ...]
 """Lengths of the documents of each row."""
 
-_BLOCK = 64
+_BLOCK = 64  # lengths are padded to multiples of this
 
 
 class Passes(NamedTuple):
-    """An attention kernel as its two passes over [n, heads, length, dim]; what is kept between them is the caller's affair."""
+    """An attention kernel as forward and backward over [n, heads, length, dim]; the caller saves the tensors between
+    them.
+    """
 
     forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
-    """(q, k, v) -> the result, and its statistics."""
+    """(q, k, v) -> the result and, with `statistics`, its log-sum-exp."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """(gradient, q, k, v, and with statistics the result and these) -> gradients by q, k and v."""
+    """(gradient, q, k, v and, with `statistics`, the result and its log-sum-exp) -> gradients by q, k and v."""
     statistics: bool = False
-    """Whether `forward` returns the log of the sums of exponentials too, [n, heads, length], for `backward`."""
+    """True if `forward` also returns the log-sum-exp [n, heads, length] for `backward`."""
 
 
 def attend(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-    """Attention of [rows, heads, length, dim] over whole rows, or causal attention of each document by itself.
+    """Computes attention over [rows, heads, length, dim], of full rows or causally within each document.
 
-    Kept for the backward pass: q, k and v as they are, and what the kernel asks for. Documents are laid out for the kernel again there, so
-    that rows of many documents keep no more than rows of one.
+    Saves q, k and v as they are, and what the kernel needs. Backward rearranges the documents again, so that rows of
+    many documents save no more than rows of one.
     """
     out: Tensor = _Attend.apply(q, k, v, kernel, documents)  # type: ignore[no-untyped-call]
     return out
 
 
 def forward(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> tuple[Tensor, ...]:
-    """The forward pass of `attend` beneath autograd: the result and its statistics, if any, of whole rows."""
+    """Runs the forward pass of `attend` below autograd; returns the result and the log-sum-exp, if any."""
     if documents is None:
         return kernel.forward(q, k, v)
     layout = _Layout(documents, q.device)
@@ -53,28 +55,30 @@ def forward(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Document
 
 
 def gradients(
-    kernel: Passes, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *kept: Tensor, documents: Documents | None
+    kernel: Passes, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Tensor, documents: Documents | None
 ) -> tuple[Tensor, ...]:
-    """Gradients of `attend` by q, k and v from that by its result. `kept`: with statistics what `forward` gave."""
+    """Returns gradients of `attend` by q, k and v. `saved`: the outputs of `forward`, with statistics."""
     if documents is None:
-        return kernel.backward(grad, q, k, v, *kept)
-    layout, found = _Layout(documents, q.device), []
-    if not kept:
+        return kernel.backward(grad, q, k, v, *saved)
+    layout, grads = _Layout(documents, q.device), []
+    if not saved:
         pieces = layout.pieces(grad, q, k, v)
-    else:  # beyond a document's end the statistics are 0, where gradients are too
-        *whole, lse = kept
-        pieces = ((*piece, lse.squeeze(-1)) for *piece, lse in layout.pieces(grad, q, k, v, *whole, lse.unsqueeze(-1)))
-    found = [kernel.backward(*piece) for piece in pieces]
-    return tuple(layout.rows(parts) for parts in zip(*found, strict=True))
+    else:  # the padding's log-sum-exp is 0, as are its gradients
+        *results, lse = saved
+        pieces = (
+            (*piece, lse.squeeze(-1)) for *piece, lse in layout.pieces(grad, q, k, v, *results, lse.unsqueeze(-1))
+        )
+    grads = [kernel.backward(*piece) for piece in pieces]
+    return tuple(layout.rows(parts) for parts in zip(*grads, strict=True))
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Passes, documents: Documents | None) -> Tensor:
         ctx.kernel, ctx.documents = kernel, documents
-        made = forward(kernel, q, k, v, documents)
-        ctx.save_for_backward(q, k, v, *(made if kernel.statistics else ()))
-        return made[0]
+        results = forward(kernel, q, k, v, documents)
+        ctx.save_for_backward(q, k, v, *(results if kernel.statistics else ()))
+        return results[0]
 
     @staticmethod
     @once_differentiable
@@ -85,16 +89,16 @@ class _Attend(torch.autograd.Function):
 def by_document(
     kernel: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, documents: Documents
 ) -> Tensor:
-    """As `attend`, for a kernel whose gradients only autograd knows: what it is handed, laid out, is kept too."""
+    """As `attend`, for kernels that only autograd can differentiate; it also saves the rearranged inputs."""
     layout = _Layout(documents, q.device)
     return layout.rows([kernel(*piece) for piece in layout.pieces(q, k, v)])
 
 
 class _Layout:
-    """Documents sorted into groups of equal padded length, so that each group is one call of a kernel; differentiable.
+    """Groups documents by padded length, so that each group is one kernel call; differentiable.
 
-    Lengths are padded at their end to multiples of 64: causal attention never looks there, and few distinct lengths mean few
-    kernels to generate (oneDNN makes and keeps one a shape).
+    Lengths are padded at the end to multiples of 64: causal attention never sees the padding, and few distinct lengths
+    mean few kernels to generate (oneDNN caches one per shape).
     """
 
     def __init__(self, documents: Documents, device: torch.device):
@@ -102,23 +106,23 @@ class _Layout:
         self.groups, self.there, self.back = _arrangement_on(documents, device)
 
     def pieces(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Of tensors [rows, heads, length, dim] those of each group: [documents, heads, padded length, dim]."""
+        """Splits tensors [rows, heads, length, dim] into groups: [documents, heads, padded length, dim]."""
         sizes = [count * padded for count, padded in self.groups]
-        # [rows, heads, length, dim] is a view of [tokens, heads, dim], which is what is rearranged.
+        # Rearranges [tokens, heads, dim], of which [rows, heads, length, dim] is a view.
         flat = (t.transpose(1, 2).reshape(-1, *t.shape[1::2]) for t in tensors)
         parts = [_Arrange.apply(t, self.there, self.back).split(sizes) for t in flat]  # type: ignore[no-untyped-call]
         for (count, padded), *piece in zip(self.groups, *parts, strict=True):
             yield tuple(t.view(count, padded, *t.shape[1:]).transpose(1, 2) for t in piece)
 
     def rows(self, parts: Sequence[Tensor]) -> Tensor:
-        """What `pieces` took apart: [rows, heads, length, dim] of one tensor of each group."""
+        """Inverse of `pieces`: [rows, heads, length, dim] from one tensor per group."""
         flat = [t.transpose(1, 2).reshape(-1, *t.shape[1::2]) for t in parts]
         out = _Arrange.apply(torch.cat(flat), self.back, self.there)  # type: ignore[no-untyped-call]
         return out.view(*self.shape, *out.shape[1:]).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class _Arrange(torch.autograd.Function):
-    """Rows of x [n, ...] taken by `there` (-1: a row of zeros); the gradient is taken by `back`, each row from where it went."""
+    """Gathers rows of x [n, ...] by `there` (-1: zeros); the gradient gathers by the inverse `back`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
@@ -137,20 +141,20 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
     return out.mul_((~empty).to(out.dtype).view(-1, *[1] * (x.ndim - 1)))
 
 
-@functools.lru_cache(maxsize=16)  # every layer asks, forward and backward
-@torch.inference_mode(False)  # whoever asks first: what is kept serves training too
+@functools.lru_cache(maxsize=16)  # called by every layer, forward and backward
+@torch.inference_mode(False)  # the cached tensors must also serve training if inference calls first
 def _arrangement_on(documents: Documents, device: torch.device) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
     groups, there, back = _arrangement(documents)
     return groups, to_device(there, device), to_device(back, device)
 
 
 def _arrangement(documents: Documents) -> tuple[list[tuple[int, int]], numpy.ndarray, numpy.ndarray]:
-    """Groups of equal padded length.
+    """Groups documents by padded length.
 
     Returns:
-        groups: (documents, padded length) each.
-        there: for each place of the groups laid end to end, the token that stands there, or -1.
-        back: for each token its place in the groups.
+        groups: (number of documents, padded length) each.
+        there: for each position of the concatenated groups its token, or -1 for padding.
+        back: for each token its position in the groups.
     """
     length = sum(documents[0])
     by_length: dict[int, list[numpy.ndarray]] = {}

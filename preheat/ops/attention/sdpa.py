@@ -1,4 +1,4 @@
-"""Attention over [rows, heads, length, head_dim] with the mask as data (MaskSpec)."""
+"""Attention by torch's SDPA kernels over [rows, heads, length, head_dim], with the mask as data (MaskSpec)."""
 
 from __future__ import annotations
 
@@ -37,24 +37,23 @@ KERNELS: dict[str, SDPBackend | list[SDPBackend]] = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
-    # Whichever torch puts first for the tensors and the device: cuDNN's on Hopper and data center Blackwell.
+    # Torch's own preference for the tensors and device: cuDNN on Hopper and data center Blackwell.
     "preferred": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
 }
-_FLASH = {"flash", "preferred"}  # documents and windows are attended by flash attention's variable-length form
-_FLASH_DIM = (
-    8  # CUDA's kernel wants heads of a multiple of this; torch pads others, above the operator that is called here
-)
-_STATISTICS = 32  # the efficient kernel pads its statistics to a multiple of this
+_FLASH = {"flash", "preferred"}  # these use the variable-length flash kernel for documents and windows
+# CUDA's flash kernel requires a head dim that is a multiple of 8; torch pads others above the operator called here.
+_FLASH_DIM = 8
+_STATISTICS = 32  # the efficient kernel pads its log-sum-exp to a multiple of this
 
 
 def sees(
     mask: MaskSpec, query: Tensor, key: Tensor, query_starts: Tensor | int = 0, key_starts: Tensor | int = 0
 ) -> Tensor:
-    """Which query may look at which key, elementwise over places in a row: the one definition of MaskSpec.
+    """Returns which query sees which key, elementwise over positions: the single definition of MaskSpec.
 
     Args:
-        query, key: places, broadcast against each other.
-        query_starts, key_starts: where the documents of the two begin.
+        query, key: positions, broadcast against each other.
+        query_starts, key_starts: start positions of their documents.
     """
     may = query >= key if mask.causal else (query >= key) | (query < key)
     if mask.window is not None:
@@ -66,7 +65,7 @@ def sees(
 
 
 def starts_of(mask: MaskSpec, length: int, device: torch.device) -> Tensor:
-    """Where the document of each token begins, [rows, length]; [1, length] of zeros without documents."""
+    """Returns the start of each token's document, [rows, length]; zeros [1, length] without documents."""
     if mask.documents is None:
         return torch.zeros(1, length, dtype=torch.int64, device=device)
     rows: list[numpy.ndarray] = [numpy.repeat(numpy.cumsum((0, *cuts[:-1])), cuts) for cuts in mask.documents]
@@ -74,7 +73,7 @@ def starts_of(mask: MaskSpec, length: int, device: torch.device) -> Tensor:
 
 
 def allowed(mask: MaskSpec, rows: int, length: int, device: torch.device) -> Tensor:
-    """The mask as a tensor, [rows or 1, 1, length, length], true where a token may look. For references only: it is n x n."""
+    """Returns the dense mask [rows or 1, 1, length, length], true if visible; n x n, for references only."""
     place, starts = torch.arange(length, device=device), starts_of(mask, length, device)
     starts = starts[:, None]
     may = sees(mask, place[:, None], place[None, :], starts[..., :, None], starts[..., None, :])
@@ -84,10 +83,10 @@ def allowed(mask: MaskSpec, rows: int, length: int, device: torch.device) -> Ten
 def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
 ) -> Tensor:
-    """The plain form: all scores in memory, keys and values repeated for their groups, softmax in fp32.
+    """Reference attention: materializes all scores, repeats grouped keys and values, softmax in fp32.
 
     Args:
-        softcap: scores are bent to softcap * tanh(score / softcap), as in Gemma 2.
+        softcap: caps scores as softcap * tanh(score / softcap), as in Gemma 2.
     """
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
@@ -100,13 +99,13 @@ def reference_attention(
 
 
 def in_compute_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype of an autocast that is on, as autocast does for torch's own attention."""
+    """Casts the tensors to autocast's dtype if it is on, as autocast does for torch's attention."""
     kind = tensors[0].device.type
     return tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors) if torch.is_autocast_enabled(kind) else tensors
 
 
 def refuse_masks(mask: MaskSpec, length: int, who: str) -> None:
-    """Raises where a kernel without windows is asked for one, or documents are not causal."""
+    """Raises if a kernel without window support gets a window, or documents that are not causal."""
     if mask.window is not None and mask.window < length:
         raise ValueError(
             f"{who} has no sliding window (asked for {mask.window} at {length} tokens); use blocks or flex"
@@ -116,27 +115,26 @@ def refuse_masks(mask: MaskSpec, length: int, who: str) -> None:
 
 
 def packed(mask: MaskSpec) -> bool:
-    """Whether a row holds more than one document."""
+    """True if a row holds more than one document."""
     return mask.documents is not None and any(len(d) > 1 for d in mask.documents)
 
 
 def sdpa_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, kernel: str = "flash", varlen: bool | None = None
 ) -> Tensor:
-    """Torch's fused attention by the named kernel: no scores in memory and no mask tensor.
+    """Computes attention by the named SDPA kernel, without materializing scores or a mask tensor.
 
-    On CUDA `flash` (and `preferred`) attends packed documents and windows in one call of its variable-length form.
-    Elsewhere documents are attended by themselves (those of about equal length in one call), so the work falls with
-    their length, and what would need a mask tensor is refused: a window, or documents without a causal mask.
-    `efficient` cannot share keys and values among heads: they are repeated in each pass and not kept.
+    On CUDA `flash` (and `preferred`) handles packed documents and windows in one call of the variable-length kernel.
+    Elsewhere documents are attended separately (those of similar length in one call), so that the work shrinks with
+    their length; anything that needs a mask tensor is rejected: a window, or documents without a causal mask.
+    `efficient` does not support grouped keys and values: they are repeated in each pass and not saved.
 
     Args:
-        varlen: whether to take the variable-length form where it serves; None: if the tensors lie on CUDA.
+        varlen: use the variable-length kernel if it supports the inputs; None: only on CUDA.
 
     Raises:
-        ValueError: a window shorter than the sequence, or documents that are not causal, and the kernel has no argument
-            for them.
-        RuntimeError: from torch, when the named kernel cannot serve these tensors.
+        ValueError: the kernel does not support a window shorter than the sequence, or documents that are not causal.
+        RuntimeError: raised by torch if the named kernel does not support these tensors.
     """
     if _takes_varlen(q, k, v, mask, kernel, varlen):
         q, k, v = in_compute_dtype(q, k, v)
@@ -144,10 +142,10 @@ def sdpa_attention(
     refuse_masks(mask, q.shape[2], "SDPA")
     apart = mask.documents if packed(mask) else None
     grouped = q.shape[1] != k.shape[1]
-    if _is_dry_run(q) and kernel != "efficient":  # for a GPU: what the kernel keeps is the same
+    if _is_dry_run(q) and kernel != "efficient":  # replaces a GPU kernel that saves the same tensors
         kernel = "flash"
-    # Autograd would keep more than these passes need: documents laid out, and repeated keys and values.
-    # What torch.compile traces it differentiates itself.
+    # Autograd would save more than these passes need: rearranged documents, and repeated keys and values.
+    # torch.compile differentiates what it traces by itself.
     more = apart is not None or (grouped and kernel == "efficient")
     if more and not torch.compiler.is_compiling() and sdpa_has_passes(q, kernel=kernel):
         q, k, v = in_compute_dtype(q, k, v)
@@ -167,9 +165,9 @@ def sdpa_attention(
 def sdpa_passes(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, kernel: str = "flash", varlen: bool | None = None
 ) -> tuple[Passes, Documents | None]:
-    """The two passes of `sdpa_attention` beneath autograd, and the documents to attend by themselves.
+    """Returns forward and backward of `sdpa_attention` below autograd, and the documents to separate.
 
-    Only for kernels and tensors that `sdpa_has_passes` says yes to.
+    Requires `sdpa_has_passes`.
     """
     if _takes_varlen(q, k, v, mask, kernel, varlen):
         return varlen_passes(q, mask, scale), None
@@ -179,7 +177,7 @@ def sdpa_passes(
 
 
 def sdpa_has_passes(q: Tensor, *, kernel: str = "flash", varlen: bool | None = None) -> bool:
-    """Whether the two passes of a kernel are known beneath autograd, whatever the mask."""
+    """True if forward and backward of a kernel can be called below autograd, for any mask."""
     if kernel == "efficient":
         return q.device.type != "cpu" or _is_dry_run(q)
     return kernel in _FLASH and (q.device.type == "cpu" or q.shape[-1] % _FLASH_DIM == 0)
@@ -187,8 +185,8 @@ def sdpa_has_passes(q: Tensor, *, kernel: str = "flash", varlen: bool | None = N
 
 def _takes_varlen(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, kernel: str, varlen: bool | None) -> bool:
     needed = packed(mask) or (mask.window is not None and mask.window < q.shape[2])
-    asked = varlen if varlen is not None else q.device.type == "cuda"
-    return needed and asked and kernel in _FLASH and varlen_serves(q, k, v, mask)
+    wanted = varlen if varlen is not None else q.device.type == "cuda"
+    return needed and wanted and kernel in _FLASH and varlen_serves(q, k, v, mask)
 
 
 def _is_dry_run(q: Tensor) -> bool:
@@ -212,12 +210,14 @@ def _efficient(causal: bool, scale: float) -> Passes:
 
 
 def _repeated(t: Tensor, q: Tensor) -> Tensor:
-    """Keys or values once for each head of `q`."""
+    """Repeats keys or values for each head of `q`."""
     return t if t.shape[1] == q.shape[1] else t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """As `flash_forward`, by the kernel that takes fp32; in a dry run what stands for it makes and keeps as much."""
+    """As `flash_forward`, by the memory-efficient kernel (supports fp32); a dry run uses flash, which allocates as
+    much.
+    """
     k, v = _repeated(k, q), _repeated(v, q)
     if q.device.type == "cpu":
         return flash_forward(q, k, v, causal=causal, scale=scale)
@@ -228,13 +228,13 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: 
 def _efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `_efficient_forward`; those of keys and values are summed over the heads that share them."""
+    """Returns gradients of `_efficient_forward`; sums those of keys and values over the heads that share them."""
     each = _repeated(k, q), _repeated(v, q)
     if q.device.type == "cpu":
         a, b, c = flash_backward(grad, q, *each, out, lse, causal=causal, scale=scale)
     else:
         lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _STATISTICS), value=float("inf")).contiguous()
-        state = torch.empty((), dtype=torch.int64, device=q.device)  # of random numbers, which no dropout asks for
+        state = torch.empty((), dtype=torch.int64, device=q.device)  # unused RNG state: no dropout
         a, b, c, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad, q, *each, None, out, lse, state, state, 0.0, [True, True, True, False], causal, scale=scale
         )
@@ -243,7 +243,7 @@ def _efficient_backward(
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Torch's flash attention, beneath autograd: the result and the log of the sum of exponentials, [rows, heads, length]."""
+    """Runs torch's flash attention below autograd; returns the result and the log-sum-exp [rows, heads, length]."""
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]  # type: ignore[no-any-return]
@@ -252,14 +252,14 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `flash_forward` by q, k and v."""
+    """Returns gradients of `flash_forward` by q, k and v."""
     if q.device.type == "cpu":
-        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
     else:
-        state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers, which no dropout asks for
-        made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)  # unused RNG state: no dropout
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad,
             q,
             k,
@@ -276,4 +276,4 @@ def flash_backward(
             state,
             scale=scale,
         )
-    return made  # type: ignore[no-any-return]
+    return grads  # type: ignore[no-any-return]

@@ -1,9 +1,8 @@
-"""Attention of packed documents and within windows: one call of torch's variable-length flash kernel for all rows.
+"""Attention over packed documents and sliding windows, by one call of torch's variable-length flash kernel.
 
-`varlen_attention` keeps its result and the log of the sums of exponentials and calls the kernel's own backward pass.
-Where documents begin is sent to the device once a batch, from pinned memory, and their greatest length is known on the
-host, so that nothing waits for the device. On a CPU the operators attend document by document, which tests use. Not yet
-run on a GPU.
+`varlen_attention` saves its result and log-sum-exp and calls the kernel's own backward. Document offsets are sent to
+the device once per batch from pinned memory, and the maximum length is known on the host, so that nothing waits for the
+device. On a CPU, for tests, the operators attend document by document. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from preheat.ops.attention.per_document import Documents, Passes
 
 __all__ = ["Bounds", "attend_varlen", "bounds_of", "varlen_attention", "varlen_passes", "varlen_serves"]
 
-_DIM, _MOST = 8, 256  # the kernel takes heads of a multiple of 8, up to 256
+_DIM, _MOST = 8, 256  # the kernel supports head dims that are multiples of 8, up to 256
 
 
 class Bounds(NamedTuple):
-    """Where the documents of a batch begin when its rows lie end to end.
+    """Document boundaries of a batch with its rows concatenated.
 
     Attributes:
-        offsets: [documents + 1] int32, beside the tensors that are attended.
-        longest: at least the length of the longest document.
-        pairs: of a query and a key, from which FLOPs are counted: as if attention were not causal, so within a causal
-            window twice what is seen.
+        offsets: [documents + 1] int32, on the device of q, k and v.
+        longest: upper bound of the document lengths.
+        pairs: number of query-key pairs for counting FLOPs, as if attention were not causal; a causal window counts
+            double.
     """
 
     offsets: Tensor
@@ -44,7 +43,7 @@ class Bounds(NamedTuple):
 
 
 def varlen_serves(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> bool:
-    """Whether the kernel has arguments for the mask and for heads of this size."""
+    """True if the kernel supports the mask and the head dim."""
     return (
         q.shape[2] == k.shape[2]
         and not (mask.window is not None and mask.global_tokens)
@@ -55,38 +54,38 @@ def varlen_serves(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> bool:
 
 
 def _window(mask: MaskSpec, length: int) -> int:
-    """0: none."""
+    """Returns the effective window; 0: none."""
     return mask.window if mask.window is not None and mask.window < length else 0
 
 
 def _pairs(n: int, causal: bool, window: int) -> int:
-    """Of one document, as `Bounds.pairs` counts them."""
+    """Counts the pairs of one document, as in `Bounds.pairs`."""
     if not window or window >= n:
         return n * n
-    ahead = window * n - window * (window - 1) // 2  # a query and what its window holds up to itself
+    ahead = window * n - window * (window - 1) // 2  # pairs of each query with the keys of its window, itself included
     return 2 * ahead if causal else 2 * ahead - n
 
 
-@functools.lru_cache(maxsize=16)  # every layer asks, forward and backward
+@functools.lru_cache(maxsize=16)  # called by every layer, forward and backward
 def _all_pairs(documents: Documents, causal: bool, window: int) -> int:
     return sum(_pairs(n, causal, window) for n in itertools.chain.from_iterable(documents))
 
 
-@functools.lru_cache(maxsize=16)  # every layer asks, forward and backward
-@torch.inference_mode(False)  # whoever asks first: what is kept serves training too
+@functools.lru_cache(maxsize=16)  # called by every layer, forward and backward
+@torch.inference_mode(False)  # the cached tensor must also serve training if inference calls first
 def _offsets(documents: Documents, device: torch.device) -> Tensor:
     sizes = list(itertools.chain.from_iterable(documents))
     return to_device(numpy.cumsum([0, *sizes], dtype=numpy.int32), device)
 
 
 def bounds_of(mask: MaskSpec, rows: int, length: int, like: Tensor) -> Bounds:
-    """The bounds of a batch's documents on the device of `like`; made once a batch, without waiting for the device."""
+    """Returns the bounds of a batch on the device of `like`; computed once per batch, without a device sync."""
     window = _window(mask, length)
-    if mask.documents is None:  # made on the device, also within a graph that is traced
+    if mask.documents is None:  # created on the device, also in a traced graph
         offsets = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=like.device)
         return Bounds(offsets, length, rows * _pairs(length, mask.causal, window))
-    # Torch takes another path for documents of one token, whose statistics are laid out otherwise: a bound of two
-    # says the same and avoids it.
+    # For a maximum of one token torch takes another path, which lays the log-sum-exp out differently; a bound of two
+    # avoids it.
     longest, pairs = max(2, *map(max, mask.documents)), _all_pairs(mask.documents, mask.causal, window)
     if isinstance(like, FakeTensor):
         return Bounds(like.new_empty(sum(map(len, mask.documents)) + 1, dtype=torch.int32), longest, pairs)
@@ -94,9 +93,9 @@ def bounds_of(mask: MaskSpec, rows: int, length: int, like: Tensor) -> Bounds:
 
 
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
-    """Attention of [rows, heads, length, head_dim] in bf16 or fp16; `k` and `v` may have fewer heads.
+    """Computes attention over [rows, heads, length, head_dim] in bf16 or fp16; `k` and `v` may have fewer heads.
 
-    It is differentiable, and torch.compile traces it.
+    Differentiable and traceable by torch.compile.
     """
     rows, _, length, _ = q.shape
     out, _ = varlen_attention(q, k, v, *bounds_of(mask, rows, length, q), mask.causal, _window(mask, length), scale)
@@ -104,7 +103,7 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float)
 
 
 def varlen_passes(q: Tensor, mask: MaskSpec, scale: float) -> Passes:
-    """The kernel's two passes beneath autograd, for tensors like `q`."""
+    """Returns the kernel's forward and backward below autograd, for tensors like `q`."""
     rows, _, length, _ = q.shape
     settings = (*bounds_of(mask, rows, length, q), mask.causal, _window(mask, length), scale)
     return Passes(
@@ -115,17 +114,17 @@ def varlen_passes(q: Tensor, mask: MaskSpec, scale: float) -> Passes:
 
 
 def _flat(*tensors: Tensor) -> Iterator[Tensor]:
-    """[rows, heads, length, dim] -> [rows * length, heads, dim], a view of what a projection made."""
+    """Flattens [rows, heads, length, dim] to [rows * length, heads, dim], a view of the projection's output."""
     return (t.transpose(1, 2).reshape(-1, t.shape[1], t.shape[3]) for t in tensors)
 
 
 def _rows(t: Tensor, rows: int) -> Tensor:
-    """The way back."""
+    """Inverse of `_flat` for one tensor."""
     return t.contiguous().view(rows, -1, *t.shape[1:]).transpose(1, 2)
 
 
 def _arguments(is_causal: bool, window: int, scale: float) -> tuple[bool, dict[str, Any]]:
-    """The kernel's own words for the mask: tokens to the left and right besides itself; -1: no limit."""
+    """Returns the kernel's mask arguments: visible tokens to the left and right, without itself; -1: no limit."""
     left = window - 1 if window else -1
     right = (0 if is_causal else left) if window else -1
     return is_causal and not window, {"scale": scale, "window_size_left": left, "window_size_right": right}
@@ -143,16 +142,15 @@ def varlen_attention(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each document by itself.
+    """Computes attention within each document.
 
     Args:
         q: [rows, heads, length, dim]; k, v: the same, or with fewer heads.
-        offsets, longest, pairs: of `Bounds`.
-        window: tokens that are seen, itself included; 0: all.
+        offsets, longest, pairs: see `Bounds`.
+        window: visible tokens, itself included; 0: all.
 
     Returns:
-        The result, laid out [rows, length, heads, dim] in memory, and the log of the sums of exponentials,
-        [rows, heads, length].
+        The result, stored as [rows, length, heads, dim], and the log-sum-exp, [rows, heads, length].
     """
     rows, heads, length, _ = q.shape
     if q.device.type == "cpu":
@@ -204,17 +202,17 @@ def varlen_attention_backward(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `varlen_attention` by q, k and v."""
+    """Returns gradients of `varlen_attention` by q, k and v."""
     rows, heads, _, _ = q.shape
     if q.device.type == "cpu":
         return _by_document_backward(grad, q, k, v, out, lse, offsets, is_causal, window, scale)
     causal, more = _arguments(is_causal, window, scale)
-    state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers, which no dropout asks for
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)  # unused RNG state: no dropout
     flat = [*_flat(grad, q, k, v, out), lse.transpose(0, 1).reshape(heads, -1)]
-    found = torch.ops.aten._flash_attention_backward(
+    grads = torch.ops.aten._flash_attention_backward(
         *flat, offsets, offsets, longest, longest, 0.0, causal, state, state, **more
     )
-    a, b, c = (_rows(t, rows) for t in found)
+    a, b, c = (_rows(t, rows) for t in grads)
     return a, b, c
 
 
@@ -255,18 +253,18 @@ varlen_attention.register_autograd(_backward, setup_context=_keep)
 
 
 def _scratch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: Tensor) -> list[Tensor]:
-    """What the kernel allocates in its backward pass, for dry runs (`mha_varlen_bwd` in torch's flash_api.cpp).
+    """Allocates what the kernel's backward allocates, for dry runs (`mha_varlen_bwd` in torch's flash_api.cpp).
 
-    Gradients of the queries and a statistic in fp32, padded by 128 places a document, and the gradients of keys and
-    values for each head of a group.
+    These are query gradients and a statistic in fp32, padded by 128 positions per document, and key and value gradients
+    per query head of a group.
     """
     rows, heads, length, dim = q.shape
-    places, grain = rows * length + 128 * (offsets.shape[0] - 1), 32 if dim <= 128 else 64
-    wide = -(-dim // grain) * grain
-    made = [q.new_empty(places, heads, wide, dtype=torch.float32), q.new_empty(heads, places, dtype=torch.float32)]
+    tokens, multiple = rows * length + 128 * (offsets.shape[0] - 1), 32 if dim <= 128 else 64
+    wide = -(-dim // multiple) * multiple
+    buffers = [q.new_empty(tokens, heads, wide, dtype=torch.float32), q.new_empty(heads, tokens, dtype=torch.float32)]
     if k.shape[1] != heads:
-        made += [q.new_empty(rows * length, heads, dim) for _ in (k, v)]
-    return made
+        buffers += [q.new_empty(rows * length, heads, dim) for _ in (k, v)]
+    return buffers
 
 
 def _flops(q: Any, v: Any, pairs: int) -> int:
@@ -275,7 +273,7 @@ def _flops(q: Any, v: Any, pairs: int) -> int:
 
 @register_flop_formula(torch.ops.preheat.varlen_attention)
 def _forward_flops(q: Any, k: Any, v: Any, offsets: Any, longest: int, pairs: int, *_: Any, **__: Any) -> int:
-    """By documents; counted as if attention were not causal, as torch counts."""
+    """Counts FLOPs per document as if attention were not causal, as torch does."""
     return _flops(q, v, pairs)
 
 
@@ -286,18 +284,18 @@ def _backward_flops(
     return _flops(q, v, pairs) * 5 // 2
 
 
-# --- the operators on a CPU
+# --- CPU implementation of the operators
 
 
 def _places(offsets: Tensor, length: int) -> Iterator[tuple[slice, slice]]:
-    """Row and places of each document."""
+    """Yields the row and positions of each document."""
     for begin, end in itertools.pairwise(offsets.numpy().tolist()):
         row = begin // length
         yield slice(row, row + 1), slice(begin - row * length, end - row * length)
 
 
 def _hidden(q: Tensor, n: int, is_causal: bool, window: int) -> dict[str, Any]:
-    """What torch's kernel on a CPU is told of a window: a mask tensor."""
+    """Returns the mask tensor by which torch's CPU kernel gets a window."""
     if not window or window >= n:
         return {}
     apart = torch.arange(n)[:, None] - torch.arange(n)[None]

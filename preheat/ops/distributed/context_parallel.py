@@ -1,7 +1,7 @@
-"""Rows cut among the devices of a context axis, and attention over whole rows by exchanging heads for places (Ulysses).
+"""Context parallelism: sharding sequences across ranks, and Ulysses attention.
 
-A device's share of a row is one piece of it, or with `zigzag` two: the r-th from the beginning and the r-th from the end, so that each
-device has as many pairs of a causal mask to compute as any other. Masks travel as data: a cut batch keeps the documents of the whole row.
+A rank's shard of a row is one chunk of it, or with `zigzag` two, the r-th from the start and the r-th from the end,
+which balances the work of a causal mask. Masks are data: a sharded batch keeps the documents of the full row.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["cut_rows", "landed", "padded", "places_of", "row_length", "ulysses_a
 
 
 def places_of(length: int, degree: int, rank: int, *, zigzag: bool) -> numpy.ndarray:
-    """Which places of a row a device has, in its order.
+    """Returns the positions of a row that a rank holds, in its order.
 
     Args:
-        length: of the whole row, a multiple of `degree` (of twice that with `zigzag`).
+        length: length of the full row, a multiple of `degree` (of twice that with `zigzag`).
 
     Example:
         >>> places_of(8, 2, 0, zigzag=True).tolist(), places_of(8, 2, 1, zigzag=False).tolist()
@@ -40,25 +40,25 @@ def places_of(length: int, degree: int, rank: int, *, zigzag: bool) -> numpy.nda
 
 
 def padded(length: int, degree: int, *, zigzag: bool) -> int:
-    """The next length that can be cut in equal pieces."""
+    """Rounds a length up to one that splits into equal chunks."""
     pieces = 2 * degree if zigzag else degree
     return -(-length // pieces) * pieces
 
 
 def row_length(mask: MaskSpec) -> int:
-    """Length of the whole row in the mask of a cut batch."""
+    """Returns the length of the full row from the mask of a sharded batch."""
     assert mask.documents is not None, "a cut batch states its documents"
     return sum(mask.documents[0])
 
 
 def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
-    """A device's share of each row: tokens, labels and positions. The mask stays that of the whole rows, its documents stated; so does the weight.
+    """Returns a rank's shard of each row (tokens, labels and positions); mask and weight stay those of full rows.
 
-    Rows that cannot be cut in equal pieces are made longer: places without a label at the end of the last document, where nothing before
-    sees them.
+    Rows that do not split evenly are padded: unlabelled positions at the end of the last document, which no earlier
+    token attends to.
 
     Raises:
-        ValueError: such rows under a mask that is not causal.
+        ValueError: rows that need padding have a mask that is not causal.
     """
     rows, length = batch.tokens.shape
     documents = batch.mask.documents or ((length,),) * rows
@@ -70,7 +70,7 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
                 f"rows of {length} places cannot be cut in equal pieces for {degree} devices, nor padded unseen"
             )
         documents = tuple((*row[:-1], row[-1] + more) for row in documents)
-        # The last position again, not the next ones: a table of learned positions may end here.
+        # Repeats the last position: a table of learned positions may end here.
         tokens, positions = (torch.cat([t, t[:, -1:].expand(rows, more)], dim=1) for t in (tokens, positions))
         labels = torch.cat([labels, labels.new_full((rows, more), IGNORED)], dim=1)
     places = to_device(places_of(length + more, degree, rank, zigzag=zigzag), tokens.device)
@@ -81,12 +81,14 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
 
 
 def landed(t: Tensor) -> Tensor:
-    """What a collective gives, waited for."""
+    """Waits for the result of a collective."""
     return t.wait() if isinstance(t, collectives.AsyncCollectiveTensor) else t
 
 
 class _AllToAll(torch.autograd.Function):
-    """x [devices, ...]: piece i goes to device i, and what comes from device i stands at i. Its gradient goes back the same way."""
+    """All-to-all of x [devices, ...]: slice i goes to rank i, result i comes from rank i. Backward is the same
+    exchange.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -99,36 +101,36 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _heads_for_places(tensors: Sequence[Tensor], group: Any, degree: int) -> list[Tensor]:
-    """Each [rows, heads, places, dim] -> [rows, heads / degree, places * degree, dim], in one exchange."""
+    """Converts each [rows, heads, places, dim] to [rows, heads / degree, places * degree, dim] in one all-to-all."""
     shapes = [(t.shape[0], t.shape[1] // degree, *t.shape[2:]) for t in tensors]
     flat = [t.unflatten(1, (degree, -1)).movedim(1, 0).flatten(1) for t in tensors]
-    came = _AllToAll.apply(torch.cat(flat, dim=1), group).split([f.shape[1] for f in flat], dim=1)
-    return [c.view(degree, *shape).movedim(0, 2).flatten(2, 3) for c, shape in zip(came, shapes, strict=True)]
+    received = _AllToAll.apply(torch.cat(flat, dim=1), group).split([f.shape[1] for f in flat], dim=1)
+    return [c.view(degree, *shape).movedim(0, 2).flatten(2, 3) for c, shape in zip(received, shapes, strict=True)]
 
 
 def _places_for_heads(t: Tensor, group: Any, degree: int) -> Tensor:
-    """The way back: [rows, heads / degree, places * degree, dim] -> [rows, heads, places, dim]."""
+    """Inverse of `_heads_for_places`: [rows, heads / degree, places * degree, dim] -> [rows, heads, places, dim]."""
     return _AllToAll.apply(t.unflatten(2, (degree, -1)).movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
 
 
 def _copies(shared: int, degree: int) -> int:
-    """How often keys and values are repeated, so that each device gets as many of their heads."""
+    """Returns the repetition of key/value heads that makes them divisible by the ranks."""
     return math.lcm(shared, degree) // shared
 
 
 def ulysses_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[..., Tensor]:
-    """A kernel of whole rows for rows that are cut in equal pieces: each device attends for its share of the heads.
+    """Returns Ulysses attention: a kernel of full rows applied to sequence-sharded rows, each rank with its heads.
 
-    One all-to-all gives a device all places of its heads, another one gives its places back. Keys and values with fewer heads than there
-    are devices are repeated as often as is needed, and no more.
+    One all-to-all gives each rank all positions of its heads, another returns the results to their positions. If there
+    are fewer key/value heads than ranks, they are repeated only as often as needed.
 
     Args:
-        kernel: (q, k, v, mask, scale) -> out, of [rows, heads, length, head_dim] each.
-        group: the process group whose ranks hold the pieces in their order.
+        kernel: (q, k, v, mask, scale) -> out, each [rows, heads, length, head_dim].
+        group: process group whose ranks hold the chunks in order.
 
     Returns:
-        (q, k, v, mask, scale) -> out of this device's places; the mask is that of whole rows. It raises ValueError for heads that cannot
-        be shared out.
+        (q, k, v, mask, scale) -> out at this rank's positions; the mask is that of full rows. It raises ValueError if
+        the heads do not divide by the ranks.
     """
     degree = dist.get_world_size(group)
 
@@ -146,12 +148,12 @@ def ulysses_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[...
 
 
 def ulysses_bytes(*, places: int, heads: int, shared: int, head_dim: int, degree: int, size: int) -> int:
-    """Bytes that a device sends for one layer's forward pass; as many again for its backward pass.
+    """Returns the bytes that a rank sends for one layer's forward pass; backward sends the same.
 
     Args:
-        places: tokens that a device has of all rows together.
-        heads, shared: of queries, and of keys and values.
-        size: bytes of an element.
+        places: tokens per rank, over all rows.
+        heads, shared: number of query heads and of key/value heads.
+        size: bytes per element.
 
     Example:
         >>> ulysses_bytes(places=1024, heads=32, shared=8, head_dim=128, degree=4, size=2) / 2**20

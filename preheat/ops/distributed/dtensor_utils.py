@@ -1,4 +1,4 @@
-"""Tensors that are spread over devices (DTensor): this device's share of them, and numbers over all shares."""
+"""DTensor helpers: local shards, gathering, and norms over all shards."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ __all__ = ["by_dtype", "first_element", "local", "share_of", "spread_as", "squar
 
 
 def local(t: Tensor) -> Tensor:
-    """This device's share of a tensor that is spread over several; another tensor as it is."""
+    """Returns the local shard of a DTensor; other tensors unchanged."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 def share_of(value: Tensor, like: Tensor) -> Tensor:
-    """What this device would hold of a whole tensor that every device has, were it spread as `like` is. Nothing is sent."""
+    """Returns this rank's shard of a replicated tensor under the placements of `like`, without communication."""
     if not isinstance(like, DTensor):
         return value
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def spread_as(share: Tensor, like: DTensor) -> DTensor:
-    """This device's share as part of a tensor that is spread as `like` is."""
+    """Wraps a local shard as a DTensor with the placements of `like`."""
     return DTensor.from_local(
         share, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def whole(t: Tensor) -> Tensor:
-    """All of a tensor that is spread over several devices, gathered; each device must use it alike. Differentiable; another tensor as it is."""
+    """Gathers a DTensor, differentiably; other tensors unchanged. Every rank must use the result in the same way."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def first_element(t: Tensor) -> int:
-    """Where this device's share begins in the whole tensor, both laid out flat."""
+    """Returns the flat index in the full tensor of this rank's first element."""
     if not isinstance(t, DTensor):
         return 0
-    with _disable_current_modes():  # the mesh's own numbers are no fake tensors
+    with _disable_current_modes():  # the mesh's own tensors are not fake
         _, start = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
     return sum(offset * stride for offset, stride in zip(start, t.stride(), strict=True))
 
 
 def square_sum(tensors: Iterable[Tensor], squares: Any) -> Tensor:
-    """The sum of squares over all elements of tensors, spread or not, each element counted once; the same on every device.
+    """Sums squares over all elements, counting each element of a DTensor once; the same on every rank.
 
     Args:
         squares: list of local tensors -> their sum of squares, fp32.
@@ -68,16 +68,16 @@ def square_sum(tensors: Iterable[Tensor], squares: Any) -> Tensor:
             groups[(None, ())].append(t)
     total = None
     for (mesh, cut), members in groups.items():
-        found = squares(members)
+        partial = squares(members)
         for dimension in cut:
-            torch.distributed.all_reduce(found, group=mesh.get_group(dimension))
-        total = found if total is None else total + found
+            torch.distributed.all_reduce(partial, group=mesh.get_group(dimension))
+        total = partial if total is None else total + partial
     assert total is not None, "no tensors"
     return total
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors of a dtype together: torch runs a call over a list as one kernel if all are alike."""
+    """Groups tensors by dtype: torch runs a foreach call as one kernel only if all dtypes match."""
     groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for t in tensors:
         groups[t.dtype].append(t)
@@ -85,11 +85,11 @@ def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20, *, together: bool = False) -> Tensor:
-    """Euclidean norm over all tensors, in fp32; of those that are spread over devices, over all their shares.
+    """Returns the Euclidean norm over all tensors in fp32, for DTensors over all shards.
 
     Args:
-        together: all tensors of a dtype in one call, which CUDA runs as a few kernels; sums are rounded in another order.
-        chunk: elements taken at a time where torch makes an fp32 copy first (a CPU's half precision).
+        together: one foreach call per dtype, which CUDA runs as a few kernels; changes the summation order.
+        chunk: elements at a time if torch makes an fp32 copy first (half precision on a CPU).
 
     Example:
         >>> total_norm([torch.full((3,), 2.0), torch.full((1, 1), 2.0)])
@@ -97,18 +97,18 @@ def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20, *, together: boo
     """
 
     def norms(some: Iterable[Tensor]) -> Tensor:
-        found: list[Tensor] = []
+        values: list[Tensor] = []
         if together:
             for members in by_dtype(some):
-                found += torch._foreach_norm(members, 2, dtype=torch.float32)
-            return torch.stack(found)
+                values += torch._foreach_norm(members, 2, dtype=torch.float32)
+            return torch.stack(values)
         for t in some:
             parts: Iterable[Tensor] = [t]
             if t.device.type == "cpu" and t.dtype != torch.float32 and t.is_contiguous():
                 flat = t.view(-1)
                 parts = (flat[start : start + chunk] for start in fold_identical(range(0, max(len(flat), 1), chunk)))
-            found += [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
-        return torch.stack(found)
+            values += [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
+        return torch.stack(values)
 
     tensors = list(tensors)
     if any(isinstance(t, DTensor) for t in tensors):

@@ -1,4 +1,4 @@
-"""torch's FSDP2 machinery on plain modules: weights shared out or replicated among devices, gradients summed over them."""
+"""Data parallelism with torch's FSDP2: sharded or replicated weights, gradients summed over ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["OWN_MESH", "forward_through", "gathering", "reducing", "replicate_al
 
 
 OWN_MESH = "preheat_mesh"
-"""Attribute of a module whose weights stand on another mesh than the rest, such as experts that are shared out over devices."""
+"""Attribute of a module whose weights use another mesh than the rest, such as expert-parallel experts."""
 
 
 def _with_own_mesh(layer: nn.Module) -> list[tuple[nn.Module, Any]]:
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def _summed(module: nn.Module) -> None:
-    """Gradients are summed, not averaged: the loss is divided by the trained tokens of all devices already."""
+    """Makes FSDP sum gradients instead of averaging: the loss is already divided by the trained tokens of all ranks."""
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.set_force_sum_reduction_for_comms(True)
@@ -53,16 +53,17 @@ def shard_fully(
     gather: torch.dtype | None = None,
     offload: bool = False,
 ) -> int:
-    """Shards a module with FSDP2, each of its layers as a group of its own, in place. Gradients are summed over the mesh, not averaged.
+    """Shards a module with FSDP2 in place, one group per layer. Gradients are summed over the mesh, not averaged.
 
-    Modules with the attribute OWN_MESH are groups of their own on that mesh. What lies in no layer is one group, gathered throughout.
+    Modules with the attribute OWN_MESH form their own groups on that mesh. Everything outside the layers is one group,
+    gathered during the whole pass.
 
     Args:
-        layers: modules inside it, in the order in which they run; each is called as a module.
-        mesh: torch's mesh of one dimension; of two for hybrid sharding: (replicate, shard).
-        reshard: let go of a layer's weights after its forward pass, and gather them again for its backward pass.
-        gather: dtype in which weights travel and are used; None: their own. Gradients travel in fp32.
-        offload: keep the shares on the host, and copy them to the device where they are used.
+        layers: submodules in execution order; each must be called as a module.
+        mesh: one-dimensional DeviceMesh; two-dimensional (replicate, shard) for hybrid sharding.
+        reshard: free a layer's gathered weights after its forward pass and gather them again for backward.
+        gather: dtype of gathered weights; None: their own. Gradients are reduced in fp32.
+        offload: keep the shards in host memory and copy them to the device for use.
 
     Returns:
         The number of groups.
@@ -78,12 +79,10 @@ def shard_fully(
     }
     listed, alone = list(layers), set[nn.Parameter]()
     for layer in listed:
-        for inner, own in _with_own_mesh(
-            layer
-        ):  # by rows of each matrix: over its first dimension it is shared out already
+        for inner, own in _with_own_mesh(layer):
             if own.size() == 1 and gather is None and not offload:
-                alone |= set(inner.parameters())  # FSDP would copy what is whole here for each use
-            else:
+                alone |= set(inner.parameters())  # FSDP would copy these unsharded weights for each use
+            else:  # shards dimension 1, because expert parallelism has sharded dimension 0
                 fully_shard(inner, **{**settings, "mesh": own}, shard_placement_fn=lambda _: Shard(1))
         fully_shard(layer, **settings, ignored_params=alone)
     fully_shard(module, **settings, ignored_params=alone)
@@ -92,11 +91,11 @@ def shard_fully(
 
 
 def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> int:
-    """Plain data parallel, each layer's gradients one bucket that is summed over the mesh while backward goes on. In place.
+    """Applies plain data parallelism in place: each layer's gradients are one bucket, reduced while backward continues.
 
     Args:
-        layers: modules inside it, in the order in which they run.
-        mesh: torch's mesh of one dimension.
+        layers: submodules in execution order.
+        mesh: one-dimensional DeviceMesh.
 
     Returns:
         The number of buckets.
@@ -116,11 +115,12 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
 
 
 def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
-    """A function of (module, run) that runs as one call of the module, be it `part` or another of which this was asked: its weights are there
-    for it, whichever of its modules it uses. Of a module that nobody shared out they are there anyway.
+    """Returns a function (module, run) that calls `run` with the gathered weights of the module, `part` or another
+    prepared one.
 
-    After a call without gradients the weights are let go: nothing else would do that where they are kept for a backward pass, and to
-    whoever looks then (a checkpoint) they would not be those that the optimizer knows.
+    `run` may use any submodules. Modules without FSDP just call `run`. After a call without gradients the weights are
+    resharded: FSDP would keep them for a backward pass, and a checkpoint written then would not see the parameters that
+    the optimizer knows.
     """
 
     def let_go(module: Any, *_: Any) -> None:
@@ -137,45 +137,47 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
         shared_out = isinstance(module, FSDPModule)
         if not shared_out:
             return run()
-        made: T = module.preheat_forward(run)
+        result: T = module.preheat_forward(run)
         let_go(module)
-        return made
+        return result
 
     return forward
 
 
 @contextmanager
 def gathering(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
-    """Tells of the buffers that FSDP takes for whole weights, when it takes them; it empties and fills them anew by their storages' sizes, which no operator shows.
+    """Context manager that calls `tell` with the buffers that FSDP allocates for gathered weights.
 
-    Those of weights that one device holds alone, such as experts that are shared out among all devices, are filled by a plain copy.
+    FSDP frees and refills them by resizing their storages, which no operator shows to a dry run.
+
+    Buffers of weights that one rank holds alone, such as expert-parallel experts, are filled by a plain copy.
     """
-    made = FSDPParam.init_all_gather_outputs
+    original = FSDPParam.init_all_gather_outputs
 
-    def told(self: Any, *args: Any, **how: Any) -> None:
-        made(self, *args, **how)
+    def reporting(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         tell(self.all_gather_outputs)
 
-    FSDPParam.init_all_gather_outputs = told  # type: ignore[method-assign]
+    FSDPParam.init_all_gather_outputs = reporting  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FSDPParam.init_all_gather_outputs = made  # type: ignore[method-assign]
+        FSDPParam.init_all_gather_outputs = original  # type: ignore[method-assign]
 
 
 @contextmanager
 def reducing(tell: Callable[[bool], None]) -> Iterator[None]:
-    """Tells when FSDP begins and ends to sum the gradients of a bucket over the devices, copies into and out of it included."""
+    """Context manager that calls `tell` when FSDP starts (True) and ends (False) reducing a bucket, copies included."""
     reduce = _fsdp_param_group.foreach_reduce
 
-    def told(*args: Any, **how: Any) -> Any:
+    def reporting(*args: Any, **kwargs: Any) -> Any:
         tell(True)
         try:
-            return reduce(*args, **how)
+            return reduce(*args, **kwargs)
         finally:
             tell(False)
 
-    _fsdp_param_group.foreach_reduce = told
+    _fsdp_param_group.foreach_reduce = reporting
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""torch's pipeline schedules over the stages of a model: which micro-batch a stage computes, what travels, and when it was."""
+"""Pipeline parallelism with torch's schedules: stages, activations sent between them, and a timeline of the work."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SCHEDULES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Span:
-    """What a device computed, and when.
+    """A computation of one rank on the timeline.
 
     Attributes:
-        device: its place along the pipeline.
-        stage: of the model.
+        device: its rank in the pipeline.
+        stage: stage of the model.
         micro: micro-batch.
         what: forward, backward, backward_input or backward_weight (schedules that split the backward pass).
-        start: seconds since all devices began; `end` likewise.
+        start, end: seconds since all ranks started.
     """
 
     device: int
@@ -55,7 +55,7 @@ class Span:
 
 
 def ranks_of(stages: int, devices: int, schedule: str) -> list[int]:
-    """The device of each stage: in turn, or with zbv there and back, so that the first device has the last stage too."""
+    """Returns the rank of each stage: round-robin, or for zbv in a V: the first rank also holds the last stage."""
     turn = list(range(devices))
     if schedule == "zbv":
         turn += turn[::-1]
@@ -63,7 +63,7 @@ def ranks_of(stages: int, devices: int, schedule: str) -> list[int]:
 
 
 def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """At least `count` micro-batches of as many rows each, as schedules take them: what is missing is rows of which no label is trained."""
+    """Pads to at least `count` micro-batches of equal row count, as schedules require; padding has no labels."""
     rows = max(len(batch.tokens) for batch in batches)
 
     def grown(batch: Batch, weight: int) -> Batch:
@@ -76,37 +76,37 @@ def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
         mask = replace(batch.mask, documents=documents and (*documents, *documents[last:] * missing))
         return replace(batch, tokens=tokens, labels=labels, positions=positions, mask=mask, weight=weight)
 
-    found = [grown(batch, batch.weight) for batch in batches]
-    empty = replace(found[-1], labels=torch.full_like(found[-1].labels, -100), weight=0)
-    return found + [empty] * (count - len(found))
+    padded = [grown(batch, batch.weight) for batch in batches]
+    empty = replace(padded[-1], labels=torch.full_like(padded[-1].labels, -100), weight=0)
+    return padded + [empty] * (count - len(padded))
 
 
 def add_copies(grads: Sequence[Tensor], other: int, group: Any) -> None:
-    """Adds the gradients that another device has of the same parameters, in place; both then have the same sums.
+    """Adds another rank's gradients of the same parameters in place, so that both ranks hold the same sums.
 
     Args:
-        other: the place in the group of the device with the copies, which calls this too.
+        other: group rank with the copies, which must call this too.
     """
-    theirs = [torch.empty_like(grad) for grad in grads]
+    buffers = [torch.empty_like(grad) for grad in grads]
     ops = [dist.P2POp(dist.isend, grad, group=group, group_peer=other) for grad in grads]
-    ops += [dist.P2POp(dist.irecv, grad, group=group, group_peer=other) for grad in theirs]
+    ops += [dist.P2POp(dist.irecv, grad, group=group, group_peer=other) for grad in buffers]
     if ops:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-    for grad, found in zip(grads, theirs, strict=True):
-        grad.add_(found)
+    for grad, received in zip(grads, buffers, strict=True):
+        grad.add_(received)
 
 
 def _empty(received: Sequence[Any]) -> tuple[Any, ...]:
-    """The same that a stage receives, without its buffers."""
-    found = tuple(copy.copy(info) for info in received)
-    for info in found:
+    """Copies a stage's receive infos without their buffers."""
+    infos = tuple(copy.copy(info) for info in received)
+    for info in infos:
         info.buffer = None
-    return found
+    return infos
 
 
 class _Stage(PipelineStage):
-    """torch's stage of a pipeline, that has `compute` run where torch would call the module, and notes when it did what."""
+    """torch's PipelineStage, which runs `Pipeline.compute` in place of the module and records timings."""
 
     def __init__(self, pipeline: Pipeline, number: int, hidden: Tensor):
         module = pipeline.modules[number]
@@ -122,8 +122,8 @@ class _Stage(PipelineStage):
         )
         self.pipeline, self.micro = pipeline, 0
 
-    # What shapes the stages give each other is stated above. torch would still ask over the wire whether all have stated it, which
-    # devices of a dry run, alone in a fake group, cannot answer.
+    # The constructor fixes the shapes that stages exchange. torch still votes over the network on whether all stages
+    # have done so, which a dry run, alone in a fake process group, cannot answer.
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
         if dist.get_backend(self.group) == "fake":
             return torch.tensor([1])
@@ -134,8 +134,9 @@ class _Stage(PipelineStage):
             return torch.tensor([1])
         return super()._warmup_backward_result(received_result)
 
-    # torch makes a buffer for what every micro-batch of a step receives, both ways, and keeps all of them: with many micro-batches more than a
-    # stage's activations. Here one is made when it is about to be filled, and let go of when the micro-batch has had its backward pass.
+    # torch allocates receive buffers for every micro-batch of a step, both ways, and keeps all of them: with many
+    # micro-batches more than a stage's activations. Here each is allocated just before it is filled and freed after
+    # the micro-batch's backward pass.
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(1, has_backward)
         received = _empty(self.args_recv_info[0])
@@ -161,10 +162,10 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         what = "backward" if kwargs.get("full_backward", True) else "backward_input"
         with self.pipeline.noted(self.stage_index, bwd_chunk_id, what):
-            made = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        for held in (self.args_recv_info, self.grad_recv_info):
-            held[bwd_chunk_id] = _empty(held.get(bwd_chunk_id, ()))
-        return made
+            result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for buffers in (self.args_recv_info, self.grad_recv_info):
+            buffers[bwd_chunk_id] = _empty(buffers.get(bwd_chunk_id, ()))
+        return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.pipeline.noted(self.stage_index, bwd_chunk_id, "backward_weight"):
@@ -175,12 +176,13 @@ class Pipeline:
     """Stages on a group of devices, run by one of torch's schedules.
 
     Args:
-        modules: this device's stages by number.
-        count: stages in all.
-        group: of processes, one a device of the pipeline, in order.
+        modules: this rank's stages by number.
+        count: total number of stages.
+        group: process group with one rank per pipeline device, in order.
         schedule: a key of `SCHEDULES`.
-        forward: (module, batch, with `hidden` but for the first stage) -> hidden states; of the last stage the sum of the losses, [].
-        width: of the hidden states that travel; `dtype` theirs.
+        forward: (module, batch; `hidden` set except for the first stage) -> hidden states; for the last stage the sum
+            of the losses, [].
+        width, dtype: of the hidden states that are sent.
     """
 
     def __init__(
@@ -201,41 +203,41 @@ class Pipeline:
         self.rank = dist.get_rank(group)
         self.spans: list[Span] | None = None
         self._began = 0.0
-        self._formed: tuple[Any, Any] = (None, None)  # what for, and torch's schedule
+        self._formed: tuple[Any, Any] = (None, None)  # sizes, and torch's schedule for them
         self._batches: Sequence[Batch] = ()
         self._weight: Any = 1
         self._total: Tensor | None = None
 
     def _schedule(self, micro: int, rows: int, length: int) -> Any:
-        """torch's schedule for micro-batches of these sizes; a run changes them seldom, so one is kept."""
+        """Returns torch's schedule for micro-batches of these sizes; caches one, since a run rarely changes them."""
         wanted = (micro, rows, length)
         if self._formed[0] != wanted:
             hidden = torch.empty(rows, length, self.width, dtype=self.dtype, device="meta", requires_grad=True)
             stages = [_Stage(self, number, hidden) for number in self.modules]
             kind = SCHEDULES[self.schedule]
-            held: Any = stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages
-            self._formed = (wanted, kind(held, micro, loss_fn=lambda loss, _: loss, scale_grads=False))
+            arg: Any = stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages
+            self._formed = (wanted, kind(arg, micro, loss_fn=lambda loss, _: loss, scale_grads=False))
         return self._formed[1]
 
     def compute(self, number: int, micro: int, hidden: Tensor | None) -> Tensor:
-        """What one stage makes of a micro-batch: what travels on, or its part of the loss, [1]."""
+        """Runs one stage on a micro-batch: returns hidden states to send, or the loss contribution, [1]."""
         batch = self._batches[micro]
-        made = self.forward(self.modules[number], batch if number == 0 else replace(batch, hidden=hidden))
+        out = self.forward(self.modules[number], batch if number == 0 else replace(batch, hidden=hidden))
         if number < self.count - 1:
-            assert made.dtype == self.dtype, f"stage {number} gives {made.dtype} where {self.dtype} was stated"
-            return made
-        self._total = made.detach() if self._total is None else self._total + made.detach()
-        return torch.stack([made / self._weight])
+            assert out.dtype == self.dtype, f"stage {number} gives {out.dtype} where {self.dtype} was stated"
+            return out
+        self._total = out.detach() if self._total is None else self._total + out.detach()
+        return torch.stack([out / self._weight])
 
     def step(self, batches: Sequence[Batch], weight: float | Tensor, *, cut: int = 1) -> Tensor:
-        """Gradients of `sum of losses / weight` over micro-batches of equal shape, into `.grad`.
+        """Accumulates gradients of `sum of losses / weight` over micro-batches of equal shape into `.grad`.
 
         Args:
             weight: at least 1.
-            cut: hidden states hold one such part of a row's places.
+            cut: hidden states hold 1 / `cut` of a row's positions.
 
         Returns:
-            The sum of the losses on the device of the last stage; 0 on the others.
+            The sum of the losses on the rank of the last stage; 0 on the others.
         """
         rows, length = batches[0].tokens.shape
         self._batches, self._weight, self._total = batches, weight, None
@@ -244,19 +246,21 @@ class Pipeline:
         return torch.zeros((), device=self.device) if total is None else total
 
     def read(self, batch: Batch, *, cut: int = 1) -> Tensor:
-        """The sum of a batch's losses, forward only; on every device of the pipeline."""
+        """Returns the sum of a batch's losses, forward only, on every rank of the pipeline."""
         rows, length = batch.tokens.shape
-        made: Tensor | None = None
+        hidden: Tensor | None = None
         sends, total = [], torch.zeros((), device=self.device)
         for number, module in self.modules.items():
             if number and self.ranks[number - 1] != self.rank:
-                made = torch.empty(rows, length // cut, self.width, dtype=self.dtype, device=self.device)
-                dist.recv(made, group=self.group, group_src=self.ranks[number - 1])
-            made = self.forward(module, batch if number == 0 else replace(batch, hidden=made))
+                hidden = torch.empty(rows, length // cut, self.width, dtype=self.dtype, device=self.device)
+                dist.recv(hidden, group=self.group, group_src=self.ranks[number - 1])
+            hidden = self.forward(module, batch if number == 0 else replace(batch, hidden=hidden))
             if number == self.count - 1:
-                total = made
+                total = hidden
             elif self.ranks[number + 1] != self.rank:
-                sends.append((dist.isend(made.contiguous(), group=self.group, group_dst=self.ranks[number + 1]), made))
+                sends.append(
+                    (dist.isend(hidden.contiguous(), group=self.group, group_dst=self.ranks[number + 1]), hidden)
+                )
         for work, _ in sends:
             assert work is not None
             work.wait()
@@ -266,7 +270,7 @@ class Pipeline:
 
     @contextmanager
     def noted(self, stage: int, micro: int, what: str) -> Iterator[None]:
-        """Notes when the work within began and ended, while someone records."""
+        """Context manager that records a span while `recorded` is active."""
         if self.spans is None:
             yield
             return
@@ -275,20 +279,20 @@ class Pipeline:
         self.spans.append(Span(self.rank, stage, micro, what, start, self._now()))
 
     def _now(self) -> float:
-        if self.device.type == "cuda":  # work that was only queued has no end yet
+        if self.device.type == "cuda":  # waits for queued kernels, so that the time is their end
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - self._began
 
     @contextmanager
     def recorded(self) -> Iterator[list[Span]]:
-        """Records what this pipeline's devices compute within; on leaving, the list holds it of all devices, by start."""
-        found: list[Span] = []
+        """Context manager that records the timeline; on exit the list holds the spans of all ranks, sorted by start."""
+        result: list[Span] = []
         dist.barrier(self.group)
         self._began, self.spans = time.perf_counter(), []
         try:
-            yield found
+            yield result
             everyone: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(everyone, self.spans, group=self.group)
-            found.extend(sorted((span for spans in everyone for span in spans), key=lambda span: span.start))
+            result.extend(sorted((span for spans in everyone for span in spans), key=lambda span: span.start))
         finally:
             self.spans = None

@@ -1,7 +1,7 @@
-"""Ring attention: keys and values go round the devices of a group, each of which attends with its own queries to what passes.
+"""Ring attention: keys and values rotate around the ranks; each rank attends with its own queries to every block.
 
-Partial results are put together by the logarithms of their sums, in fp32. In the backward pass keys and values go round again and their
-gradients, in fp32, go with them.
+Partial results are merged by their log-sum-exp in fp32. In the backward pass keys and values rotate again, together
+with their fp32 gradients.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["ring_attention", "ring_bytes"]
 
 
 def _passed_on(x: Tensor, group: Any) -> Tensor:
-    """What the device before this one in the ring has, once it has `landed`; x goes to the one after."""
+    """Sends x to the next rank of the ring and returns the previous rank's tensor; call `landed` before use."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     to, come = ([x.numel() if n == (rank + step) % degree else 0 for n in range(degree)] for step in (1, -1))
     return collectives.all_to_all_single(x, come, to, group)
 
 
 def _pair(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The two tensors, shaped as k and v, that stand in one."""
+    """Splits a flat tensor into two with the shapes of k and v."""
     return flat[: k.numel()].view(k.shape), flat[k.numel() :].view(v.shape)
 
 
@@ -41,13 +41,14 @@ class _Ring(torch.autograd.Function):
         rank, degree = dist.get_rank(group), dist.get_world_size(group)
         out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
-        held = torch.cat([k.flatten(), v.flatten()])
+        current = torch.cat([k.flatten(), v.flatten()])
         for step in range(degree):
-            # Sent while this step computes. The first step is that of the device's own keys: each query sees itself, so no sum is empty.
-            coming = _passed_on(held, group) if step < degree - 1 else held
-            for part in pieces.forward(q, *_pair(held, k, v), (rank - step) % degree):
+            # The transfer overlaps with this step's compute. The first step uses the rank's own keys: every query sees
+            # itself, so no softmax is empty.
+            coming = _passed_on(current, group) if step < degree - 1 else current
+            for part in pieces.forward(q, *_pair(current, k, v), (rank - step) % degree):
                 _merge(out[part.rows, :, part.queries], lse[part.rows, :, part.queries], part.out, part.lse)
-            held = landed(coming)
+            current = landed(coming)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.pieces, ctx.group = pieces, group
@@ -59,46 +60,45 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         rank, degree = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         grad_q = torch.zeros_like(q, dtype=torch.float32)
-        held, carried = torch.cat([k.flatten(), v.flatten()]), None
+        current, carried = torch.cat([k.flatten(), v.flatten()]), None
         for step in range(degree):
-            coming = _passed_on(held, ctx.group) if step < degree - 1 else held
-            own = held.new_zeros(held.shape, dtype=torch.float32)
+            coming = _passed_on(current, ctx.group) if step < degree - 1 else current
+            own = current.new_zeros(current.shape, dtype=torch.float32)
             own_k, own_v = _pair(own, k, v)
             for rows, queries, keys, *slopes in ctx.pieces.backward(
-                grads[0], q, *_pair(held, k, v), out, lse, (rank - step) % degree
+                grads[0], q, *_pair(current, k, v), out, lse, (rank - step) % degree
             ):
                 grad_q[rows, :, queries] += slopes[0]
                 own_k[rows, :, keys] += slopes[1]
                 own_v[rows, :, keys] += slopes[2]
             if carried is not None:
                 own += landed(carried)
-            carried, held = (
-                _passed_on(own, ctx.group),
-                landed(coming),
-            )  # after the last step they are back where they belong
+            # After the last step the gradients are back on the rank of their keys.
+            carried, current = _passed_on(own, ctx.group), landed(coming)
         assert carried is not None
         grad_k, grad_v = _pair(landed(carried), k, v)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Adds a partial result to what is there, in place of `out` and `lse`."""
+    """Merges a partial result into `out` and `lse`, in place."""
     both = torch.logaddexp(lse, more_lse)
     out.mul_((lse - both).exp_().unsqueeze(-1)).add_(more * (more_lse - both).exp_().unsqueeze(-1))
     lse.copy_(both)
 
 
 def ring_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[..., Tensor]:
-    """Attention like `kernel`'s for rows that are cut by zigzag: (q, k, v, mask, scale) -> out of this device's places.
+    """Returns ring attention equivalent to `kernel` for zigzag-sharded rows: (q, k, v, mask, scale) -> local out.
 
-    Keys and values travel with the heads that they have. Torch's fused kernel serves masks that are causal, with documents or not; blocks of
-    matrix products serve the plain kernel and `blocked_attention`, with windows too. The mask is that of whole rows.
+    Grouped keys and values are sent without repetition. torch's fused kernel serves causal masks, packed or not;
+    blockwise matmuls serve the reference kernel and `blocked_attention`, including windows. The mask is that of full
+    rows.
 
     Args:
         group: the process group whose ranks are the ring.
 
     Raises:
-        ValueError: a kernel of which no partial results can be had.
+        ValueError: the kernel does not provide partial results.
     """
     kind = pieces_like(kernel)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
@@ -113,12 +113,14 @@ def ring_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[..., T
 
 
 def ring_bytes(*, places: int, shared: int, head_dim: int, degree: int, size: int, backward: bool = False) -> int:
-    """Bytes that a device sends for one layer's forward pass, or its backward pass, where gradients travel in fp32 one place further.
+    """Returns the bytes that a rank sends for one layer's forward pass, or its backward pass.
+
+    In the backward pass fp32 gradients make one more hop than the keys and values.
 
     Args:
-        places: tokens that a device has of all rows together.
-        shared: heads of keys and values.
-        size: bytes of an element.
+        places: tokens per rank, over all rows.
+        shared: number of key/value heads.
+        size: bytes per element.
 
     Example:
         >>> ring_bytes(places=1024, shared=8, head_dim=128, degree=4, size=2) / 2**20

@@ -1,8 +1,8 @@
-"""Attention of a device's queries to the keys of one other, with the statistics by which such results are put together again.
+"""Partial attention between the queries of one rank and the keys of another, with log-sum-exp for merging.
 
-Both kinds stand on `places_of(..., zigzag=True)`. `FlashPieces` calls torch's fused kernels, which know no mask but a causal square: whatever
-documents a row has, what one zigzag piece of it sees of another is a square of that kind or a plain rectangle. `ProductPieces` is made of
-matrix products and takes any mask.
+Both classes assume `places_of(..., zigzag=True)`. `FlashPieces` uses torch's fused kernels, whose only mask is a causal
+square: for any documents, what one zigzag chunk sees of another is such a square or a full rectangle. `ProductPieces`
+uses matmuls and supports any mask.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ __all__ = ["FlashPieces", "ProductPieces", "MaskTile", "pieces_like", "rectangle
 
 
 class MaskTile(NamedTuple):
-    """Queries that see all of some keys; or with `causal` as many of them as stand no later. Slices of rows and of local places."""
+    """A block of queries and the keys they see: all of them, or with `causal` the earlier ones. Slices of local
+    positions.
+    """
 
     rows: slice
     queries: slice
@@ -35,27 +37,29 @@ class MaskTile(NamedTuple):
     causal: bool
 
 
-@functools.lru_cache(maxsize=256)  # every layer asks, forward and backward
+@functools.lru_cache(maxsize=256)  # called by every layer, forward and backward
 def rectangles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int, source: int) -> tuple[MaskTile, ...]:
-    """What the queries of `rank` see of the keys of `source` under a causal mask, with zigzag pieces.
+    """Returns which keys of `source` the queries of `rank` see under a causal mask with zigzag sharding.
 
     Args:
-        documents: lengths of the documents of each whole row.
+        documents: document lengths of each full row.
 
     Example:
         >>> [(r.queries, r.keys, r.causal) for r in rectangles(((8,),), 2, 0, 1)]
         [(slice(2, 4, None), slice(0, 4, None), False)]
     """
-    found = []
+    tiles = []
     for cuts, same in itertools.groupby(range(len(documents)), key=lambda row: documents[row]):
         rows = list(same)
-        seen = _own(cuts, degree, rank) if source == rank else _others(cuts, degree, rank, source)
-        found += [MaskTile(slice(rows[0], rows[-1] + 1), *where) for where in seen]
-    return tuple(found)
+        spans = _own(cuts, degree, rank) if source == rank else _others(cuts, degree, rank, source)
+        tiles += [MaskTile(slice(rows[0], rows[-1] + 1), *where) for where in spans]
+    return tuple(tiles)
 
 
 def _own(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slice, slice, bool]]:
-    """A device's places stand in their order, so a document's part among them is a causal square, even where another device has its middle."""
+    """Tiles of a rank's own keys: its positions ascend, so each document is a causal square, even if another rank has
+    its middle.
+    """
     which = numpy.repeat(numpy.arange(len(cuts)), cuts)[places_of(sum(cuts), degree, rank, zigzag=True)]
     ends = [*(numpy.flatnonzero(numpy.diff(which)) + 1).tolist(), len(which)]
     spans = [slice(start, stop) for start, stop in itertools.pairwise([0, *ends])]
@@ -63,33 +67,33 @@ def _own(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slice, sli
 
 
 def _others(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[tuple[slice, slice, bool]]:
-    """The one document that reaches from an earlier piece into a later one; nothing else is seen of it."""
+    """Tiles of another rank's keys: only a document that spans both chunks is visible across them."""
     size = sum(cuts) // (2 * degree)
     bounds = numpy.cumsum((0, *cuts))
-    found: list[tuple[slice, slice, bool]] = []
+    spans: list[tuple[slice, slice, bool]] = []
     for i, of_queries in enumerate((rank, 2 * degree - 1 - rank)):
         for j, of_keys in enumerate((source, 2 * degree - 1 - source)):
             if of_keys > of_queries:
                 continue
             end = (of_keys + 1) * size
-            document = int(numpy.searchsorted(bounds, end - 1, side="right")) - 1  # that holds the last of the keys
+            document = int(numpy.searchsorted(bounds, end - 1, side="right")) - 1  # contains the last of the keys
             begin, stop = int(bounds[document]), int(bounds[document + 1])
             queries, keys = min(stop - of_queries * size, size), min(end - begin, size)
             if queries <= 0:
                 continue
             here = (slice(i * size, i * size + queries), slice((j + 1) * size - keys, (j + 1) * size), False)
-            last = found[-1] if found else None
+            last = spans[-1] if spans else None
             if last and last[1] == here[1] and last[0].stop == here[0].start:
-                found[-1] = (slice(last[0].start, here[0].stop), here[1], False)
+                spans[-1] = (slice(last[0].start, here[0].stop), here[1], False)
             elif last and last[0] == here[0] and last[1].stop == here[1].start:
-                found[-1] = (here[0], slice(last[1].start, here[1].stop), False)
+                spans[-1] = (here[0], slice(last[1].start, here[1].stop), False)
             else:
-                found.append(here)
-    return found
+                spans.append(here)
+    return spans
 
 
 class PartialAttention(NamedTuple):
-    """Attention of some rows and queries to some keys: [rows, heads, queries, dim] and the log of the sum of its exponentials."""
+    """Attention of a block of queries to a block of keys: out [rows, heads, queries, dim] and its log-sum-exp."""
 
     rows: slice
     queries: slice
@@ -98,7 +102,7 @@ class PartialAttention(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Gradients of a part."""
+    """Gradients of a partial attention."""
 
     rows: slice
     queries: slice
@@ -109,10 +113,10 @@ class Slopes(NamedTuple):
 
 
 class FlashPieces:
-    """Torch's fused kernels, one call a rectangle. Keys and values with fewer heads are read as they are.
+    """Partial attention by torch's fused kernels, one call per tile. Grouped keys and values are not repeated.
 
     Args:
-        mask: of whole rows, causal and without a window.
+        mask: mask of full rows, causal and without a window.
         rank: of this device among `degree`.
     """
 
@@ -134,7 +138,7 @@ class FlashPieces:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, source: int
     ) -> Iterator[Slopes]:
-        """`out` and `lse` are of all keys: probabilities made with them are those of the whole row."""
+        """Yields gradients. `out` and `lse` cover all keys, so that probabilities are those of the full row."""
         for rows, queries, keys, causal in self.where(source):
             g, q_, out_, lse_ = (t[rows, :, queries] for t in (grad, q, out, lse))
             slopes = flash_backward(
@@ -143,14 +147,14 @@ class FlashPieces:
             yield Slopes(rows, queries, keys, *slopes)
 
 
-_QUERIES = 128  # of a block: its scores against all keys of another device are in memory at once
+_QUERIES = 128  # per block; its scores against all keys of another rank are in memory at once
 
 
 class ProductPieces:
-    """Matrix products over blocks of queries, for any mask; keys that no query of a block may see are left out.
+    """Partial attention by matmuls over blocks of queries, for any mask; skips keys that no query of a block sees.
 
     Args:
-        mask: of whole rows.
+        mask: mask of full rows.
         rank: of this device among `degree`.
     """
 
@@ -163,16 +167,18 @@ class ProductPieces:
         self.starts = numpy.stack([numpy.repeat(numpy.cumsum((0, *row[:-1])), row) for row in cuts])
 
     def _blocks(self, source: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Queries, the keys that they may see some of, and which: [rows or 1, 1, 1, queries, keys], None for all."""
-        mine, theirs = self.places[self.rank], self.places[source]
-        starts = [self.starts[:, places] for places in (mine, theirs)]
-        place_q, place_k, start_q, start_k = (to_device(a, device) for a in (mine, theirs, *starts))
-        for begin in range(0, len(mine), _QUERIES):
-            queries = slice(begin, min(begin + _QUERIES, len(mine)))
-            keys = self._reach(mine[queries], starts[0][:, queries], theirs)
+        """Yields query blocks, the keys that they may see, and the mask [rows or 1, 1, 1, queries, keys] (None: all
+        visible).
+        """
+        own_positions, key_positions = self.places[self.rank], self.places[source]
+        starts = [self.starts[:, places] for places in (own_positions, key_positions)]
+        place_q, place_k, start_q, start_k = (to_device(a, device) for a in (own_positions, key_positions, *starts))
+        for begin in range(0, len(own_positions), _QUERIES):
+            queries = slice(begin, min(begin + _QUERIES, len(own_positions)))
+            keys = self._reach(own_positions[queries], starts[0][:, queries], key_positions)
             if keys.start >= keys.stop:
                 continue
-            if self._all(mine[queries], theirs[keys], starts[0][:, queries], starts[1][:, keys]):
+            if self._all(own_positions[queries], key_positions[keys], starts[0][:, queries], starts[1][:, keys]):
                 yield queries, keys, None
                 continue
             s_q, s_k = start_q[:, queries, None], start_k[:, None, keys]
@@ -180,7 +186,9 @@ class ProductPieces:
             yield queries, keys, may[:, None, None]
 
     def _reach(self, queries: numpy.ndarray, starts: numpy.ndarray, keys: numpy.ndarray) -> slice:
-        """A device's places rise, and so do the starts of documents: what lies outside the reach of the first and last query is seen by none."""
+        """Returns the keys that any query of a block may see. Positions and document starts ascend, so the first and
+        last query decide.
+        """
         low, high = int(starts.min()), int(keys[-1]) + 1
         if self.mask.window is not None and not self.mask.global_tokens:
             low = max(low, int(queries[0]) - self.mask.window + 1)
@@ -200,7 +208,7 @@ class ProductPieces:
     def _scores(
         self, q: Tensor, k: Tensor, queries: slice, keys: slice, may: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys of a block, [rows * shared, n, dim], and their scores in fp32: capped, hidden ones -inf."""
+        """Returns queries and keys of a block, [rows * shared, n, dim], and capped, masked fp32 scores."""
         rows, shared = k.shape[:2]
         block = _grouped(q, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1)
         near = k[:, :, keys].flatten(0, 1)
@@ -215,46 +223,45 @@ class ProductPieces:
         for queries, keys, may in self._blocks(source, q.device):
             _, _, scores = self._scores(q, k, queries, keys, may)
             lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-            chances = scores.sub_(
-                lse.clamp(min=torch.finfo(lse.dtype).min)
-            ).exp_()  # a query that sees nothing: -inf, not NaN
-            out = torch.bmm(chances.to(v.dtype), v[:, :, keys].flatten(0, 1))
+            # The clamp avoids NaN for a query that sees nothing (lse of -inf).
+            probs = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
+            out = torch.bmm(probs.to(v.dtype), v[:, :, keys].flatten(0, 1))
             shape = (q.shape[0], q.shape[1], queries.stop - queries.start)
             yield PartialAttention(slice(None), queries, out.view(*shape, -1), lse.view(shape))
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, source: int
     ) -> Iterator[Slopes]:
-        """`out` and `lse` are of all keys: probabilities made with them are those of the whole row."""
+        """Yields gradients. `out` and `lse` cover all keys, so that probabilities are those of the full row."""
         (rows, shared), heads = k.shape[:2], q.shape[1]
         for queries, keys, may in self._blocks(source, q.device):
             size = queries.stop - queries.start
             block, near, scores = self._scores(q, k, queries, keys, may)
             bend = None if self.softcap is None else 1 - (scores / self.softcap).clamp(min=-1).square()
-            g, made, total = (
+            g, o, total = (
                 _grouped(t, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1)
                 for t in (grad, out, lse.unsqueeze(-1))
             )
-            chances = scores.sub_(total).exp_()
+            probs = scores.sub_(total).exp_()
             slopes = torch.bmm(g, v[:, :, keys].flatten(0, 1).transpose(1, 2)).float()
-            slopes = slopes.sub_((g.float() * made.float()).sum(-1, keepdim=True)).mul_(chances)
+            slopes = slopes.sub_((g.float() * o.float()).sum(-1, keepdim=True)).mul_(probs)
             slopes = (slopes if bend is None else slopes.mul_(bend)).mul_(self.scale).to(q.dtype)
             grad_q = torch.bmm(slopes, near).view(rows, heads, size, -1)
             grad_k = torch.bmm(slopes.transpose(1, 2), block).view(rows, shared, *near.shape[1:])
-            grad_v = torch.bmm(chances.to(g.dtype).transpose(1, 2), g).view(rows, shared, near.shape[1], -1)
+            grad_v = torch.bmm(probs.to(g.dtype).transpose(1, 2), g).view(rows, shared, near.shape[1], -1)
             yield Slopes(slice(None), queries, keys, grad_q, grad_k, grad_v)
 
 
 def _grouped(t: Tensor, shared: int) -> Tensor:
-    """[rows, heads, ...] -> [rows, shared, heads a shared one, ...]."""
+    """Reshapes [rows, heads, ...] to [rows, shared, heads per shared head, ...]."""
     return t.unflatten(1, (shared, -1))
 
 
 def pieces_like(kernel: Callable[..., Tensor]) -> type[FlashPieces] | type[ProductPieces]:
-    """What computes as a kernel of whole rows does.
+    """Returns the partial-attention class equivalent to a kernel of full rows.
 
     Raises:
-        ValueError: a kernel whose statistics cannot be had; the words say which can.
+        ValueError: the kernel does not return its log-sum-exp; the message names those that do.
     """
     plain = kernel.func if isinstance(kernel, functools.partial) else kernel
     name = kernel.keywords.get("kernel", "flash") if isinstance(kernel, functools.partial) else "flash"
@@ -262,7 +269,7 @@ def pieces_like(kernel: Callable[..., Tensor]) -> type[FlashPieces] | type[Produ
         return FlashPieces
     if plain in (reference_attention, blocked_attention):
         return ProductPieces
-    words = name if plain is sdpa_attention else getattr(plain, "__name__", str(plain))
+    label = name if plain is sdpa_attention else getattr(plain, "__name__", str(plain))
     raise ValueError(
-        f"a ring puts partial results together, which the kernel {words} does not give; flash and blocks do"
+        f"a ring puts partial results together, which the kernel {label} does not give; flash and blocks do"
     )

@@ -1,4 +1,4 @@
-"""A model's matrices shared out among devices by torch's parallel styles, and cross entropy over logits whose columns are shared out."""
+"""Tensor parallelism with torch's parallel styles, and cross entropy over vocabulary-sharded logits."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ __all__ = ["SharedCrossEntropy", "parallelize", "shared_logits", "sum_partial"]
 
 
 Given = WeakTensorKeyDictionary
-"""What a block was given, gathered -> `_Gathered`, as long as it lives."""
+"""Gathered block input -> its `_Gathered`, while the input is alive."""
 
 
 class _Whole(ParallelStyle):
-    """A module with the same weights and input on all devices; its result cut along the sequence where `output` says so."""
+    """A module replicated on all ranks; `output` may shard its result along the sequence."""
 
     def __init__(self, output: Placement | None = None):
         self.output = output or Replicate()
@@ -56,16 +56,16 @@ class _Whole(ParallelStyle):
                 for x in inputs
             )
 
-        def leave(_: Any, made: Any, mesh: Any) -> Any:
-            return made.redistribute(placements=[self.output]).to_local()
+        def leave(_: Any, output: Any, mesh: Any) -> Any:
+            return output.redistribute(placements=[self.output]).to_local()
 
         return distribute_module(module, device_mesh, None, enter, leave)
 
 
 class _Rows(ParallelStyle):
-    """An embedding of whose rows each device has a share and looks up these alone; what is found is summed.
+    """An embedding sharded by rows: each rank looks up its own rows and the results are summed.
 
-    torch's own rowwise embedding makes the gradient of all rows on each device (torch 2.13), as large as the whole vocabulary.
+    torch's rowwise embedding (torch 2.13) allocates the gradient of the full vocabulary on each rank.
     """
 
     def __init__(self, output: Placement):
@@ -80,16 +80,16 @@ class _Rows(ParallelStyle):
         def forward(tokens: Tensor) -> Tensor:
             weight = embedding.weight
             share = weight.to_local()
-            place = tokens - device_mesh.get_local_rank() * share.shape[0]
-            mine = (place >= 0) & (place < share.shape[0])
+            index = tokens - device_mesh.get_local_rank() * share.shape[0]
+            is_local = (index >= 0) & (index < share.shape[0])
             here = None if pad is None else pad - device_mesh.get_local_rank() * share.shape[0]
             try:
                 embedding._parameters["weight"] = share
                 embedding.padding_idx = here if here is not None and 0 <= here < share.shape[0] else None
-                rows = look_up(place.clamp(0, share.shape[0] - 1))
+                rows = look_up(index.clamp(0, share.shape[0] - 1))
             finally:
                 embedding._parameters["weight"], embedding.padding_idx = weight, pad
-            rows = torch.where(mine.unsqueeze(-1), rows, 0.0)
+            rows = torch.where(is_local.unsqueeze(-1), rows, 0.0)
             spread = DTensor.from_local(rows, device_mesh, [Partial()], run_check=False)
             return spread.redistribute(placements=[self.output]).to_local()
 
@@ -98,13 +98,13 @@ class _Rows(ParallelStyle):
 
 
 class _Input(ParallelStyle):
-    """A block gets its input whole, once for all of its maps: their gradients by it are added before they are summed over the devices."""
+    """Gathers a block's input once for all its linear layers, whose input gradients are added before the reduction."""
 
-    def __init__(self, held: Placement, given: Given | None):
-        self.held, self.given = held, given
+    def __init__(self, layout: Placement, given: Given | None):
+        self.held, self.given = layout, given
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        def whole(_: Any, args: Any, kwargs: Any) -> Any:
+        def gather(_: Any, args: Any, kwargs: Any) -> Any:
             x = args[0] if args else kwargs["hidden_states"]
             piece = DTensor.from_local(x, device_mesh, [self.held], run_check=False)
             x = piece.redistribute(placements=[Replicate()])
@@ -112,29 +112,31 @@ class _Input(ParallelStyle):
                 self.given[x] = _Gathered(piece.detach())
             return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": x})
 
-        module.register_forward_pre_hook(whole, with_kwargs=True)
+        module.register_forward_pre_hook(gather, with_kwargs=True)
         return module
 
 
 class _Gathered:
-    """What a block was given, gathered anew for the backward passes of all its maps."""
+    """A block input that is gathered again for the backward passes of the block's linear layers."""
 
     def __init__(self, piece: Any):
         self.piece, self.users = piece, 0
         self.whole: DTensor | None = None
 
     def again(self) -> DTensor:
-        """On its way when this returns: what uses it waits for it. The last user lets go of it."""
-        whole = self.whole
-        if whole is None:
-            whole = self.piece.redistribute(placements=[Replicate()], async_op=True)
+        """Starts the gather if needed and returns the asynchronous result; the last user releases it."""
+        full = self.whole
+        if full is None:
+            full = self.piece.redistribute(placements=[Replicate()], async_op=True)
         self.users -= 1
-        self.whole = whole if self.users > 0 else None
-        return whole
+        self.whole = full if self.users > 0 else None
+        return full
 
 
 class _RegatheringLinear(torch.autograd.Function):
-    """`F.linear` of a gathered input that keeps this device's piece of it alone (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
+    """`F.linear` that saves only the local shard of its gathered input (Korthikanti et al. 2022, arXiv:2205.05198,
+    section 4.2.2).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathered: _Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -147,7 +149,7 @@ class _RegatheringLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (weight,) = grads, ctx.saved_tensors
-        x = ctx.gathered.again()  # while the gradient by the input is made
+        x = ctx.gathered.again()  # overlaps with the matmul of the input gradient
         by_input = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
         rows = grad.flatten(0, -2)
         by_weight = rows.t() @ x.to(grad.dtype).flatten(0, -2)
@@ -155,7 +157,7 @@ class _RegatheringLinear(torch.autograd.Function):
 
 
 class _Columns(ColwiseParallel):
-    """A map whose outputs are shared out, and which keeps of its input what `_Input` says."""
+    """A column-parallel layer that saves only the local shard of its input (see `_Input`)."""
 
     def __init__(self, given: Given):
         super().__init__()
@@ -177,13 +179,13 @@ class _Columns(ColwiseParallel):
 
 
 def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[Share, tuple[ParallelStyle, ...]]:
-    """torch's style of each share; `stream`: how what flows between blocks is held."""
+    """Returns torch's style for each share; `stream` is the placement of activations between blocks."""
     cut, given = stream == Shard(1), WeakTensorKeyDictionary() if regather else None
     ends: dict[Share, tuple[ParallelStyle, ...]] = {
         Share.EMBEDDING: (_Rows(stream),),
         Share.HEAD: (ColwiseParallel(output_layouts=Replicate()),),
     }
-    whole: dict[Share, tuple[ParallelStyle, ...]] = {Share.EMBEDDING: (_Whole(stream),), Share.HEAD: (_Whole(),)}
+    replicated: dict[Share, tuple[ParallelStyle, ...]] = {Share.EMBEDDING: (_Whole(stream),), Share.HEAD: (_Whole(),)}
     return {
         Share.BLOCK: (_Input(stream, given),),
         Share.COLUMNS: (ColwiseParallel() if given is None else _Columns(given),),
@@ -201,7 +203,7 @@ def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[Share,
         )
         if cut
         else (_Whole(),),
-    } | (ends if rows_divide else whole)
+    } | (ends if rows_divide else replicated)
 
 
 def parallelize(
@@ -213,19 +215,20 @@ def parallelize(
     vocabulary: bool = True,
     regather: bool = False,
 ) -> int:
-    """Shares out a model's matrices along a mesh of one dimension, in place; what is not shared out becomes whole DTensors. On meta too.
+    """Applies tensor parallelism along a one-dimensional mesh, in place and also on meta; other weights become
+    replicated.
 
     Args:
-        shares: name of a module -> what is done with it (`preheat.models.tp_plan.shares`).
-        sequence: between blocks, activations are cut along the sequence, whose length must divide by the mesh.
-        vocabulary: share out the rows of embedding and head; without, they stand whole on each device.
-        regather: with `sequence`, keep each device's piece of what a block was given, and gather it again in backward.
+        shares: module name -> how it is sharded (`preheat.models.tp_plan.shares`).
+        sequence: shard activations between blocks along the sequence, whose length must divide by the mesh.
+        vocabulary: shard the rows of embedding and head; otherwise they are replicated.
+        regather: with `sequence`, save only the local shard of block inputs and gather it again in backward.
 
     Returns:
-        How many matrices are shared out.
+        The number of sharded matrices.
 
     Raises:
-        ValueError: a matrix that does not divide by the mesh, or nothing that could be gathered again.
+        ValueError: a matrix does not divide by the mesh, or `regather` has nothing to gather.
     """
     if regather and Share.COLUMNS not in shares.values():
         raise ValueError(
@@ -233,13 +236,13 @@ def parallelize(
         )
     degree, count = mesh.size(), 0
     styles = _styles(Shard(1) if sequence else Replicate(), vocabulary, sequence and regather)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # a pipeline's stage may lack either
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # a pipeline stage may lack either
     tied = embedding is not None and head is not None and embedding.weight is head.weight
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    for name, how in shares.items():
+    for name, kind in shares.items():
         module = model.get_submodule(name)
-        for style in styles[how]:
-            style.src_data_rank = None  # each device takes its share of what it has; nothing is sent
+        for style in styles[kind]:
+            style.src_data_rank = None  # each rank slices its own copy, without a broadcast
             parallelize_module(module, mesh, style, src_data_rank=None)
         for key, p in module.named_parameters(recurse=False):
             cut = [place.dim for place in p.placements if place.is_shard()]
@@ -250,28 +253,30 @@ def parallelize(
         embedding.register_forward_pre_hook(functools.partial(_refuse_length, degree))
     if tied:
         head.weight = embedding.weight
-    for name, p in model.named_parameters():  # a style makes parameters anew
+    for name, p in model.named_parameters():  # styles create new parameters
         p.requires_grad_(name in trained)
     return count - tied
 
 
 def _refuse_length(degree: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-    if args[0].shape[1] % degree:  # DTensor would take the first device's share for that of all
+    if args[0].shape[1] % degree:  # DTensor would assume the first rank's shard size everywhere
         raise RunError(f"sequence_parallel: rows of {args[0].shape[1]} tokens cannot be cut among {degree} devices")
 
 
 def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
-    """Sums the gradients of weights that stand whole on each device, where each saw its own heads or places only. In place, in one message."""
+    """All-reduces, in place and as one message, the partial gradients of replicated weights that saw only local heads
+    or positions.
+    """
     waiting: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
         if isinstance(p.grad, DTensor) and any(place.is_partial() for place in p.grad.placements):
             assert p.grad.device_mesh.ndim == 1, "FSDP has summed the others already"
             waiting.setdefault((p.grad.device_mesh, p.grad.dtype), []).append(p)
     for (mesh, _), members in waiting.items():
-        found = [local(p.grad) for p in members]  # type: ignore[arg-type]
-        flat = torch.cat([t.flatten() for t in found])
+        grads = [local(p.grad) for p in members]  # type: ignore[arg-type]
+        flat = torch.cat([t.flatten() for t in grads])
         dist.all_reduce(flat, group=mesh.get_group())
-        for p, part in zip(members, flat.split([t.numel() for t in found]), strict=True):
+        for p, part in zip(members, flat.split([t.numel() for t in grads]), strict=True):
             p.grad = DTensor.from_local(part.view(p.shape), mesh, [Replicate()], run_check=False)
 
 
@@ -279,13 +284,13 @@ def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class SharedCrossEntropy:
-    """`RegularizedCrossEntropy` of logits whose columns are shared out among the devices of a group, in equal parts by rank.
+    """`RegularizedCrossEntropy` for logits sharded by columns, in equal parts by rank.
 
-    Each device gives its columns' gradient; the losses are those of all columns, the same on each device. Two small messages are sent:
-    the largest logit of each row, then a row's sums.
+    Each rank computes its columns' gradient; the losses cover all columns and are equal on every rank. It takes two
+    small all-reduces: the largest logit of each row, then the row's sums.
 
     Args:
-        group: of processes.
+        group: process group.
     """
 
     def __init__(self, group: Any, smoothing: float = 0.0, z: float = 0.0):
@@ -296,36 +301,36 @@ class SharedCrossEntropy:
         return SharedCrossEntropy(self.group)
 
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
-        """Losses [n] of this device's columns [n, share] and labels [n]; the logits are overwritten."""
+        """Returns losses [n] from this rank's columns [n, share] and labels [n]; overwrites the logits."""
         return self.value_and_grad_(logits, *aligned)[0]
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         trained, share = labels != IGNORED, logits.shape[1]
-        place = labels - self.group.rank() * share
-        mine = (place >= 0) & (place < share)
-        own = (torch.arange(labels.shape[0], device=labels.device), place.clamp(0, share - 1))
-        parts = [torch.where(mine, logits[own].float(), 0.0)]
+        index = labels - self.group.rank() * share
+        is_local = (index >= 0) & (index < share)
+        own = (torch.arange(labels.shape[0], device=labels.device), index.clamp(0, share - 1))
+        parts = [torch.where(is_local, logits[own].float(), 0.0)]
         if self.smoothing:
             parts.append(logits.sum(dim=-1, dtype=torch.float32))
         peak = logits.amax(dim=-1).float()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.group)
-        chances = logits.float().sub_(peak.unsqueeze(1)).exp_()
-        sums = torch.stack([chances.sum(dim=-1), *parts])
+        probs = logits.float().sub_(peak.unsqueeze(1)).exp_()
+        sums = torch.stack([probs.sum(dim=-1), *parts])
         dist.all_reduce(sums, group=self.group)
         lse, columns = peak + sums[0].log(), share * self.group.size()
         losses = lse - (1 - self.smoothing) * sums[1] + self.z * lse.square()
         factor = 1 + 2 * self.z * lse
-        chances.div_(sums[0].unsqueeze(1))
-        chances[own] -= torch.where(mine, (1 - self.smoothing) / factor, 0.0)
+        probs.div_(sums[0].unsqueeze(1))
+        probs[own] -= torch.where(is_local, (1 - self.smoothing) / factor, 0.0)
         if self.smoothing:
             losses -= self.smoothing * sums[2] / columns
-            chances.sub_((self.smoothing / columns / factor).unsqueeze(1))
-        logits.copy_(chances)
+            probs.sub_((self.smoothing / columns / factor).unsqueeze(1))
+        logits.copy_(probs)
         return torch.where(trained, losses, 0.0), torch.where(trained, factor, 0.0)
 
 
 class _Kept:
-    """`Recorded`, of losses that come from another."""
+    """`Recorded` for losses computed by a `SharedCrossEntropy`."""
 
     def __init__(self, recorded: Recorded, loss: SharedCrossEntropy):
         self.recorded, self.loss = recorded, loss
@@ -344,7 +349,7 @@ class _Kept:
 
 @functools.singledispatch
 def _over_shares(loss: Any, group: Any) -> RowLoss:
-    """The same loss of logits whose columns are shared out."""
+    """Returns the equivalent loss for column-sharded logits."""
     raise TypeError(f"{type(loss).__name__} has no form for logits that are shared out; set loss_parallel: false")
 
 
@@ -374,16 +379,16 @@ def _(loss: Recorded, group: Any) -> RowLoss:
 
 
 def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
-    """`chunked_logits` where each device has some rows of the head's weight and makes the logits of these alone.
+    """`chunked_logits` for a head sharded by rows: each rank computes the logits of its own rows only.
 
-    The loss is the same on each device, and so is the gradient by `hidden`, which is summed over them once.
+    The loss is equal on every rank, and so is the gradient by `hidden`, which is all-reduced once.
 
     Args:
-        hidden: [..., width], the same on each device of the head's mesh.
-        head: its `weight` [vocabulary, width] a DTensor cut along its rows; a plain one is taken as it is.
+        hidden: [..., width], equal on every rank of the head's mesh.
+        head: `weight` [vocabulary, width] is a DTensor sharded by rows; a plain tensor is used as it is.
     """
     weight: Any = head.weight
-    if not isinstance(weight, DTensor):  # a reference model that nobody shared out
+    if not isinstance(weight, DTensor):  # a reference model without tensor parallelism
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
     assert weight.placements == (Shard(0),), "a head whose rows are shared out, with nothing else between"
     mesh = weight.device_mesh

@@ -1,4 +1,4 @@
-"""What chunked losses sum chunk by chunk: the gradient of the head, and what adapters of the head have beside it."""
+"""Gradient accumulation of chunked losses: for the head's weight and for an adapter on the head."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from preheat.ops.dry_run_loops import fold_identical
 __all__ = ["Beside", "sum_product"]
 
 _SOME_ROWS = 4096
-"""Of the head at a time: on two cores 4 times as quick as all 32,000 of 512 numbers at once, as quick or quicker for smaller heads; on a GPU large enough to fill it."""
+"""Rows of the head per matmul: on two cores 4 times as fast as all 32,000 rows of 512 numbers at once, and no slower
+for smaller heads; large enough to fill a GPU.
+"""
 
 
 def sum_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool, at_once: bool = False) -> None:
-    """total (+)= left.T @ right, where it has another dtype than the factors; `first`: what stands in it is not read.
+    """Computes total (+)= left.T @ right for a `total` of another dtype; `first` ignores its old contents.
 
-    Some rows of it at a time: the product would be as large as half of it, and a CPU casts all of that before it adds.
+    Works on a block of rows at a time: the full product would be half as large as `total`, and a CPU casts all of it
+    before it adds.
 
     Args:
-        at_once: on CUDA, by one product that adds to `total` in fp32 and rounds nothing on the way.
+        at_once: on CUDA, uses one matmul that accumulates into `total` in fp32 without intermediate rounding.
     """
     if at_once:
         torch.addmm(total, left.t(), right, out_dtype=total.dtype, beta=float(not first), out=total)
@@ -34,18 +37,18 @@ def sum_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool, at_o
 
 
 class Beside:
-    """What logits have beside the head's own: low [n, rank] times up [rank, vocabulary], chunk by chunk."""
+    """An adapter's addition to the logits, per chunk: low [n, rank] times up [rank, vocabulary]."""
 
     def __init__(self, low: Tensor, up: Tensor, dtype: torch.dtype, differentiate: bool):
         self.low, self.up = low.detach().to(dtype), up.detach().to(dtype)
-        made = (torch.empty_like(low), torch.zeros_like(up)) if differentiate else (None, None)
-        self.grads: tuple[Tensor | None, Tensor | None] = made
+        grads = (torch.empty_like(low), torch.zeros_like(up)) if differentiate else (None, None)
+        self.grads: tuple[Tensor | None, Tensor | None] = grads
 
     def add_(self, logits: Tensor, start: int) -> None:
         logits.addmm_(self.low[start : start + logits.shape[0]], self.up)
 
     def differentiate(self, grad: Tensor, factor: Tensor, start: int) -> None:
-        """From the gradient of a chunk's logits, up to a factor a row."""
+        """Accumulates gradients from those of a chunk's logits, up to a factor per row."""
         grad_low, grad_up = self.grads
         if grad_low is None or grad_up is None:
             return

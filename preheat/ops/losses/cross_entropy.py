@@ -1,4 +1,4 @@
-"""Losses over logits: tensors in, tensors out. The slow reference of each is autograd through the plain form."""
+"""Cross-entropy losses over logits, whole and chunked. The reference of each is autograd through its plain form."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = [
     "whole_logits",
 ]
 
-IGNORED = -100  # the label of a place that is not trained
+IGNORED = -100  # label of positions that are not trained, as in torch and transformers
 
 
 class CrossEntropy:
-    """Cross entropy of each row of logits against its label; 0 where the label is -100.
+    """Cross entropy of each row of logits against its label; 0 if the label is -100.
 
     Example:
         >>> CrossEntropy()(torch.zeros(2, 4), torch.tensor([1, -100]))
@@ -42,49 +42,51 @@ class CrossEntropy:
 
     @property
     def measured(self) -> RowLoss:
-        """Itself: it is nats already."""
+        """The loss to report: itself, already in nats."""
         return self
 
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
-        """Losses [n] in fp32 from logits [n, vocabulary] and labels [n]; differentiable."""
+        """Returns fp32 losses [n] from logits [n, vocabulary] and labels [n]; differentiable."""
         (labels,) = aligned
         return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses [n] and, in place of the logits, their gradient up to a factor a row.
+        """Computes the losses and overwrites the logits with their gradient, up to a factor per row.
 
         Returns:
             losses: [n] fp32.
-            factor: [n]; d losses[i] / d logits[i] is factor[i] times what `logits[i]` now holds. A factor a row lets the
-                caller scale the small tensors beside the logits and spare a pass over them.
+            factor: [n]; d losses[i] / d logits[i] is factor[i] times the new `logits[i]`. The factor lets the caller
+                scale smaller tensors instead of making another pass over the logits.
         """
         trained = labels != IGNORED
-        # Indexing, not gather and scatter: on a CPU those walk the whole of the logits (24 ms against 0.01 at 512 x 32,000).
+        # Indexing, because gather and scatter traverse all logits on a CPU (24 ms against 0.01 ms at 512 x 32,000).
         own = (torch.arange(labels.shape[0], device=labels.device), labels.clamp(min=0))
-        # Softmax reads each row whole before it writes it, so it may write where it reads.
+        # In place is safe: softmax reads each full row before it writes it.
         if logits.dtype == torch.bfloat16:
-            # bf16 has fp32's exponents: no probability above 1e-38 is lost, and rounding it moves the loss by at most 0.004, less
-            # than rounding the logits did. Two passes over the logits are spared.
+            # bf16 has fp32's exponent range: no probability above 1e-38 is lost, and its rounding changes the loss by
+            # at most 0.004, less than rounding the logits did. This saves two passes over the logits.
             torch.softmax(logits, dim=-1, out=logits)
             losses = -logits[own].float().clamp(min=torch.finfo(torch.float32).tiny).log()
         else:
             peak, score = logits.amax(dim=-1).float(), logits[own].float()
             torch.softmax(logits, dim=-1, out=logits)
-            # The likeliest place has probability exp(peak - logsumexp), never below 1 / vocabulary: safe to take the log of.
+            # The most likely token has probability exp(peak - logsumexp) >= 1 / vocabulary, so its log is safe.
             losses = peak - score - logits.amax(dim=-1).float().log()
         logits.index_put_(own, logits[own] - 1)
         return torch.where(trained, losses, 0.0), trained
 
 
 class RegularizedCrossEntropy:
-    """Cross entropy with label smoothing and z-loss: (1 - s) ce + s mean over pieces of -log p + z logsumexp ** 2.
+    """Cross entropy with label smoothing and z-loss: (1 - s) ce + s mean over tokens of -log p + z logsumexp ** 2.
 
-    Its gradient by the logits is (1 + 2 z lse) p - (1 - s) onehot - s / vocabulary, made in place as `CrossEntropy` does.
-    Where a model is evaluated, `measured` gives the plain loss.
+    Its gradient by the logits is (1 + 2 z lse) p - (1 - s) onehot - s / vocabulary, computed in place as in
+    `CrossEntropy`. For evaluation, `measured` is the plain loss.
 
     Args:
-        smoothing: s, the share of the label's weight that all pieces get (Szegedy et al. 2016, arXiv:1512.00567, section 7).
-        z: weight of the squared logsumexp, which keeps logits from drifting (Chowdhery et al. 2022, arXiv:2204.02311, section 5: 1e-4).
+        smoothing: s, the part of the label's weight that is spread over all tokens (Szegedy et al. 2016,
+            arXiv:1512.00567, section 7).
+        z: weight of the squared logsumexp, which keeps logits from drifting (Chowdhery et al. 2022, arXiv:2204.02311,
+            section 5: 1e-4).
 
     Example:
         >>> RegularizedCrossEntropy(smoothing=0.5)(torch.tensor([[0.0, 2.0]]), torch.tensor([1]))
@@ -119,9 +121,9 @@ class RegularizedCrossEntropy:
 
 
 class Recorded:
-    """Cross entropy that keeps what it gave: the negative log-probability of each label, whole or chunk by chunk. Without gradients.
+    """Cross entropy that records the negative log-probability of each label, across chunks. No gradients.
 
-    In fp32 also where the logits are not: sums over long answers are compared, and bf16's rounding of a probability would add up.
+    Computes in fp32 for any logits dtype: sums over long answers are compared, and bf16's rounding would accumulate.
 
     Example:
         >>> row_loss = Recorded()
@@ -138,11 +140,11 @@ class Recorded:
         return self
 
     def found(self) -> Tensor:
-        """[n] fp32, of all rows in their order."""
+        """Returns [n] fp32, all rows in order."""
         return torch.cat(self._parts)
 
     def keep(self, losses: Tensor) -> Tensor:
-        """Losses of the next rows, made elsewhere."""
+        """Records losses of the next rows that were computed elsewhere."""
         self._parts.append(losses.detach())
         return losses
 
@@ -155,10 +157,10 @@ class Recorded:
 
 
 class Softcapped:
-    """Another loss of cap * tanh(logits / cap): how the head of Gemma 2 ends. The logits come in without their cap.
+    """Applies another loss to cap * tanh(logits / cap), as in Gemma 2's head. The input logits are uncapped.
 
     Args:
-        loss: of the capped logits; where it makes its gradient in place, so does this.
+        loss: loss of the capped logits; if it computes its gradient in place, so does this.
 
     Example:
         >>> Softcapped(CrossEntropy(), 30.0)(torch.zeros(1, 4), torch.tensor([2]))
@@ -184,10 +186,10 @@ class Softcapped:
 
 
 class WeightedCrossEntropy:
-    """Cross entropy of each row times a weight of its own, of any sign.
+    """Cross entropy with a weight per row, of any sign.
 
     Args:
-        loss: another form of the cross entropy.
+        loss: another implementation of the cross entropy.
 
     Example:
         >>> WeightedCrossEntropy()(torch.zeros(2, 4), torch.tensor([1, 2]), torch.tensor([1.0, -0.5]))
@@ -211,17 +213,18 @@ class WeightedCrossEntropy:
 
 
 def whole_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
-    """The sum of the row losses, all logits in memory at once: the plain form.
+    """Sums the row losses with all logits in memory: the plain form.
 
     Args:
-        hidden: [rows, length, width]; aligned: [rows, length] or [rows, length, n] each; head: a linear map without bias.
+        hidden: [rows, length, width]; aligned: [rows, length] or [rows, length, n] each; head: a linear map without
+            bias.
     """
     logits = head(hidden).flatten(0, 1)
     return row_loss(logits, *(a.flatten(0, 1) for a in aligned)).sum()
 
 
 class _Chunked(torch.autograd.Function):
-    """The sum of row losses, `rows` rows at a time. Gradients are made in the forward pass, so no logits are kept or made again."""
+    """Sum of row losses in chunks of `rows`. Gradients are computed in forward: logits are not saved or recomputed."""
 
     @staticmethod
     def forward(
@@ -237,42 +240,42 @@ class _Chunked(torch.autograd.Function):
         up: Tensor | None,
         *aligned: Tensor,
     ) -> Tensor:
-        kept_hidden, kept_weight = hidden.dtype, weight.dtype
+        hidden_dtype, weight_dtype = hidden.dtype, weight.dtype
         wants_hidden, wants_weight = (differentiate and needs for needs in ctx.needs_input_grad[:2])
         hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
-        beside = Beside(low, up, dtype, differentiate) if low is not None and up is not None else None
+        adapter = Beside(low, up, dtype, differentiate) if low is not None and up is not None else None
         total = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden = torch.empty_like(hidden, dtype=kept_hidden) if wants_hidden else None
-        grad_weight = torch.empty_like(weight, dtype=kept_weight) if wants_weight else None
+        grad_hidden = torch.empty_like(hidden, dtype=hidden_dtype) if wants_hidden else None
+        grad_weight = torch.empty_like(weight, dtype=weight_dtype) if wants_weight else None
         logits_buffer = hidden.new_empty((min(rows, hidden.shape[0]), weight.shape[0]))
         in_place = getattr(row_loss, "value_and_grad_", None)
         for start in fold_identical(range(0, hidden.shape[0], rows)):
             part = hidden[start : start + rows]
-            those = [a[start : start + rows] for a in aligned]
+            chunk_inputs = [a[start : start + rows] for a in aligned]
             logits = torch.mm(part, weight.t(), out=logits_buffer[: part.shape[0]])
-            if beside is not None:
-                beside.add_(logits, start)
+            if adapter is not None:
+                adapter.add_(logits, start)
             if in_place is not None:
-                losses, factor = in_place(logits, *those)
+                losses, factor = in_place(logits, *chunk_inputs)
                 factor = factor.to(dtype).unsqueeze(1)
             else:
                 with torch.enable_grad():
                     leaf = logits.detach().requires_grad_()
-                    losses = row_loss(leaf, *those)
+                    losses = row_loss(leaf, *chunk_inputs)
                     (logits,) = torch.autograd.grad(losses.sum(), leaf)
                 losses, factor = losses.detach(), logits.new_ones((part.shape[0], 1))
             total += losses.sum(dtype=torch.float32)
-            if beside is not None:
-                beside.differentiate(logits, factor, start)
+            if adapter is not None:
+                adapter.differentiate(logits, factor, start)
             if grad_hidden is not None:
                 torch.mul(torch.mm(logits, weight), factor, out=grad_hidden[start : start + rows])
             if grad_weight is not None:
                 product = part * factor
                 if grad_weight.dtype == dtype:
-                    grad_weight.addmm_(logits.t(), product, beta=float(start > 0))  # 0: what stood there is not read
+                    grad_weight.addmm_(logits.t(), product, beta=float(start > 0))  # beta 0 ignores the old contents
                 else:
                     sum_product(grad_weight, logits, product, first=start == 0, at_once=cuda)
-        beside_grads = beside.grads if beside is not None else (None, None)
+        beside_grads = adapter.grads if adapter is not None else (None, None)
         grads = (grad_hidden, grad_weight, *beside_grads)
         ctx.save_for_backward(*(g for g in grads if g is not None))
         ctx.wants = tuple(g is not None for g in grads), len(aligned)
@@ -281,24 +284,25 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wants, count = ctx.wants
-        kept = iter(ctx.saved_tensors)
-        # In place: these were made for this one call and nobody else holds them.
-        hidden, weight, low, up = (next(kept).mul_(grads[0]) if wanted else None for wanted in wants)
+        saved = iter(ctx.saved_tensors)
+        # In place: these tensors belong to this call alone.
+        hidden, weight, low, up = (next(saved).mul_(grads[0]) if wanted else None for wanted in wants)
         return (hidden, weight, None, None, None, None, None, low, up, *([None] * count))
 
 
 def chunked_logits(
     hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512, cuda: bool = False
 ) -> Tensor:
-    """The sum of the row losses, `rows` rows of logits in memory at a time; backward through it once only.
+    """Sums the row losses with `rows` rows of logits in memory at a time. Supports a single backward.
 
-    Works in autocast's dtype where autocast is on, else in that of `hidden`.
+    Computes in autocast's dtype if it is on, otherwise in that of `hidden`.
 
     Args:
         hidden: [..., width]; head: a module with a `weight` [vocabulary, width] and no bias, or a `TiedHead`.
-        aligned: [...] each, or [..., n]: what a row loss reads beside the logits of a place.
-        row_loss: with `value_and_grad_` its gradient is made in place; otherwise by autograd, chunk by chunk.
-        cuda: it runs on CUDA, or is planned for it: products of half numbers add to the gradient of a head in fp32 in fp32.
+        aligned: [...] each, or [..., n]: further inputs of the row loss per position.
+        row_loss: if it has `value_and_grad_`, its gradient is computed in place; otherwise by autograd per chunk.
+        cuda: runs on CUDA, or is planned for it: half-precision matmuls accumulate into an fp32 head's gradient in
+            fp32.
 
     Example:
         >>> head = torch.nn.Linear(8, 100, bias=False)
@@ -329,7 +333,7 @@ def chunked_logits(
 
 
 def _weight(head: torch.nn.Module) -> Tensor:
-    """Of a head whose rows are shared out among devices: gathered, and its gradient shared out again."""
+    """Returns the head's weight; a sharded one is gathered, and its gradient sharded again."""
     weight = head.weight
     assert isinstance(weight, Tensor)
     return whole(weight)
@@ -340,12 +344,12 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-# Under a dispatch mode (the dry run's fake tensors for one) what the two below allocate cannot be seen, or they cannot run: our own
-# loop stands there with chunks of the same size.
+# Under a dispatch mode (such as the dry run's fake tensors) the next two cannot run, or hide their allocations: our own
+# loop replaces them, with chunks of the same size.
 
 
 def torch_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
-    """`chunked_logits` by torch's own `linear_cross_entropy` (torch 2.13), for plain cross entropy."""
+    """`chunked_logits` by torch's `linear_cross_entropy` (torch 2.13), for plain cross entropy."""
     assert isinstance(row_loss, CrossEntropy), f"torch's kernel has no {type(row_loss).__name__}"
     if is_in_torch_dispatch_mode():
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
@@ -359,7 +363,7 @@ def torch_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
 
 
 def liger_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
-    """`chunked_logits` by Liger's fused linear cross entropy, which chooses its chunks: their logits weigh as much as `hidden`."""
+    """`chunked_logits` by Liger's fused linear cross entropy, with chunks whose logits are as large as `hidden`."""
     assert isinstance(row_loss, CrossEntropy), f"Liger's kernel has no {type(row_loss).__name__}"
     flat = hidden.reshape(-1, hidden.shape[-1])
     if is_in_torch_dispatch_mode():
@@ -376,5 +380,5 @@ def liger_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
             labels.reshape(-1),
             ignore_index=IGNORED,
             reduction="sum",
-            accum_dtype=torch.float32,  # of the weight's gradient, to which every chunk adds
+            accum_dtype=torch.float32,  # dtype in which chunks accumulate the weight's gradient
         )

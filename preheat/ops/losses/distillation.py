@@ -1,6 +1,6 @@
-"""Losses that compare a student with its teacher: tensors in, tensors out.
+"""Distillation losses between a student and its teacher.
 
-The slow reference of each is its plain form: `Distilled.__call__` under autograd, `divergence` over probabilities that are written out.
+The reference of each is its plain form: `Distilled.__call__` under autograd, `divergence` over explicit probabilities.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ __all__ = [
 Direction = Literal["forward", "reverse"]
 
 LEAST = -20.0
-"""Logarithm of the smallest mass that all tokens beside the likeliest are taken to have: 2e-9, which rounding makes anyway."""
+"""Lower bound of the log-probability of all tokens outside the top k: 2e-9, the size of rounding errors."""
 _BLOCK = 1 << 21
-"""Logits that are compared at a time, in fp32 (8 MiB): some eight tensors of this size pass while a chunk's gradient is made."""
+"""Logits per block, in fp32 (8 MiB): computing a block's gradient takes about eight tensors of this size."""
 
 
 class Likeliest(NamedTuple):
-    """A distribution by its likeliest tokens and what is left for all others together.
+    """A distribution given by its top-k tokens and the remaining probability of all others.
 
     Attributes:
-        values: [..., k + 1] log-probabilities; the last is of all other tokens together. They sum to 1.
-        indices: [..., k] int64, which tokens.
+        values: [..., k + 1] log-probabilities, the last for all other tokens together; the probabilities sum to 1.
+        indices: [..., k] int64, the top-k tokens.
     """
 
     values: Tensor
@@ -51,14 +51,14 @@ class Likeliest(NamedTuple):
 
 
 def likeliest(logits: Tensor, k: int, temperature: float = 1.0) -> Likeliest:
-    """The k likeliest tokens of each row; of a smaller vocabulary all but the least likely one, so that something is always left.
+    """Returns the top-k tokens of each row; at most all but one token, so that a remainder always exists.
 
     Args:
         logits: [..., vocabulary].
 
     Example:
-        >>> found = likeliest(torch.tensor([0.0, 2.0, 0.0]).exp().log(), 1)
-        >>> found.values.exp().sum().item(), found.indices.tolist()
+        >>> top = likeliest(torch.tensor([0.0, 2.0, 0.0]).exp().log(), 1)
+        >>> top.values.exp().sum().item(), top.indices.tolist()
         (1.0, [1])
     """
     logp = torch.log_softmax(logits.float() / temperature, dim=-1)
@@ -67,26 +67,25 @@ def likeliest(logits: Tensor, k: int, temperature: float = 1.0) -> Likeliest:
 
 
 def _with_rest(values: Tensor) -> Tensor:
-    """Log-probabilities [..., k] with that of all other tokens together, [..., k + 1]."""
-    # 1 - sum of the k rounds where little is left, and less than LEAST is not told from it
+    """Appends the log-probability of all other tokens to [..., k]; returns [..., k + 1]."""
+    # 1 minus the sum of the k is inexact for small remainders, so clamp at LEAST
     rest = torch.log1p(-values.exp().sum(dim=-1, keepdim=True).clamp(max=1 - 1e-7)).clamp(min=LEAST)
     return torch.log_softmax(torch.cat([values, rest], dim=-1), dim=-1)
 
 
 def recovered(values: Tensor, indices: Tensor) -> Likeliest:
-    """What was kept in few bits as a distribution again: values in fp32 that sum to 1, indices as int64."""
+    """Restores a distribution that was stored in few bits: normalized fp32 values, int64 indices."""
     return Likeliest(torch.log_softmax(values.float(), dim=-1), indices.long())
 
 
 def divergence(student: Tensor, teacher: Tensor | Likeliest, direction: Direction = "forward") -> Tensor:
-    """Kullback-Leibler divergence of each row, [n] in nats; differentiable.
+    """Returns the Kullback-Leibler divergence of each row, [n] in nats; differentiable.
 
-    Of a teacher by its likeliest tokens, the student's other tokens are taken together as the teacher's are: 0 where both agree.
+    For a top-k teacher, the student's other tokens are pooled like the teacher's: 0 if both agree.
 
     Args:
-        student: [n, vocabulary] logits, divided by the temperature already; so the teacher's.
-        direction: forward: KL(teacher || student), which covers all that the teacher holds likely; reverse: KL(student || teacher), which
-            keeps to what the teacher holds most likely.
+        student: [n, vocabulary] logits, already divided by the temperature, as are the teacher's.
+        direction: forward: KL(teacher || student), mode-covering; reverse: KL(student || teacher), mode-seeking.
 
     Example:
         >>> even, sure = torch.zeros(1, 2), torch.tensor([[0.0, 2.0]])
@@ -110,7 +109,8 @@ def divergence(student: Tensor, teacher: Tensor | Likeliest, direction: Directio
 
 
 def distance(states: Tensor, teacher: Tensor) -> Tensor:
-    """How far hidden states are from the teacher's, relative to these: ||a - b||² / ||b||² of each place, [...] in fp32; differentiable.
+    """Returns the relative squared distance of hidden states, ||a - b||² / ||b||² per position, [...] fp32;
+    differentiable.
 
     Args:
         states, teacher: [..., width].
@@ -126,10 +126,11 @@ def distance(states: Tensor, teacher: Tensor) -> Tensor:
 def mapped_distance(
     states: Sequence[Tensor], teacher: Sequence[Tensor], maps: Sequence[Tensor], labels: Tensor
 ) -> Tensor:
-    """The sum over trained places of the distance between the student's hidden states, through linear maps, and the teacher's; the mean over layers.
+    """Sums the distances of linearly mapped student states to the teacher's over trained positions; mean over layers.
 
     Args:
-        states: [rows, length, width] of each layer that is compared; teacher: [rows, length, width of the teacher] each.
+        states: [rows, length, width] per compared layer.
+        teacher: [rows, length, width of the teacher] per layer.
         maps: [width of the teacher, width] each.
         labels: [rows, length], -100: not trained.
     """
@@ -142,12 +143,12 @@ def mapped_distance(
 
 
 class TeacherHead:
-    """Logits of the teacher from its last hidden states, chunk by chunk; each chunk is written over the one before.
+    """The teacher's head: computes logits per chunk in a reused buffer.
 
     Args:
-        weight: [rows, width] of its head, in the dtype in which to multiply.
-        rows: of the student's head: rows beyond are of no token.
-        cap: logits are cap * tanh(logits / cap).
+        weight: [rows, width] of its head, in the dtype of the matmul.
+        rows: rows of the student's head; rows beyond them belong to no token.
+        cap: caps logits as cap * tanh(logits / cap).
     """
 
     def __init__(self, weight: Tensor, rows: int, cap: float | None = None):
@@ -156,7 +157,7 @@ class TeacherHead:
         self._buffer: Tensor | None = None
 
     def __call__(self, states: Tensor) -> Tensor:
-        """[n, width] -> [n, rows], to be read before the next call."""
+        """Maps [n, width] to [n, rows], valid until the next call."""
         states = states.detach()
         if self._buffer is None or self._buffer.shape[0] < states.shape[0]:
             self._buffer = states.new_empty((states.shape[0], self.weight.shape[0]))
@@ -166,13 +167,13 @@ class TeacherHead:
 
 
 class CommonHead:
-    """What a teacher with other pieces holds likely, of the pieces that a student has too.
+    """Top-k distribution of a teacher with another tokenizer, over the tokens that both vocabularies contain.
 
     Args:
-        head: its logits from its last hidden states, over all of its pieces.
-        own, theirs: numbers of the common pieces, of the student and of the teacher, [n] each.
-        top: so many of them are kept at each place; all others, common or not, count together.
-        temperature: logits are divided by it.
+        head: computes its logits over its full vocabulary from its last hidden states.
+        own, theirs: ids of the common tokens in the student's and the teacher's vocabulary, [n] each.
+        top: number of them that are kept per position; all other tokens, common or not, are pooled.
+        temperature: divides the logits.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class CommonHead:
         self.top, self.temperature = min(top, len(own)), temperature
 
     def __call__(self, states: Tensor) -> Likeliest:
-        """[n, width] -> the distribution of each place by the student's numbers."""
+        """Maps [n, width] to the distribution of each position in the student's token ids."""
         logits = self.head(states).float() / self.temperature
         values, at = (logits.index_select(-1, self.theirs) - logits.logsumexp(dim=-1, keepdim=True)).topk(
             self.top, dim=-1
@@ -191,23 +192,25 @@ class CommonHead:
 
 
 class Distilled:
-    """(1 - m) cross entropy + m T² divergence from a teacher at temperature T, of each row; 0 where the label is -100.
+    """(1 - m) cross entropy + m T² divergence from a teacher at temperature T, per row; 0 if the label is -100.
 
-    T² keeps the size of the divergence's gradients when the temperature changes (Hinton et al. 2015, section 2). The gradient by the logits
-    is made in place, some rows at a time, as that of `CrossEntropy` is: with p and q the student's and teacher's probabilities at T it is
-    (1 - m)(p1 - onehot) + m T (p - q), or for the reverse direction m T p (log p - log q - divergence).
+    T² keeps the divergence's gradients at the same scale for any temperature (Hinton et al. 2015, section 2). The
+    gradient by the logits is computed in place in blocks of rows, as in `CrossEntropy`: with student and teacher
+    probabilities p and q at T it is (1 - m)(p1 - onehot) + m T (p - q), or for the reverse direction m T p (log p - log
+    q - divergence).
 
     Args:
-        head: gives the teacher's logits of what is aligned after the labels: a `TeacherHead`, of its hidden states; or its likeliest tokens at the
-            same temperature, as a `CommonHead` does. Aligned may be these in their place, where this is None: values [n, k + 1] and indices [n, k].
-        mixture: m, the teacher's share.
-        written: the last of what is aligned is [n] fp32: 0 for a token of the data, else how much one that the student wrote itself counts;
-            at these m is 1, since labels that it drew teach nothing.
-        partly: the last of what is aligned is [n] fp32: 1 where the teacher says something; elsewhere m is 0.
+        head: computes the teacher's distribution from the aligned tensors after the labels: a `TeacherHead` from its
+            hidden states, or a `CommonHead` with top-k tokens at the same temperature. None: the aligned tensors are
+            the top-k distribution itself, values [n, k + 1] and indices [n, k].
+        mixture: m, the teacher's weight.
+        written: the last aligned tensor is [n] fp32: 0 for tokens of the data, otherwise the weight of a token that the
+            student sampled itself; there m is 1, since sampled labels teach nothing.
+        partly: the last aligned tensor is [n] fp32: 1 at positions with a teacher distribution; m is 0 elsewhere.
 
     Attributes:
-        sums: of all rows so far: cross entropy and divergence, each without its factor; with `written` and `partly` also over how many places it is.
-            On the device.
+        sums: sums over all rows so far, on the device: cross entropy and divergence without their factors; with
+            `written` or `partly` also the number of positions of each.
 
     Example:
         >>> teacher = TeacherHead(torch.eye(2), 2)
@@ -232,40 +235,42 @@ class Distilled:
 
     @property
     def measured(self) -> RowLoss:
-        """The labels' cross entropy."""
+        """The loss to report: cross entropy of the labels."""
         return CrossEntropy()
 
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
-        labels, *said = aligned
-        ce_share, apart_share, places = self._shares(said, labels)
+        labels, *extra = aligned
+        ce_weight, kl_weight, places = self._shares(extra, labels)
         logits, trained = logits.float(), labels != IGNORED
         ce = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
-        teacher = self._teacher(said)
+        teacher = self._teacher(extra)
         if not isinstance(teacher, Likeliest):
             teacher = teacher.float() / self.temperature
-        apart = torch.where(trained, divergence(logits / self.temperature, teacher, self.direction), 0.0)
-        self._add(ce, apart, places)
-        return ce_share * ce + self.temperature**2 * apart_share * apart
+        kl = torch.where(trained, divergence(logits / self.temperature, teacher, self.direction), 0.0)
+        self._add(ce, kl, places)
+        return ce_weight * ce + self.temperature**2 * kl_weight * kl
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor, *aligned: Tensor) -> tuple[Tensor, Tensor]:
-        """As of `CrossEntropy`."""
-        said = list(aligned)
-        ce_share, apart_share, places = self._shares(said, labels)
-        trained, teacher = labels != IGNORED, self._teacher(said)
-        ce, apart = (logits.new_empty(labels.shape, dtype=torch.float32) for _ in range(2))
+        """As `CrossEntropy.value_and_grad_`."""
+        extra = list(aligned)
+        ce_weight, kl_weight, places = self._shares(extra, labels)
+        trained, teacher = labels != IGNORED, self._teacher(extra)
+        ce, kl = (logits.new_empty(labels.shape, dtype=torch.float32) for _ in range(2))
         for at in _blocks(*logits.shape):
             part = Likeliest(*(t[at] for t in teacher)) if isinstance(teacher, Likeliest) else teacher[at]
-            shares = [s[at].unsqueeze(1) if isinstance(s, Tensor) else s for s in (ce_share, apart_share)]
-            ce[at], apart[at] = self._block_(logits[at], labels[at].clamp(min=0), part, *shares)
-        ce, apart = torch.where(trained, ce, 0.0), torch.where(trained, apart, 0.0)
-        self._add(ce, apart, places)
-        return ce_share * ce + self.temperature**2 * apart_share * apart, trained
+            shares = [s[at].unsqueeze(1) if isinstance(s, Tensor) else s for s in (ce_weight, kl_weight)]
+            ce[at], kl[at] = self._block_(logits[at], labels[at].clamp(min=0), part, *shares)
+        ce, kl = torch.where(trained, ce, 0.0), torch.where(trained, kl, 0.0)
+        self._add(ce, kl, places)
+        return ce_weight * ce + self.temperature**2 * kl_weight * kl, trained
 
-    def _shares(self, said: list[Tensor], labels: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
-        """How much cross entropy and divergence count, row by row where they differ, and then at which places each of them is; takes that off `said`."""
+    def _shares(self, extra: list[Tensor], labels: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
+        """Returns the weights of cross entropy and divergence, per row if they differ, and the positions of each; pops
+        the deciding tensor from `extra`.
+        """
         if not (self.written or self.partly):
             return 1 - self.mixture, self.mixture, {}
-        counts, trained = said.pop(), labels != IGNORED
+        counts, trained = extra.pop(), labels != IGNORED
         here = counts > 0
         if self.partly:
             return (
@@ -276,62 +281,60 @@ class Distilled:
         places = {"label_loss": trained & ~here, "divergence": trained}
         return torch.where(here, 0.0, 1 - self.mixture), torch.where(here, counts, self.mixture), places
 
-    def _teacher(self, said: Any) -> Tensor | Likeliest:
-        return recovered(*said) if self.head is None else self.head(*said)
+    def _teacher(self, extra: Any) -> Tensor | Likeliest:
+        return recovered(*extra) if self.head is None else self.head(*extra)
 
-    def _add(self, ce: Tensor, apart: Tensor, places: Mapping[str, Tensor]) -> None:
-        found = {"label_loss": ce, "divergence": apart}
+    def _add(self, ce: Tensor, kl: Tensor, places: Mapping[str, Tensor]) -> None:
+        parts = {"label_loss": ce, "divergence": kl}
         for name, at in places.items():
-            found |= {name: found[name] * at, f"{name.removesuffix('_loss')}_places": at}
-        for name, values in found.items():
+            parts |= {name: parts[name] * at, f"{name.removesuffix('_loss')}_places": at}
+        for name, values in parts.items():
             total = values.detach().sum()
             self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def _block_(
-        self, logits: Tensor, labels: Tensor, teacher: Tensor | Likeliest, ce_share: Any, apart_share: Any
+        self, logits: Tensor, labels: Tensor, teacher: Tensor | Likeliest, ce_weight: Any, kl_weight: Any
     ) -> tuple[Tensor, Tensor]:
-        """Cross entropy and divergence of some rows; their gradient takes the place of the logits."""
+        """Returns cross entropy and divergence of a block of rows; overwrites the logits with their gradient."""
         own = (torch.arange(len(labels), device=labels.device), labels)
         scores = logits.float()
         logp = torch.log_softmax(scores, dim=-1)
         ce = -logp[own]
         tempered = logp if self.temperature == 1 else torch.log_softmax(scores / self.temperature, dim=-1)
         if isinstance(teacher, Likeliest):
-            apart, slope = _of_likeliest(tempered, teacher, self.direction)
+            kl, slope = _of_likeliest(tempered, teacher, self.direction)
         else:
-            apart, slope = _of_all(
-                tempered, torch.log_softmax(teacher.float() / self.temperature, dim=-1), self.direction
-            )
-        slope.mul_(apart_share * self.temperature)
+            kl, slope = _of_all(tempered, torch.log_softmax(teacher.float() / self.temperature, dim=-1), self.direction)
+        slope.mul_(kl_weight * self.temperature)
         if self.mixture < 1 or self.partly:
             p = logp.exp_()
             p[own] -= 1
-            slope.add_(p.mul_(ce_share))
+            slope.add_(p.mul_(ce_weight))
         logits.copy_(slope)
-        return ce, apart
+        return ce, kl
 
 
 def _blocks(rows: int, vocabulary: int) -> Iterator[slice]:
-    many = max(1, _BLOCK // vocabulary)
-    return (slice(start, min(start + many, rows)) for start in range(0, rows, many))
+    rows_per_block = max(1, _BLOCK // vocabulary)
+    return (slice(start, min(start + rows_per_block, rows)) for start in range(0, rows, rows_per_block))
 
 
 def _of_all(logp: Tensor, logq: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
-    """Divergence [n] of log-probabilities [n, vocabulary], and its gradient by the student's logits, a tensor of its own."""
+    """Returns the divergence [n] of log-probabilities [n, vocabulary] and its gradient by the student's logits."""
     if direction == "forward":
         q, p = logq.exp(), logp.exp()
-        apart = logq.sub_(logp).mul_(q).sum(dim=-1)
-        return apart, p.sub_(q)
+        kl = logq.sub_(logp).mul_(q).sum(dim=-1)
+        return kl, p.sub_(q)
     p = logp.exp()
     gap = logq.neg_().add_(logp)
-    apart = (p * gap).sum(dim=-1)
-    return apart, gap.sub_(apart.unsqueeze(1)).mul_(p)
+    kl = (p * gap).sum(dim=-1)
+    return kl, gap.sub_(kl.unsqueeze(1)).mul_(p)
 
 
 def _of_likeliest(logp: Tensor, teacher: Likeliest, direction: Direction) -> tuple[Tensor, Tensor]:
-    """The same over the teacher's likeliest tokens and all others together.
+    """As `_of_all` for a top-k teacher with all other tokens pooled.
 
-    The gradient by the logit of a token v of the others is that of their sum times p_v over that sum.
+    The gradient by the logit of a pooled token v is that of the pool times p_v over the pool's probability.
     """
     logq, count = teacher.values, teacher.indices.shape[-1]
     among = (torch.arange(logp.shape[0], device=logp.device).unsqueeze(1), teacher.indices)
@@ -341,29 +344,31 @@ def _of_likeliest(logp: Tensor, teacher: Likeliest, direction: Direction) -> tup
     together = torch.cat([own, rest.log()], dim=-1)
     if direction == "forward":
         q = logq.exp()
-        apart = (q * (logq - together)).sum(dim=-1)
+        kl = (q * (logq - together)).sum(dim=-1)
         slope = together.exp() - q
     else:
         gap = together - logq
         mass = together.exp()
-        apart = (mass * gap).sum(dim=-1)
-        slope = mass * (gap - apart.unsqueeze(1))
+        kl = (mass * gap).sum(dim=-1)
+        slope = mass * (gap - kl.unsqueeze(1))
     p.mul_(slope[:, count:] / rest).index_put_(among, slope[:, :count])
-    return apart, p
+    return kl, p
 
 
 def means(sums: Mapping[str, Tensor], weight: float) -> dict[str, float]:
-    """What is written down of a step's `Distilled.sums`: means over its trained tokens; where the student wrote, each over its own places, and the
-    share of all that it wrote; where the teacher says something at some places alone, the share of these.
+    """Converts a step's `Distilled.sums` to means over its trained tokens, for logging.
+
+    If the student sampled tokens, each mean is over its own positions, and `on_policy` is the fraction of sampled
+    tokens. If the teacher covers only some positions, `compared` is their fraction.
 
     Example:
         >>> means({"label_loss": torch.tensor(3.0), "divergence": torch.tensor(1.0)}, 2.0)
         {'label_loss': 1.5, 'divergence': 0.5}
     """
-    found = {name: float(total) for name, total in sums.items()}
-    labelled, places = found.pop("label_places", weight), found.pop("divergence_places", weight)
+    totals = {name: float(total) for name, total in sums.items()}
+    labelled, places = totals.pop("label_places", weight), totals.pop("divergence_places", weight)
     over = {"label_loss": labelled, "divergence": places}
-    made = {name: total / over.get(name, weight) for name, total in found.items() if over.get(name, weight)}
+    averages = {name: total / over.get(name, weight) for name, total in totals.items() if over.get(name, weight)}
     if "label_places" in sums and places:
-        return made | {"on_policy": 1 - labelled / places}
-    return made | ({"compared": places / weight} if "divergence_places" in sums and weight else {})
+        return averages | {"on_policy": 1 - labelled / places}
+    return averages | ({"compared": places / weight} if "divergence_places" in sums and weight else {})

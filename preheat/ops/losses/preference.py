@@ -1,4 +1,4 @@
-"""Answers judged as a whole: log-probabilities of sequences out of those of tokens, and the losses that compare them."""
+"""Preference losses (DPO and relatives, KTO-style), and sequence log-probabilities from those of tokens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["AnswerIndex", "liked_losses", "pair_losses"]
 
 @dataclass
 class AnswerIndex:
-    """Which places of a batch belong to which answer. Made from lengths on the host, so nothing is read back.
+    """Maps positions of a batch to answers. Built from lengths on the host, without a device sync.
 
     Attributes:
-        index: [answers, longest], the places of each in the flattened batch; beyond its end one past the last.
-        owner: [rows * length], the answer that a place belongs to; the number of answers: none.
-        lengths: [answers] fp32, how many labels each has.
+        index: [answers, longest], positions of each answer in the flattened batch; padded with one past the last.
+        owner: [rows * length], answer of each position; the number of answers means none.
+        lengths: [answers] fp32, number of labels of each.
     """
 
     index: Tensor
@@ -33,18 +33,18 @@ class AnswerIndex:
 
     @classmethod
     def of(cls, batch: Batch) -> AnswerIndex:
-        """Of a batch whose rows hold answers, and padding after them."""
+        """Builds the index of a batch whose rows hold answers followed by padding."""
         documents, device = batch.mask.documents, batch.tokens.device
         assert documents is not None, "answers have their lengths beside them"
-        held = (
+        answers = (
             [len(row) for row in batch.liked]
             if batch.liked
             else [len(row) // batch.group * batch.group for row in documents]
         )
-        count = sum(held)
+        count = sum(answers)
         sizes = [size for row in documents for size in row]
         numbers, n = [], 0
-        for row, real in zip(documents, held, strict=True):
+        for row, real in zip(documents, answers, strict=True):
             numbers += [n + i if i < real else count for i in range(len(row))]
             n += real
         ends = to_device(sizes, device).cumsum(0)
@@ -56,21 +56,21 @@ class AnswerIndex:
         within = torch.arange(max(real_sizes), device=device)
         index = to_device(starts, device)[:, None] + within
         index = torch.where(within < to_device(real_sizes, device)[:, None], index, total)
-        made = cls(index, owner, ends)
-        made.lengths = made.sums((batch.labels != IGNORED).float()).clamp(min=1)
-        return made
+        answer_index = cls(index, owner, ends)
+        answer_index.lengths = answer_index.sums((batch.labels != IGNORED).float()).clamp(min=1)
+        return answer_index
 
     def sums(self, values: Tensor) -> Tensor:
-        """[answers], the sum of each over its places. By gathering: the order of sums is the same at any time, on a GPU too."""
+        """Sums values per answer: [answers]. Gathers, so that the summation order is deterministic on a GPU too."""
         return functional.pad(values.flatten(), (0, 1))[self.index].sum(dim=1)
 
     def spread(self, values: Tensor, like: Tensor) -> Tensor:
-        """A value an answer at each of its places, 0 elsewhere, in the shape of `like`."""
+        """Spreads one value per answer over its positions, 0 elsewhere, in the shape of `like`."""
         return functional.pad(values, (0, 1))[self.owner].view_as(like)
 
 
 def _log_odds(logp: Tensor) -> Tensor:
-    """log p / (1 - p). p below 1 by at least fp32's resolution: at 1 odds are infinite, and so would their slope be."""
+    """Returns log p / (1 - p). Clamps p below 1 by fp32's resolution, since odds and gradient are infinite at 1."""
     logp = logp.clamp(max=-torch.finfo(torch.float32).eps)
     return logp - torch.log(-torch.expm1(logp))
 
@@ -86,21 +86,21 @@ def pair_losses(
     gamma: float = 0.5,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss of each pair of answers.
+    """Computes the loss of each pair of answers.
 
     With d = (chosen - rejected) - (reference_chosen - reference_rejected), s(x) = -log sigmoid(x), e the smoothing:
     `dpo`, `cpo`: (1 - e) s(beta d) + e s(-beta d); `simpo`: that of beta d - gamma; `hinge`: max(0, 1 - beta d);
     `ipo`: (d - 1 / (2 beta)) ** 2; `orpo`: beta s(log odds(chosen) - log odds(rejected)).
 
     Args:
-        chosen, rejected: [pairs] log-probabilities, of the answers or a token's mean; `orpo` needs the mean.
-        reference_chosen, reference_rejected: those of the reference model; 0 without one.
+        chosen, rejected: [pairs] log-probabilities, summed or averaged over tokens; `orpo` needs averages.
+        reference_chosen, reference_rejected: the same of the reference model; 0 without one.
 
     Returns:
         [pairs].
 
     Raises:
-        ValueError: no such loss.
+        ValueError: unknown loss.
 
     Example:
         >>> pair_losses(torch.tensor([-1.0]), torch.tensor([-1.0]))
@@ -120,7 +120,9 @@ def pair_losses(
 
 
 def liked_losses(answer: Tensor, reference: Tensor, liked: Tensor, *, beta: float = 0.1) -> Tensor:
-    """The loss of each answer that is judged by itself: 1 - sigmoid(r) where it was liked, sigmoid(r) where not; r = beta (answer - reference).
+    """Computes the loss of answers that are judged individually, with r = beta (answer - reference).
+
+    It is 1 - sigmoid(r) for liked answers and sigmoid(r) for the others.
 
     Args:
         answer, reference: [n] log-probabilities; liked: [n], 1 or 0.

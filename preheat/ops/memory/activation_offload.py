@@ -1,4 +1,4 @@
-"""Activations on the host between a layer's forward and backward pass."""
+"""Activation offload: saved activations move to host memory and return before the backward pass."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["ActivationOffload", "Saved"]
 
 
 class Saved:
-    """A tensor that autograd asked to be kept: on the device, or on its way to the host and back.
+    """A tensor saved for backward: on the device, on the host, or being copied.
 
     Attributes:
-        uses: places of the graph that will ask for it; after the last one the device's copy is let go.
+        uses: remaining uses in the graph; after the last one the device copy is freed.
     """
 
     def __init__(self, layer: _Pass, value: Tensor, *, moved: bool):
@@ -35,20 +35,20 @@ class Saved:
             self.host, self.here = self.leaving.value, None
 
     def settle(self) -> None:
-        """The device's memory may be used again by what comes after this in the computing stream."""
+        """Releases the device memory for later work on the compute stream, once the copy out is done."""
         if self.leaving is not None:
             self.leaving.for_device()
             self.leaving = None
 
     def fetch(self) -> None:
-        """Begins to bring it back."""
+        """Starts the copy back to the device."""
         if self.here is None and self.coming is None:
             assert self.host is not None
             self.settle()
             self.coming = self.layer.link.back(self.host, torch.empty_like(self.host, device=self._device))
 
     def take(self) -> Tensor:
-        """The tensor, for one of its uses."""
+        """Returns the tensor for one of its uses."""
         if self.here is None:
             self.fetch()
             assert self.coming is not None
@@ -60,10 +60,10 @@ class Saved:
 
 
 class _Stays:
-    """What a layer saves that is no activation: weights, buffers, what all layers are given, and autocast's copies.
+    """Saved tensors that are not activations: weights, buffers, inputs common to all layers, and autocast's copies.
 
-    Autocast keeps its copies of trained weights on the device until the whole forward pass is done, so that a copy on
-    the host would spare nothing there.
+    Autocast caches its casts of trained weights on the device until the end of the forward pass, so offloading them
+    would save nothing.
     """
 
     def __init__(self, layer: nn.Module, alike: Iterable[Tensor]):
@@ -76,10 +76,10 @@ class _Stays:
         return t.untyped_storage()._cdata in self.storages or self._cast(t)
 
     def _cast(self, t: Tensor) -> bool:
-        """Whether it is a weight in another dtype, or a view of that."""
-        if not t.requires_grad:  # of a frozen one: nothing else that needs no gradient has its shape in another dtype
-            whole = t if t._base is None else t._base
-            return any(shape == whole.shape and dtype != whole.dtype for shape, dtype in self.frozen)
+        """True for a weight in another dtype, or a view of one."""
+        if not t.requires_grad:  # a tensor without gradients with a frozen weight's shape and another dtype is its cast
+            base = t if t._base is None else t._base
+            return any(shape == base.shape and dtype != base.dtype for shape, dtype in self.frozen)
         node, cast = t.grad_fn, False
         while node is not None and node.name().removesuffix("0") in _RESHAPES:
             cast = cast or node.name().startswith("ToCopy")
@@ -95,20 +95,20 @@ _RESHAPES = {
     "UnsafeViewBackward",
     "PermuteBackward",
 }
-"""Nodes of autograd that only cast a weight or lay it out otherwise."""
+"""Autograd nodes that only cast or reshape a weight."""
 
 
 class _Pass:
-    """One layer's forward pass: what it saved, and the layer that ran before it."""
+    """One layer's forward pass: its saved tensors, and the pass of the previous layer."""
 
-    def __init__(self, link: HostCopy, before: _Pass | None, *, moves: bool, least: int, kept: _Stays):
-        self.link, self.before, self.moves, self.least, self.kept = link, before, moves, least, kept
-        self._saved: list[weakref.ref[Saved]] = []  # autograd owns them: what it dropped need not come back
-        self._same: dict[Any, Saved] = {}  # saved by several operators, moved once
+    def __init__(self, link: HostCopy, before: _Pass | None, *, moves: bool, least: int, stays: _Stays):
+        self.link, self.before, self.moves, self.least, self.kept = link, before, moves, least, stays
+        self._saved: list[weakref.ref[Saved]] = []  # autograd owns them: tensors that it freed are not fetched
+        self._same: dict[Any, Saved] = {}  # tensors saved by several operators move once
         self._begun = self._fetched = False
 
     def pack(self, t: Tensor) -> Saved:
-        """Autograd's hook for a tensor that it saves."""
+        """Pack hook: called when autograd saves a tensor."""
         storage = t.untyped_storage()._cdata
         key = (storage, t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
         if key not in self._same:
@@ -120,7 +120,7 @@ class _Pass:
         return saved
 
     def unpack(self, saved: Saved) -> Tensor:
-        """Autograd's hook for when it needs it. The first one of a layer begins to bring back those of the layer before."""
+        """Unpack hook: the first call of a layer also prefetches the tensors of the previous layer."""
         if not self._begun:
             self._begun = True
             self.fetch()
@@ -129,28 +129,28 @@ class _Pass:
         return saved.take()
 
     def fetch(self) -> None:
-        """Begins to bring back all that is still wanted."""
+        """Starts copying back all tensors that are still needed."""
         if not self._fetched:
             self._fetched = True
-            for reference in reversed(self._saved):  # what was saved last is wanted first
+            for reference in reversed(self._saved):  # backward needs the last saved tensors first
                 if (saved := reference()) is not None:
                     saved.fetch()
 
     def settle(self) -> None:
-        """Gives back the device's memory of what was sent. The computing stream waits for the copies, the host does not."""
+        """Frees the device memory of offloaded tensors. The compute stream waits for the copies, the host does not."""
         for saved in self._same.values():
             saved.settle()
         self._same.clear()
 
 
 class ActivationOffload:
-    """Sends what layers save for the backward pass to the host and brings it back one layer ahead. Wraps layers' `forward`.
+    """Offloads activations to the host and prefetches them one layer ahead in backward. Wraps the layers' `forward`.
 
     Args:
-        layers: in the order in which they run.
-        stay: last layers whose tensors stay on the device, since the backward pass begins with them.
-        least: bytes below which a tensor stays.
-        link: makes the copies; by the layers' device, when a layer first runs, where not given.
+        layers: layers in execution order.
+        stay: number of last layers that are not offloaded, since backward starts with them.
+        least: minimum bytes of a tensor to offload.
+        link: makes the copies; if None, chosen by the layers' device when a layer first runs.
     """
 
     def __init__(
@@ -168,14 +168,14 @@ class ActivationOffload:
                 return forward(*args, **kwargs)
             if self.link is None:
                 self.link = link_for(next(layer.parameters()).device)
-            # What is there anyway: weights, and what all layers are given alike (rotary tables).
+            # Weights, and tensors that all layers receive (rotary tables), stay on the device anyway.
             alike = (t for t in tree_leaves(kwargs) if isinstance(t, Tensor) and not t.requires_grad)
-            kept = _Stays(layer, alike)
+            stays = _Stays(layer, alike)
             before = self._last if index else None
-            run = _Pass(self.link, before, moves=index < self.count, least=self.least, kept=kept)
+            run = _Pass(self.link, before, moves=index < self.count, least=self.least, stays=stays)
             with saved_tensors_hooks(run.pack, run.unpack):
                 out = forward(*args, **kwargs)
-            # A whole layer was computed since the one before sent its last tensor: by now the copies have mostly arrived.
+            # By now a full layer has run since the previous one sent its last tensor, so its copies are mostly done.
             if before is not None:
                 before.settle()
             if not run.moves:

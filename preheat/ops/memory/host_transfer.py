@@ -1,13 +1,13 @@
-"""Copies between the device and the host's memory, as operators of their own, so that a dry run sees what moves.
+"""Copies between device and host memory as custom operators, which a dry run can observe.
 
-Under fake tensors everything lies on one fake device, and a plain copy to the host would look like another tensor there. What
-`preheat::to_host` and `preheat::host_zeros` return is known to lie on the host, and so is what is computed of such tensors alone; of
-what others move there (FSDP2 its weights and gradients) `preheat::lies_on_host` tells.
+Under fake tensors everything is on one fake device, and a plain copy to the host would look like one more tensor there.
+The results of `preheat::to_host` and `preheat::host_zeros` are known to be on the host, as is anything computed only
+from them; `preheat::lies_on_host` marks tensors that others move there (FSDP2's weights and gradients).
 
-`HostCopy` makes the copies at once, on any device; `AsyncHostCopy` makes them beside the computation on CUDA. Memory of the device is
-taken and given back in the order of the computing stream, which waits for a copy's event before it forgets the copy's other
-end. So no allocation depends on when a copy happens to end, and the peak is the one that a dry run sees. `AsyncHostCopy` has not
-been run on a GPU yet.
+`HostCopy` copies synchronously on any device; `AsyncHostCopy` overlaps copies with compute on CUDA. Device memory is
+allocated and freed in the order of the compute stream, which waits for a copy's event before it drops the source.
+Allocations therefore do not depend on when a copy finishes, and the peak equals that of the dry run. `AsyncHostCopy`
+has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 
 
 def _host(t: Tensor) -> Tensor:
-    """Memory on the host for a tensor like `t`, pinned where the device needs that for copies beside the computation."""
+    """Allocates host memory for a tensor like `t`, pinned if `t` is on CUDA, for asynchronous copies."""
     return torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
 
 
 @torch.library.custom_op("preheat::to_host", mutates_args=())
 def to_host(t: Tensor) -> Tensor:
-    """A copy of `t` in the host's memory, begun on the current stream."""
+    """Copies `t` to new host memory on the current stream."""
     return _host(t).copy_(t, non_blocking=True)
 
 
@@ -51,7 +51,7 @@ def _(t: Tensor) -> Tensor:
 
 @torch.library.custom_op("preheat::host_zeros", mutates_args=())
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Zeros in the host's memory."""
+    """Allocates zeros in host memory."""
     return torch.zeros(tuple(shape), dtype=dtype, pin_memory=pinned)
 
 
@@ -62,7 +62,7 @@ def _(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
 
 @torch.library.custom_op("preheat::lies_on_host", mutates_args=())
 def lies_on_host(t: Tensor) -> None:
-    """Does nothing: says to a dry run that what holds `t` lies on the host from here on."""
+    """Does nothing, but marks for a dry run that the storage of `t` is on the host from here on."""
 
 
 @lies_on_host.register_fake
@@ -71,13 +71,13 @@ def _(t: Tensor) -> None: ...
 
 @torch.library.custom_op("preheat::copy_to_host_", mutates_args={"host"})
 def copy_to_host_(host: Tensor, t: Tensor) -> None:
-    """Copies `t` of the device into `host`, begun on the current stream."""
+    """Copies device tensor `t` into `host` on the current stream."""
     host.copy_(t, non_blocking=True)
 
 
 @torch.library.custom_op("preheat::copy_to_device_", mutates_args={"t"})
 def copy_to_device_(t: Tensor, host: Tensor) -> None:
-    """Copies `host` into `t` of the device, begun on the current stream."""
+    """Copies `host` into device tensor `t` on the current stream."""
     t.copy_(host, non_blocking=True)
 
 
@@ -92,7 +92,7 @@ def _(t: Tensor, host: Tensor) -> None:
 
 
 def to_device(host: Tensor, like: Tensor) -> Tensor:
-    """A copy of `host` beside `like`, begun on the current stream."""
+    """Copies `host` to the device of `like` on the current stream."""
     t = torch.empty_like(host, device=like.device)
     copy_to_device_(t, host)
     return t
@@ -100,11 +100,11 @@ def to_device(host: Tensor, like: Tensor) -> Tensor:
 
 @dataclass
 class Copy:
-    """A copy that was begun.
+    """A copy in progress.
 
     Attributes:
-        value: where it goes to; not to be read before one of the methods below returned.
-        source: what it reads, kept until then.
+        value: the target; do not read it before one of the methods below has returned.
+        source: the source tensor, kept alive until then.
     """
 
     value: Tensor
@@ -112,14 +112,14 @@ class Copy:
     event: Any = None
 
     def for_device(self) -> Tensor:
-        """The copy's target; what the computing stream does from now on finds it whole. The host does not wait."""
+        """Returns the target after making the compute stream wait for the copy. The host does not wait."""
         if self.event is not None:
-            self.event.wait()  # the current stream does
+            self.event.wait()  # makes the current stream wait, not the host
         self.source = None
         return self.value
 
     def for_host(self) -> Tensor:
-        """The copy's target, whole: the host waits for it."""
+        """Returns the target after the host has waited for the copy."""
         if self.event is not None:
             self.event.synchronize()
         self.source = None
@@ -127,41 +127,41 @@ class Copy:
 
 
 class HostCopy:
-    """Copies at once: for tests on a CPU, and under fake tensors."""
+    """Synchronous copies: for CPUs, and under fake tensors."""
 
     def out(self, t: Tensor, into: Tensor | None = None) -> Copy:
-        """Begins to copy `t` to the host, into `into` where that is given."""
+        """Starts copying `t` to the host, into `into` if given."""
         if into is None:
             return Copy(to_host(t), t)
         copy_to_host_(into, t)
         return Copy(into, t)
 
     def back(self, sent: Tensor, into: Tensor) -> Copy:
-        """Begins to copy `sent` into `into` on the device.
+        """Starts copying `sent` into `into` on the device.
 
-        `sent` lies whole on the host: whoever sent it there has waited for that copy, on the host or in the computing
-        stream. No other copy is waited for.
+        `sent` must be complete on the host: the caller has waited for its copy, on the host or in the compute stream.
+        This waits for no other copy.
         """
         copy_to_device_(into, sent)
         return Copy(into, sent)
 
 
 class AsyncHostCopy(HostCopy):
-    """Copies on two streams of their own, one for each direction."""
+    """Asynchronous copies on two dedicated streams, one per direction."""
 
     def __init__(self, device: torch.device):
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def out(self, t: Tensor, into: Tensor | None = None) -> Copy:
-        self._out.wait_stream(torch.cuda.current_stream())  # `t` is computed by then
+        self._out.wait_stream(torch.cuda.current_stream())  # waits until `t` is computed
         with torch.cuda.stream(self._out):
             copy = super().out(t, into)
             copy.event = self._out.record_event()
         return copy
 
     def back(self, sent: Tensor, into: Tensor) -> Copy:
-        # The computing stream is done with what lay in `into` before, and by then `sent` has arrived. What else is on
-        # its way out is not waited for: weights come back while gradients still go.
+        # Waits for the compute stream, which has finished with the old contents of `into` and waited for `sent`, but
+        # not for other copies out: weights return while gradients are still being sent.
         self._back.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._back):
             copy = super().back(sent, into)
@@ -170,5 +170,5 @@ class AsyncHostCopy(HostCopy):
 
 
 def link_for(device: torch.device) -> HostCopy:
-    """The link to a device."""
+    """Returns the copy engine of a device."""
     return AsyncHostCopy(device) if device.type == "cuda" else HostCopy()

@@ -1,4 +1,4 @@
-"""Which results of a layer to keep for the backward pass, within a budget of memory, and which to compute again."""
+"""Selective activation checkpointing: chooses which results of a layer to save within a memory budget."""
 
 from __future__ import annotations
 
@@ -34,18 +34,22 @@ __all__ = [
 ]
 
 Key = tuple[Any, int]
-"""An operator, and which of its calls in the layer's forward pass; (`ATTENTION`, -1): all of attention, whose calls vary with the documents."""
+"""An operator and the index of its call in the layer's forward pass. (`ATTENTION`, -1) is all of attention, whose
+number of calls varies with the documents.
+"""
 
 ATTENTION = "attention"
 _OURS = {"preheat::attention", "preheat::varlen_attention"}
 
 _FLOPS_A_BYTE = 50
-"""What moving a byte costs in FLOPs: about the ratio of a device's matrix rate to its memory's bandwidth, some 10 on a CPU and some 200 on a GPU."""
+"""Cost of moving a byte, in FLOPs: roughly the ratio of matmul rate to memory bandwidth, about 10 on a CPU and 200 on a
+GPU.
+"""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operator call whose result can be kept: the bytes that it takes, and what computing it again costs, in FLOPs."""
+    """An operator call whose result can be saved: its bytes, and the cost of recomputing it in FLOPs."""
 
     key: Key
     bytes: int
@@ -54,10 +58,10 @@ class Call:
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """A layer's forward pass: its calls in order, and the bytes that autograd keeps of it when nothing is computed again.
+    """A layer's forward pass: its calls in order, and the bytes that autograd saves without recomputation.
 
-    Calls after the last tensor that autograd keeps are not among them: computing again ends there, and what was kept of them would be for nothing (the last
-    product of most layers, which is the dearest for its size).
+    Calls after the last saved tensor are left out: recomputation ends there, so saving their results would be useless
+    (in most layers the last matmul, the most expensive for its size).
     """
 
     calls: tuple[Call, ...]
@@ -68,29 +72,29 @@ def _cost(func: Any, args: Any, out: Any, tensors: list[Tensor]) -> int:
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(func._overloadpacket)
-    torchs = "_scaled_dot_product" in func._schema.name  # whose formula refuses keys that heads share
+    torchs = "_scaled_dot_product" in func._schema.name  # torch's formula rejects grouped-query attention
     flops = int(formula(*args, out_val=out)) if formula is not None and not torchs else 0
-    if torchs or (formula is None and _is_attention(func)):  # two products of all with all
+    if torchs or (formula is None and _is_attention(func)):  # two matmuls over all pairs
         (*rows, n, width), keys = args[0].shape, args[1].shape[-2]
         flops = int(4 * torch.Size(rows).numel() * n * keys * width)
     return flops + _FLOPS_A_BYTE * sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _is_attention(func: Any) -> bool:
-    """Torch's operators, the one for packed documents, and the one that compiled layers have for any kernel of ours."""
+    """True for torch's attention operators, our variable-length one, and the opaque one of compiled layers."""
     return "_scaled_dot_product" in func._schema.name or func._schema.name in _OURS
 
 
 class _Watch(TorchDispatchMode):
-    """Writes down operator calls whose results are tensors of their own and are not written to afterwards."""
+    """Records operator calls whose results are new tensors that are not modified in place later."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[Key, tuple[set[int], Call]] = {}
         self.made: set[int] = set()
         self.counts: Counter[Any] = Counter()
-        self.needed: set[Key] = set()  # called before the last tensor that autograd kept
-        self.held: list[Any] = []  # storages stay alive, so that their numbers are their own
+        self.needed: set[Key] = set()  # calls before the last tensor that autograd saved
+        self.held: list[Any] = []  # keeps storages alive, so that their addresses stay unique
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -109,14 +113,14 @@ class _Watch(TorchDispatchMode):
             if isinstance(t, Tensor)
         } | {_number(t) for t in outputs if func._schema.is_mutable}
         self.found = {k: v for k, v in self.found.items() if not v[0] & written}
-        made = {_number(t): t.untyped_storage() for t in outputs if _number(t) not in before}
-        self.made |= made.keys()
-        self.held += made.values()
-        # What devices send each other is sent again by all or by none, and each chooses by itself: so by all.
+        new = {_number(t): t.untyped_storage() for t in outputs if _number(t) not in before}
+        self.made |= new.keys()
+        self.held += new.values()
+        # Each rank chooses by itself, but a collective must be recomputed by all or none: so by all.
         local = func.namespace != "_c10d_functional"
-        if made and not written and local and len(made) == len(outputs) and "empty" not in func._schema.name:
-            size, cost = sum(storage.nbytes() for storage in made.values()), _cost(func, args, out, inputs + outputs)
-            numbers = set(made)
+        if new and not written and local and len(new) == len(outputs) and "empty" not in func._schema.name:
+            size, cost = sum(storage.nbytes() for storage in new.values()), _cost(func, args, out, inputs + outputs)
+            numbers = set(new)
             if _is_attention(func):
                 key = (ATTENTION, -1)
                 others, call = self.found.get(key, (set(), Call(key, 0, 0)))
@@ -130,9 +134,9 @@ def _number(t: Tensor) -> int:
 
 
 def trace_layer(forward: Callable[..., Any], args: Any, kwargs: Any) -> LayerTrace:
-    """Runs a layer's forward pass on fake tensors, apart from whatever modes are on, and says what it computed and saved.
+    """Traces a layer's forward pass on fake tensors, outside active modes: what it computes and saves.
 
-    Nothing is allocated or computed; autocast stays as it is, but its cache of cast weights, which would keep fake ones.
+    Allocates and computes nothing. Autocast stays on, but its weight cache is disabled: it would keep fake tensors.
     """
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -158,8 +162,8 @@ def trace_layer(forward: Callable[..., Any], args: Any, kwargs: Any) -> LayerTra
         given = {_number(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t), watched:
             forward(*args, **kwargs)
-    kept = sum(size for number, size in saved.items() if number in watched.made - given)
-    return LayerTrace(tuple(call for key, (_, call) in watched.found.items() if key in watched.needed), kept)
+    saved_bytes = sum(size for number, size in saved.items() if number in watched.made - given)
+    return LayerTrace(tuple(call for key, (_, call) in watched.found.items() if key in watched.needed), saved_bytes)
 
 
 @contextlib.contextmanager
@@ -172,68 +176,68 @@ def _uncached_autocast() -> Iterator[None]:
         torch.set_autocast_cache_enabled(was)
 
 
-_GRAINS = 1000  # what a layer saves is cut into so many pieces, of which results take whole ones
+_GRAINS = 1000  # resolution of the knapsack: a layer's saved bytes are divided into this many units
 
 
-def knapsack(seen: LayerTrace, budget: float) -> frozenset[Key]:
-    """Results to keep: those that spare most in `budget` of the bytes that the layer would save (a knapsack, solved exactly).
+def knapsack(trace: LayerTrace, budget: float) -> frozenset[Key]:
+    """Chooses the results to save that avoid most recomputation within a memory budget (exact knapsack).
 
     Args:
-        budget: share between 0 (nothing but the layer's input) and 1 (as much as without recomputing).
+        budget: fraction of the layer's saved bytes, from 0 (only the input) to 1 (no recomputation).
 
     Example:
         >>> dear, cheap = Call(("mm", 0), 60, 100), Call(("mul", 0), 60, 1)
-        >>> choose(Seen((cheap, dear), 120), 0.5)
+        >>> knapsack(LayerTrace((cheap, dear), 120), 0.5)
         frozenset({('mm', 0)})
     """
-    grain = max(1, seen.saved // _GRAINS)
-    room = int(budget * seen.saved) // grain
-    best = [0] * (room + 1)  # the most that can be spared in so many grains
-    taken = []
-    for call in seen.calls:
+    grain = max(1, trace.saved // _GRAINS)
+    room = int(budget * trace.saved) // grain
+    best = [0] * (room + 1)  # the highest cost saved with each number of units
+    choices = []
+    for call in trace.calls:
         size = -(-call.bytes // grain)
         better = bytearray(room + 1)
         for have in range(room, size - 1, -1):
             if best[have - size] + call.cost > best[have]:
                 best[have], better[have] = best[have - size] + call.cost, 1
-        taken.append((call, size, better))
-    kept = set()
-    for call, size, better in reversed(taken):
+        choices.append((call, size, better))
+    keys = set()
+    for call, size, better in reversed(choices):
         if better[room]:
-            kept.add(call.key)
+            keys.add(call.key)
             room -= size
-    return frozenset(kept)
+    return frozenset(keys)
 
 
-def contexts(kept: frozenset[Key]) -> tuple[Any, Any]:
-    """The contexts that torch's checkpoint enters in the forward pass and when it computes again: `kept` results are not computed again."""
+def contexts(keys: frozenset[Key]) -> tuple[Any, Any]:
+    """Returns the contexts of torch's checkpoint for forward and recomputation; results in `keys` are saved."""
     counts: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         count = counts[context.is_recompute]
         key = (ATTENTION, -1) if _is_attention(func) else (func, count[func])
         count[func] += 1
-        return CheckpointPolicy.MUST_SAVE if key in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if key in keys else CheckpointPolicy.PREFER_RECOMPUTE
 
-    made: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
-    return made
+    pair: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return pair
 
 
 def keeps_results() -> bool:
-    """Whether results of operators that run now may be kept for a second forward pass: what is written to afterwards could not be."""
+    """True if results of operators may be saved for recomputation, so that they must not be modified in place."""
     return any(isinstance(mode, (_Watch, _CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in _modes())
 
 
-def keep_matmuls(seen: LayerTrace, every: int) -> frozenset[Key]:
-    """The results of attention and of every so many matrix products, in the order in which they run: dear to compute for what they weigh.
+def keep_matmuls(trace: LayerTrace, every: int) -> frozenset[Key]:
+    """Returns attention and every `every`-th matmul in execution order: expensive to recompute for their size.
 
     Example:
         >>> product = torch.ops.aten.mm.default
-        >>> kept = dear(Seen(tuple(Call((product, i), 8, 100) for i in range(3)), 24), 2)
-        >>> sorted(i for _, i in kept)
+        >>> keys = keep_matmuls(LayerTrace(tuple(Call((product, i), 8, 100) for i in range(3)), 24), 2)
+        >>> sorted(i for _, i in keys)
         [-1, 1]
     """
-    products = [call.key for call in seen.calls if call.key[0] in _products()]
+    products = [call.key for call in trace.calls if call.key[0] in _products()]
     return frozenset({*products[every - 1 :: every], (ATTENTION, -1)})
 
 
@@ -243,17 +247,21 @@ def _products() -> frozenset[Any]:
 
 
 class CheckpointPolicyCache:
-    """Chooses once for each kind of layer and shape of input, and remembers. `knapsack`: of what was seen of a layer, the keys to keep."""
+    """Caches the chosen policy by layer kind and input shapes. `choose`: layer trace -> keys of the results to save."""
 
     def __init__(self, choose: Callable[[LayerTrace], frozenset[Key]]):
         self.choose = choose
         self._chosen: dict[Any, Callable[[], tuple[Any, Any]]] = {}
 
     def __call__(self, kind: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], tuple[Any, Any]]:
-        """`contexts` of what to keep of `forward(*args, **kwargs)`, the same function each time. `kind`: what tells layers apart that compute otherwise."""
+        """Returns the cached function that makes `contexts` for `forward(*args, **kwargs)`.
+
+        Args:
+            kind: distinguishes layers that compute differently.
+        """
         shapes = tuple((t.shape, t.dtype) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
         key = (kind, shapes, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
         if key not in self._chosen:
-            kept = self.choose(trace_layer(forward, args, kwargs))
-            self._chosen[key] = lambda: contexts(kept)
+            keys = self.choose(trace_layer(forward, args, kwargs))
+            self._chosen[key] = lambda: contexts(keys)
         return self._chosen[key]

@@ -1,1 +1,1 @@
-"""Optimizers, their states and what shards them."""
+"""Optimizers, optimizer state and ZeRO sharding."""

@@ -1,4 +1,4 @@
-"""APOLLO: the size of AdamW's update of each channel, estimated in a small random projection of the gradient."""
+"""APOLLO: AdamW's per-channel update scale, estimated from a low-rank random projection of the gradient."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from preheat.ops.optim.optimizers import Numbered, adamw_, adamw_state, keep_, l
 
 __all__ = ["Apollo", "projected_rank"]
 
-_GROWTH = 1.01  # how much the update's norm may grow from one step to the next
+_GROWTH = 1.01  # maximum growth of the update norm per step: Fira's norm-growth limiter (arXiv:2410.01623)
 
 
 def projected_rank(shape: torch.Size, rank: float) -> int:
-    """Rows of the projected gradient of a matrix: `rank` of its smaller side; 1 where `rank` is 0."""
+    """Rows of a matrix's projected gradient: `rank` times its smaller side, at least 1."""
     return max(1, round(rank * min(shape)))
 
 
 class Apollo(Numbered):
     """APOLLO for the groups marked `apollo`, AdamW for the others (Zhu et al. 2024, arXiv:2412.05270, algorithm 1).
 
-    The gradient's smaller side is projected to a few rows by a Gaussian matrix; AdamW runs on those; each column of the
-    gradient itself is then scaled by the ratio of the norms of AdamW's update and of the projected gradient. The moments are corrected for
-    their bias as AdamW's are. Of matrices that are spread over devices every device has the whole (small) state and takes the whole
-    gradient, one after another. Projections are not kept but drawn again in each step from (seed, step // every, parameter).
+    A Gaussian matrix projects the smaller side of the gradient to a few rows, and AdamW runs on those. Each column of
+    the full gradient is then scaled by the norm of AdamW's update over the norm of the projected gradient. The moments
+    get AdamW's bias correction. For sharded matrices every rank holds the full (small) state and gathers the full
+    gradients one at a time. Projections are not stored: each step redraws them from (seed, step // every, parameter).
 
     Args:
-        rank: rows of the projection as a share of the smaller side. 0: APOLLO-Mini, one row, and one scale for the whole matrix.
-        every: steps after which another projection is drawn.
-        scale: what the updates are multiplied by.
+        rank: rows of the projection as a fraction of the smaller side. 0: APOLLO-Mini, one row and one scale per
+            matrix.
+        every: steps between two projections.
+        scale: factor on the updates.
         seed, number: see `Numbered`.
     """
 
@@ -65,7 +66,7 @@ class Apollo(Numbered):
         return adamw_state(rows) | {"norm": torch.zeros((), device=p.device)}
 
     def projection(self, p: Tensor, group: dict[str, Any], number: int) -> Tensor:
-        """The Gaussian matrix [rank, smaller side] of a parameter in a step, of variance 1 / rank."""
+        """Draws the Gaussian projection [rank, smaller side] of a parameter for one step, with variance 1 / rank."""
         generator = self.draws(p, number // group["every"])
         rank = projected_rank(p.shape, group["rank"])
         return torch.randn(rank, min(p.shape), generator=generator, device=p.device).mul_(rank**-0.5)
@@ -86,7 +87,7 @@ class Apollo(Numbered):
         norms = [torch.linalg.vector_norm(t, dim=across, keepdim=True) for t in (size, projected)]
         update = wide * (group["scale"] * norms[0] / norms[1].clamp(min=1e-30))
         norm = torch.linalg.vector_norm(update)
-        # A sudden large gradient may not throw the weights far (the norm-growth limiter of Fira, arXiv:2410.01623); the first step has nothing to compare with.
+        # Limits the jump that a sudden large gradient causes. The first step has no earlier norm to compare with.
         most = torch.where(state["norm"] > 0, _GROWTH * state["norm"], norm)
         shrink = (most / norm.clamp(min=1e-30)).clamp(max=1.0)
         update.mul_(shrink)

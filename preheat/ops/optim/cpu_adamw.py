@@ -1,4 +1,4 @@
-"""AdamW on the host: its state and fp32 weights in the host's memory, its arithmetic by the host's processor."""
+"""AdamW on the CPU: optimizer state and fp32 master weights in host memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["HostAdamW"]
 
 
 class HostAdamW(Guarded):
-    """AdamW whose moments and fp32 weights lie on the host, where the step is computed too.
+    """AdamW with moments and fp32 master weights in host memory; the CPU computes the update.
 
-    All gradients are sent at once; while the first weights are updated and sent back, the rest is still arriving. The host waits for
-    gradients, which is what it is there for, but decides nothing by their values.
+    All gradients are copied to the host at once, and weights are copied back as soon as they are updated, while later
+    gradients are still arriving. The host waits for the gradients but never branches on their values.
 
     Args:
-        link: makes the copies; by the parameters' device when not given.
+        link: makes the copies; chosen by the parameters' device if None.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class HostAdamW(Guarded):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         device = self.param_groups[0]["params"][0].device
         self.link = link or link_for(device)
-        self._buffers: dict[
-            Tensor, Tensor
-        ] = {}  # gradients on the host, then weights of the device's dtype on their way back
+        # Each buffer first receives the gradient, then sends the updated weight back in the device's dtype.
+        self._buffers: dict[Tensor, Tensor] = {}
         self.prepare()
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the weights have arrived before anything is computed of them
+            # the copies of the weights must be complete before the first step reads them
+            torch.cuda.synchronize(device)
 
     @torch.no_grad()
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -50,7 +50,9 @@ class HostAdamW(Guarded):
         return {"step": step, "exp_avg": mean, "exp_avg_sq": square, "master": to_host(p.detach().float())}
 
     def prepare(self) -> None:
-        """Makes the host's buffers for gradients, of the parameters' dtype: again after they were cast."""
+        """Allocates the host buffers for gradients in the parameters' dtype. Call it again after casting the
+        parameters.
+        """
         for group in self.param_groups:
             for p in group["params"]:
                 self._buffers[p] = host_zeros(p.shape, p.dtype, p.is_cuda)
@@ -59,9 +61,9 @@ class HostAdamW(Guarded):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        found = None if self.found_inf is None else self.link.out(self.found_inf)
+        flag = None if self.found_inf is None else self.link.out(self.found_inf)
         sent = [self.link.out(p.grad, self._buffers[p]) for p, _ in work]
-        found_inf = None if found is None else found.for_host()
+        found_inf = None if flag is None else flag.for_host()
         back = []
         for (p, group), copy in zip(work, sent, strict=True):
             state, buffer = self.state[p], copy.for_host()

@@ -1,6 +1,7 @@
-"""AdamW of half weights as one operator a parameter: moments in fp32, the weight rounded stochastically or from its fp32 master.
+"""Fused AdamW for half-precision weights, one kernel per parameter: fp32 moments, stochastic rounding or fp32 masters.
 
-What `StochasticAdamW` and `MasterAdamW` take on CUDA. 22 bytes are read and written for an element, 28 with a master, and there is no scratch.
+`StochasticAdamW` and `MasterAdamW` use it on CUDA. It moves 22 bytes per element (28 with a master) and needs no
+scratch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from preheat.ops.cuda_kernels import named_failures
 
 __all__ = ["half_adamw_", "launch"]
 
-_LANES = 512  # elements of each of the four parts of a program: a counter of Philox gives four sets of random bits
+# Elements in each of the four parts of a program: one Philox counter yields four sets of random bits.
+_LANES = 512
 
 
 def half_adamw_(
@@ -28,14 +30,14 @@ def half_adamw_(
     seed: int = 0,
     first: int = 0,
 ) -> None:
-    """One update of a half weight, in place; none where `found_inf` is 1.
+    """Updates a half-precision weight in place; changes nothing if `found_inf` is 1.
 
     Args:
         weight: contiguous, on CUDA; bf16 without a master.
-        state: step, exp_avg, exp_avg_sq and, where the weight has one, master; fp32.
+        state: step, exp_avg, exp_avg_sq and optionally master, all fp32.
         group: lr, betas, eps, weight_decay.
-        seed: of the random bits that round the weight, below 2 ** 62; not read with a master.
-        first: the weight's elements are those from this number on of a larger one, whose other elements draw other bits.
+        seed: seed of the stochastic rounding, below 2 ** 62; ignored with a master.
+        first: index of this shard's first element in the full parameter; selects the random bits.
     """
     (beta1, beta2), (rate, eps, decay) = group["betas"], (group["lr"], group["eps"], group["weight_decay"])
     moments = state["exp_avg"], state["exp_avg_sq"]
@@ -101,7 +103,7 @@ def launch(
     seed: int,
     first: int,
 ) -> None:
-    """Starts the kernel; `step` is left as it is."""
+    """Launches the kernel; does not advance `step`."""
     from preheat.ops.triton_kernels import adamw_kernel
 
     assert master is not None or weight.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Half precision: a loss scale that never leaves the device, and AdamW over fp32 masters of half weights."""
+"""Half precision: dynamic loss scaling without host syncs, and AdamW with fp32 master weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def compute_in_fp32(module: nn.Module, back_to: torch.dtype | None = None) -> None:
-    """Wraps a module's forward, in place: inputs cast to fp32, autocast off inside, results cast to `back_to` (None: left in fp32)."""
+    """Makes a module compute in fp32, in place: casts inputs up, disables autocast, casts results to `back_to` (None:
+    keeps fp32).
+    """
     forward = module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -36,7 +38,7 @@ def compute_in_fp32(module: nn.Module, back_to: torch.dtype | None = None) -> No
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """The loss as it is; its gradient times the scale. So what is reported and evaluated stays in nats."""
+    """Identity on the loss; multiplies its gradient by the scale, so that the reported loss stays in nats."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
@@ -49,11 +51,11 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 class LossScale:
-    """A dynamic loss scale: gradients of fp16 below 6e-8 would be lost, so all are made larger and divided again in fp32.
+    """Dynamic loss scaling: fp16 flushes gradients below 6e-8 to zero, so they are scaled up and unscaled in fp32.
 
-    The rule of Micikevicius et al. 2018 (arXiv:1710.03740, section 3.2) with the constants of torch.amp.GradScaler: a step with a
-    gradient that is not finite halves the scale and is left out; `interval` finite steps in a row double it. Everything is
-    arithmetic on tensors of the device, nothing is read back.
+    Follows Micikevicius et al. 2018 (arXiv:1710.03740, section 3.2) with the constants of torch.amp.GradScaler: a step
+    with non-finite gradients halves the scale and is skipped; `interval` finite steps in a row double it. All
+    arithmetic stays on the device, without host syncs.
 
     Example:
         >>> scale, w = LossScale("cpu", start=8.0), torch.ones(1, requires_grad=True)
@@ -75,11 +77,13 @@ class LossScale:
         self.finite_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def __call__(self, loss: Tensor) -> Tensor:
-        """The same loss, whose gradient is multiplied by the scale."""
+        """Returns the same loss with its gradient multiplied by the scale."""
         return _ScaledGradient.apply(loss, self.scale)
 
     def unscale_(self, parameters: Iterable[Tensor]) -> None:
-        """Divides gradients by the scale, in place. Half ones become fp32 first: divided in half they would be lost after all."""
+        """Divides gradients by the scale in place. Half-precision gradients become fp32 first: dividing in half would
+        underflow.
+        """
         factor = self.scale.reciprocal()
         for p in parameters:
             if p.grad is None:
@@ -90,7 +94,7 @@ class LossScale:
             p.grad.mul_(factor)
 
     def update(self, found_inf: Tensor) -> None:
-        """After each step; `found_inf` is 1 where its gradients were not finite."""
+        """Adjusts the scale after a step; `found_inf` is 1 if its gradients were not finite."""
         lost = found_inf != 0
         steps = torch.where(lost, 0, self.finite_steps + 1)
         due = steps == self.interval
@@ -100,7 +104,7 @@ class LossScale:
         self.finite_steps.copy_(torch.where(due, 0, steps))
 
     def endures(self, floor: float = 1.0) -> Tensor:
-        """1 while the scale is `floor` or more. Below 1 the gradients overflow by themselves, so no scale will help."""
+        """Returns 1 while the scale is at least `floor`. No scale helps gradients that overflow below 1."""
         return (self.scale >= floor).to(torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,20 +116,20 @@ class LossScale:
 
 
 class MasterAdamW(Guarded):
-    """AdamW whose half weights have fp32 masters in its state: the master is updated, and the weight is the master rounded.
+    """AdamW with fp32 master weights: updates the master and rounds it to the half-precision weight.
 
-    fp32 parameters among the rest are updated as usual, without a master. Gradients may be half or fp32.
+    fp32 parameters are updated without a master. Gradients may be half precision or fp32.
 
     Args:
-        chunk: elements that are updated at a time, so that the gradient's fp32 copy stays small.
-        fused: on CUDA, one kernel for all of a half parameter (`preheat.ops.optim.half_adamw`); no chunks then.
+        chunk: elements updated at a time, which bounds the fp32 copy of the gradient.
+        fused: on CUDA, one kernel per half-precision parameter (`preheat.ops.optim.half_adamw`), without chunks.
 
     Example:
         >>> w = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         >>> optimizer = MasterAdamW([w], lr=1e-4)
         >>> for _ in range(8):
         ...     w.grad = torch.ones_like(w); optimizer.step()
-        >>> optimizer.state[w]["master"]                       # plain bf16 would still be at 1: its step there is 0.004
+        >>> optimizer.state[w]["master"]                       # plain bf16 would stay at 1: its spacing there is 0.004
         tensor([0.9992, 0.9992, 0.9992])
     """
 
@@ -159,7 +163,7 @@ class MasterAdamW(Guarded):
         flat = (value.view(-1), grad.reshape(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
         step = state["step"]
         for weight, slope, mean, square in fold_identical(list(zip(*(t.split(self.chunk) for t in flat), strict=True))):
-            step = state["step"].clone()  # torch counts it up in every call
+            step = state["step"].clone()  # torch increments it in every call
             adamw_(weight, slope.float(), mean, square, step, group, self.found_inf)
         state["step"].copy_(step)
         if value is not p:

@@ -1,4 +1,4 @@
-"""AdamW whose moments are kept in 8 or 4 bits: codes of a code book, and a scale for each block of elements."""
+"""AdamW with 8-bit or 4-bit moments: code book indices and one scale per block of elements."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Bits = Literal[8, 4]
 
 @functools.cache
 def code_book(bits: Bits, *, signed: bool) -> tuple[float, ...]:
-    """The values that codes stand for, in rising order, within -1 and 1.
+    """Returns the values of the codes in ascending order, in [-1, 1].
 
-    Dynamic: each decade from 1 downwards has half as many values as the one above, so that small numbers keep a relative
-    precision that large ones can spare (Dettmers et al. 2021, arXiv:2110.02861, section 2). Mean squares in 4 bits: evenly spaced and
-    without zero, since a mean square of 0 makes the update enormous (Li et al. 2023, arXiv:2309.01507, section 4).
+    Dynamic: each decade below 1 has half as many values as the one above, which gives small numbers relative precision
+    (Dettmers et al. 2021, arXiv:2110.02861, section 2). 4-bit second moments: evenly spaced without zero, because a
+    second moment of 0 makes the update explode (Li et al. 2023, arXiv:2309.01507, section 4).
 
     Example:
         >>> len(code_book(8, signed=True)), code_book(4, signed=False)[:2]
@@ -42,7 +42,9 @@ def code_book(bits: Bits, *, signed: bool) -> tuple[float, ...]:
 
 @functools.cache
 def _nearest(bits: Bits, *, signed: bool) -> tuple[int, ...]:
-    """The nearest code of every fp16 number, by its bits. Looking up is some 15 times as fast as searching the code book."""
+    """Returns the nearest code of every fp16 number, indexed by its bits: about 15 times as fast as searching the code
+    book.
+    """
     import numpy
 
     book = numpy.array(code_book(bits, signed=signed))
@@ -52,19 +54,19 @@ def _nearest(bits: Bits, *, signed: bool) -> tuple[int, ...]:
 
 
 class _Tables:
-    """Code book and nearest codes of one kind of moment, on a device."""
+    """Lookup tables of one moment on a device: the code book and the nearest codes."""
 
     def __init__(self, bits: Bits, *, signed: bool, device: Any):
         self.bits = bits
         book = code_book(bits, signed=signed)
-        # 4 bits: a byte holds two codes, the first in its low half; it is unpacked by looking both values up at once.
+        # 4 bits: a byte holds two codes, the first in the low half; one lookup returns both values.
         values = book if bits == 8 else [(book[i & 15], book[i >> 4]) for i in range(256)]
         self.values = torch.tensor(values, dtype=torch.float32, device=device)
         self.codes = torch.tensor(_nearest(bits, signed=signed), dtype=torch.uint8, device=device)
 
 
 def quantize(x: Tensor, tables: _Tables, block: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of fp32 `x` [n], each block of elements scaled by its largest magnitude.
+    """Quantizes fp32 `x` [n]; each block is scaled by its largest magnitude.
 
     Returns:
         codes: uint8 [n], in 4 bits [n / 2]; scales: fp32 [n / block, rounded up].
@@ -73,44 +75,44 @@ def quantize(x: Tensor, tables: _Tables, block: int) -> tuple[Tensor, Tensor]:
     if rest := -count % block:
         x = torch.nn.functional.pad(x, (0, rest))
     blocks = x.view(-1, block)
-    scales = torch.maximum(
-        blocks.amax(1), blocks.amin(1).neg_()
-    )  # on a CPU torch takes 20 times as long for the infinity norm
+    # Not the infinity norm: torch takes 20 times as long for it on a CPU.
+    scales = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
     shares = (blocks / scales.clamp(min=1e-38).unsqueeze(1)).view(-1)[:count]
     codes = tables.codes.index_select(0, shares.half().view(torch.int16).to(torch.int32) & 0xFFFF)
     return (codes if tables.bits == 8 else codes[::2] | (codes[1::2] << 4)), scales
 
 
 def dequantize(codes: Tensor, scales: Tensor, tables: _Tables, block: int) -> Tensor:
-    """fp32 [n] of what `quantize` made."""
+    """Returns fp32 [n] from the codes and scales of `quantize`."""
     values = tables.values.index_select(0, codes.to(torch.int32)).view(-1)
-    whole = values.numel() // block
-    values[: whole * block].view(whole, block).mul_(scales[:whole].unsqueeze(1))
-    if whole < scales.numel():
-        values[whole * block :].mul_(scales[whole:])
+    full = values.numel() // block
+    values[: full * block].view(full, block).mul_(scales[:full].unsqueeze(1))
+    if full < scales.numel():
+        values[full * block :].mul_(scales[full:])
     return values
 
 
 def _joined(share: Tensor, devices: int, like: DTensor) -> Tensor:
-    """This device's share of what the devices that share `like` out keep for it: a vector, cut as `like` is."""
+    """Wraps this rank's part of a state vector as a DTensor with the placements of `like`."""
     shape = torch.Size([share.numel() * devices])
     return DTensor.from_local(share, like.device_mesh, like.placements, run_check=False, shape=shape, stride=(1,))
 
 
 class LowBitAdamW(StochasticAdamW):
-    """AdamW with moments in 8 or 4 bits, of parameters of at least `least` elements (an even number of them).
+    """AdamW with 8-bit or 4-bit moments for parameters with at least `least` elements (and an even number of them).
 
-    Each step dequantizes some elements at a time, updates them by torch's fused kernel in fp32 and quantizes them again. bf16
-    weights are rounded stochastically.
+    Each step dequantizes the moments chunk by chunk, updates them with torch's fused kernel in fp32 and quantizes them
+    again. bf16 weights are rounded stochastically.
 
     Args:
         bits: 8 or 4.
-        block: elements that share a scale; `chunk` is a multiple of it.
-        least: elements below which a parameter keeps fp32 moments: norms and biases are sensitive, and weigh nothing.
+        block: elements per scale; must divide `chunk`.
+        least: smaller parameters keep fp32 moments: norms and biases are sensitive and need little memory.
         settings: lr, betas, eps, weight_decay, seed, number, chunk.
 
     Raises:
-        ValueError: a parameter that is spread over devices in shares that are no whole blocks: its moments would not be those of one device.
+        ValueError: a parameter is sharded in parts that do not consist of complete blocks, so that its moments would
+            differ from those on one device.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class LowBitAdamW(StochasticAdamW):
         return {key: t if key == "step" else _joined(t, count // share, p) for key, t in state.items()}
 
     def _share(self, p: Tensor) -> int:
-        """Elements of a parameter on this device."""
+        """Returns the number of a parameter's elements on this rank."""
         share, count = local(p).numel(), p.numel()
         if not isinstance(p, DTensor) or share == count:
             return share
@@ -154,11 +156,12 @@ class LowBitAdamW(StochasticAdamW):
             if p.shape[0] % devices == 0 and share % self.block == 0:
                 return share
         raise ValueError(
-            f"block_size: a parameter of {tuple(p.shape)} cannot be cut into shares of whole blocks of {self.block} elements; use a smaller block_size, or least: {count + 1}"
+            f"block_size: a parameter of {tuple(p.shape)} cannot be cut into shares of whole blocks of {self.block} "
+            f"elements; use a smaller block_size, or least: {count + 1}"
         )
 
     def _slices(self, part: slice) -> tuple[slice, slice]:
-        """Where the codes and the scales of some elements are."""
+        """Returns the slices of the codes and of the scales for a slice of elements."""
         codes = slice(part.start * self.bits // 8, part.stop * self.bits // 8)
         return codes, slice(part.start // self.block, -(-part.stop // self.block))
 
@@ -177,7 +180,7 @@ class LowBitAdamW(StochasticAdamW):
             return
         codes, scales = self._slices(part)
         for (name, tables), moment in zip(self._tables.items(), (mean, square), strict=True):
-            made, scale = quantize(moment, tables, self.block)
-            # Guarded here too: quantizing what was dequantized need not give the same codes again.
-            keep_(state[name][codes], made, self.found_inf)
+            new_codes, scale = quantize(moment, tables, self.block)
+            # Guarded by found_inf too: quantizing dequantized values need not reproduce the same codes.
+            keep_(state[name][codes], new_codes, self.found_inf)
             keep_(state[f"{name}_scale"][scales], scale, self.found_inf)

@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have, and the creation of optimizer state before the first step."""
+"""Optimizers that torch lacks, all with state allocated before the first step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices with weight decay; norms, biases and other vectors without. Of parameters on several meshes, two for each mesh."""
+    """Groups parameters per device mesh: matrices with weight decay, vectors (norms, biases) without."""
     named = list(named)
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # torch's fused update takes tensors of one mesh
     for matrix in (True, False):
@@ -49,13 +49,15 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float)
 
 
 def adamw_state(p: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """AdamW's state of one parameter, its moments in `dtype` (the parameter's own when None)."""
+    """Returns AdamW's initial state of one parameter, with moments in `dtype` (default: the parameter's)."""
     mean, square = (torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format) for _ in range(2))
     return {"step": torch.zeros((), dtype=torch.float32, device=p.device), "exp_avg": mean, "exp_avg_sq": square}
 
 
 def prepare_state(optimizer: torch.optim.Optimizer) -> None:
-    """Creates AdamW's state at build time, as torch would in the first step: a failure inside a step then finds all or nothing."""
+    """Allocates AdamW's state at build time, so that an out-of-memory error in the first step cannot leave it
+    incomplete.
+    """
     for group in optimizer.param_groups:
         for p in group["params"]:
             optimizer.state[p] = adamw_state(p)
@@ -70,7 +72,7 @@ def adamw_(
     group: dict[str, Any],
     found_inf: Tensor | None,
 ) -> None:
-    """One update of AdamW by torch's fused kernel, in place; none where `found_inf` is 1. `group`: lr, betas, eps, weight_decay."""
+    """Runs torch's fused AdamW in place; changes nothing if `found_inf` is 1. `group`: lr, betas, eps, weight_decay."""
     adamw(
         [value],
         [slope],
@@ -93,28 +95,29 @@ def adamw_(
 def fused_adamw(
     groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
 ) -> torch.optim.AdamW:
-    """torch's fused AdamW with its state created."""
+    """Returns torch's fused AdamW with its state allocated."""
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     prepare_state(optimizer)
     return optimizer
 
 
 def keep_(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
-    """Writes `new` into `old`, or nothing where `found_inf` is 1. Chosen, not multiplied: 0 * NaN would not be 0."""
+    """Copies `new` into `old` unless `found_inf` is 1. Uses torch.where because 0 * NaN is not 0."""
     old.copy_(new if found_inf is None else torch.where(found_inf == 0, new, old.to(new.dtype)))
 
 
 def locally(p: Tensor, grad: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """A parameter, its gradient and its state, of each this device's share where they are spread over several."""
+    """Returns the local shards of a parameter, its gradient and its state."""
     here = local(p)
     assert here.is_contiguous(), "parameters are contiguous"
     return here, local(grad), {key: local(value) for key, value in state.items()}
 
 
 class Guarded(torch.optim.Optimizer):
-    """An optimizer whose state is created with it and whose step does nothing where `found_inf` is 1, without reading that back.
+    """Base class: allocates the state at construction and skips the step if `found_inf` is 1, without a host sync.
 
-    Parameters may be spread over devices (DTensor): `_update` then works on this device's shares (`locally`), and asks for the `whole` of what it needs whole.
+    Parameters may be DTensors: `_update` works on local shards (`locally`) and gathers full tensors with `whole` if it
+    needs them.
     """
 
     found_inf: Tensor | None = None
@@ -133,7 +136,7 @@ class Guarded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             same = defaultdict(list)
@@ -151,20 +154,23 @@ class Guarded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies values into the state that stands; torch's own way would cast codes and fp32 moments to the weight's dtype."""
+        """Copies values into the existing state; torch's implementation would cast codes and fp32 moments to the
+        weight's dtype.
+        """
         ours = [p for group in self.param_groups for p in group["params"]]
         for number, p in enumerate(ours):
             for key, value in self.state[p].items():
                 value.copy_(state_dict["state"][number][key])
-        for group, kept in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in kept.items() if key != "params"})
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 class Numbered(Guarded):
-    """An optimizer that draws at random: a pure function of seed, step and parameter, so a resumed run draws the same.
+    """An optimizer with random numbers that depend only on seed, step and parameter, so that a resumed run repeats
+    them.
 
     Args:
-        number: says which step is being taken; counted here when not given.
+        number: returns the current step; counted here if None.
     """
 
     def __init__(self, groups: Any, *, seed: int = 0, number: Callable[[], int] | None = None, **defaults: Any):
@@ -179,25 +185,26 @@ class Numbered(Guarded):
         self._taken += 1
 
     def draws(self, p: Tensor, number: int, part: int = 0) -> torch.Generator:
-        """The generator, set to where part `part` of parameter `p` draws from in step `number`."""
+        """Returns the generator, seeded for part `part` of parameter `p` in step `number`."""
         return self._generator.manual_seed((self._place(p, number) + part * 0x9E3779B97F4A7C15) % (1 << 63))
 
     def _place(self, p: Tensor, number: int) -> int:
-        """The number that stands for parameter `p` in step `number`."""
+        """Returns the seed of parameter `p` in step `number`."""
         return (self.seed << 44) + (number << 20) + self._order[p]
 
 
 class StochasticAdamW(Numbered):
-    """AdamW for bf16 weights: moments and arithmetic in fp32, the new weight rounded stochastically.
+    """AdamW for bf16 weights: fp32 moments and arithmetic, stochastic rounding of the new weight.
 
-    Where bf16's step is larger than the update, plain rounding loses the update every time; here it lands with the right
-    probability. fp32 parameters among the rest are updated as usual.
+    Round-to-nearest loses every update below half of bf16's spacing; stochastic rounding applies it with the right
+    probability. fp32 parameters are updated as usual.
 
     Args:
         seed, number: see `Numbered`.
-        chunk: elements of a parameter that are updated at a time, so that fp32 scratch stays small. Each has random bits of its own,
-            so that a device that holds a share of them rounds it as one device alone would.
-        fused: on CUDA, one kernel for all of a bf16 parameter (`preheat.ops.optim.half_adamw`), which draws other random bits; no chunks then.
+        chunk: elements updated at a time, which bounds the fp32 scratch. Each chunk has its own random bits, so that a
+            shard is rounded as it would be on one device.
+        fused: on CUDA, one kernel per bf16 parameter (`preheat.ops.optim.half_adamw`), with other random bits and
+            without chunks.
     """
 
     def __init__(
@@ -219,11 +226,11 @@ class StochasticAdamW(Numbered):
         return adamw_state(p, torch.float32)
 
     def _moments(self, state: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor]:
-        """Mean and mean square of some elements, to be updated in place."""
+        """Returns both moments of a slice of elements, to be updated in place."""
         return state["exp_avg"].view(-1)[part], state["exp_avg_sq"].view(-1)[part]
 
     def _remember(self, state: dict[str, Tensor], part: slice, mean: Tensor, square: Tensor) -> None:
-        """Puts updated moments back, where they are not kept as they are."""
+        """Writes updated moments back if the state stores them in another form."""
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         first, count = first_element(p), p.numel()
@@ -238,30 +245,29 @@ class StochasticAdamW(Numbered):
             return
         weights, slopes, step = here.view(-1), grad.reshape(-1), state["step"]
         end = here.numel()
-        starts = [
-            0,
-            *range(self.chunk - first % self.chunk, end, self.chunk),
-        ]  # one at least: a device whose share is empty counts steps too
+        # At least one start: a rank with an empty shard must count steps too.
+        starts = [0, *range(self.chunk - first % self.chunk, end, self.chunk)]
         for start in fold_identical(starts):
             number, skip = divmod(first + start, self.chunk)
             part = slice(start, min(start + self.chunk - skip, end))
             mean, square = self._moments(state, part)
             value = weights[part].float()
-            step = state["step"].clone()  # torch counts it up in every call
+            step = state["step"].clone()  # torch increments it in every call
             adamw_(value, slopes[part].float(), mean, square, step, group, self.found_inf)
             self._remember(state, part, mean, square)
             if low and end:
-                drawn = min(self.chunk, count - number * self.chunk)
-                stochastic_round_(weights[part], value, self.draws(p, self._number(), number), skip=skip, of=drawn)
+                chunk_size = min(self.chunk, count - number * self.chunk)
+                stochastic_round_(weights[part], value, self.draws(p, self._number(), number), skip=skip, of=chunk_size)
         state["step"].copy_(step)
 
 
 class Lion(Guarded):
-    """Lion: the sign of an interpolation between momentum and gradient (Chen et al. 2023, arXiv:2302.06675, algorithm 2).
+    """Lion: updates by the sign of an interpolation between momentum and gradient (Chen et al. 2023, arXiv:2302.06675,
+    algorithm 2).
 
     Args:
-        scale: Lion's learning rate is the groups' `lr` times this, its weight decay theirs over this.
-        chunk: elements that are updated at a time, so that scratch stays small.
+        scale: multiplies the groups' `lr` and divides their weight decay.
+        chunk: elements updated at a time, which bounds the scratch memory.
     """
 
     def __init__(
@@ -293,20 +299,21 @@ class Lion(Guarded):
 
 
 def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """About U V^T of the singular value decomposition U S V^T: Muon's Newton-Schulz iteration.
+    """Approximates U V^T of the singular value decomposition U S V^T by Muon's Newton-Schulz iteration.
 
-    Singular values end between about 0.7 and 1.2, which does the training no harm (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+    The singular values end between about 0.7 and 1.2, which is precise enough (Jordan et al. 2024,
+    kellerjordan.github.io/posts/muon).
 
     Args:
         matrix: [n, m].
-        dtype: of the iterations, and of what comes out.
+        dtype: dtype of the iterations and of the result.
 
     Example:
         >>> o = orthogonalize(torch.diag(torch.tensor([3.0, 1.0]))).float().diagonal()
         >>> bool(((o > 0.6) & (o < 1.3)).all())
         True
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a, b, c = 3.4445, -4.7750, 2.0315  # Jordan's coefficients, tuned for fast growth of small singular values
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.t() if tall else matrix).to(dtype)
     x = x / x.norm().clamp(min=1e-7)
@@ -317,7 +324,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfl
 
 
 def split_matrices(groups: Iterable[Any], by_adamw: Iterable[Any], mark: str) -> list[dict[str, Any]]:
-    """Parameter groups cut in two: matrices, which are marked `mark`, and what AdamW shall take: `by_adamw` and vectors."""
+    """Splits each parameter group: matrices, marked `mark`, and the rest for AdamW (`by_adamw` and vectors)."""
     listed = list(groups)
     others = {id(p) for p in by_adamw}
     split = []
@@ -331,11 +338,12 @@ def split_matrices(groups: Iterable[Any], by_adamw: Iterable[Any], mark: str) ->
 class Muon(Guarded):
     """Muon for the groups marked `muon`, AdamW for the others, at one learning rate.
 
-    Nesterov momentum is orthogonalized; the update is scaled by 0.2 sqrt(max(n, m)), so that its size is that of AdamW's and rate and
-    weight decay carry over (Liu et al. 2025, arXiv:2502.16982, section 2.2). What torch.optim.Muon computes, and it skips a step whose gradients are not finite.
+    Orthogonalizes Nesterov momentum and scales the update by 0.2 sqrt(max(n, m)), which matches the size of AdamW's
+    update so that its learning rate and weight decay carry over (Liu et al. 2025, arXiv:2502.16982, section 2.2).
+    Computes the same as torch.optim.Muon, but skips steps with non-finite gradients.
 
     Args:
-        dtype: in which it is orthogonalized.
+        dtype: dtype of the orthogonalization.
     """
 
     def __init__(
@@ -367,7 +375,7 @@ class Muon(Guarded):
         decayed = p * (1 - group["lr"] * group["weight_decay"])
         momentum = state["momentum"] * group["momentum"] + grad
         update = torch.add(grad, momentum, alpha=group["momentum"])
-        if isinstance(like, DTensor):  # whole on every device, in the precision that is computed in
+        if isinstance(like, DTensor):  # gathers the full matrix on every rank, in the dtype of the computation
             update = share_of(
                 orthogonalize(whole(spread_as(update.to(self.dtype), like)), group["steps"], self.dtype), like
             )
@@ -378,11 +386,11 @@ class Muon(Guarded):
 
 
 class Adafactor(Guarded):
-    """Adafactor: second moments of a matrix as one row and one column, no first moment (Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4).
+    """Adafactor: factored second moments, no first moment (Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4).
 
-    With a learning rate from outside: updates are clipped to a root mean square of `clip` and scaled by the rate. A tensor of three dimensions is
-    a stack of matrices (experts), each treated by itself. Of parameters that are spread over devices every device has the whole (small)
-    state and takes the whole gradient, matrix by matrix.
+    The learning rate is external: updates are clipped to a root mean square of `clip` and scaled by the rate. A 3-D
+    tensor is a stack of matrices (experts), each factored separately. For sharded parameters every rank holds the full
+    (small) state and gathers the full gradients one at a time.
     """
 
     def __init__(self, groups: Any, *, lr: float, weight_decay: float = 0.0, decay: float = 0.8, clip: float = 1.0):

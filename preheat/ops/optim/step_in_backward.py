@@ -1,4 +1,4 @@
-"""The optimizer's update of a parameter in the backward pass, as soon as that parameter's gradient is whole."""
+"""Optimizer step in the backward pass: each parameter is updated as soon as its gradient is complete."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["UpdateInBackward"]
 
 
 class UpdateInBackward:
-    """Lets `optimizer` update each of its parameters in the backward pass and frees the gradient, by hooks on the parameters.
+    """Updates each parameter of `optimizer` in the backward pass by a hook and frees its gradient.
 
-    A gradient that is not finite updates nothing, nor does any that comes after it in the same pass. What came before, nearer to the
-    loss, has been updated already: unlike a step after the pass, this one is not all or nothing.
+    A non-finite gradient updates nothing, and neither does any later one in the same pass. Parameters closer to the
+    loss have already been updated: unlike a step after the pass, this one is not atomic.
 
     Args:
-        optimizer: one that honours `found_inf`: torch's fused ones and preheat's.
+        optimizer: must support `found_inf`, as torch's fused optimizers and preheat's do.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -40,7 +40,7 @@ class UpdateInBackward:
         self._found = bad if self._found is None else torch.maximum(self._found, bad)
         self.optimizer.found_inf = self._found
         groups = self.optimizer.param_groups
-        # The optimizer's own step, with nothing to do but this parameter.
+        # Runs the optimizer's own step on this parameter only.
         self.optimizer.param_groups = [{**groups[group], "params": [p]}]
         try:
             self.optimizer.step()
@@ -49,16 +49,16 @@ class UpdateInBackward:
         p.grad = None
 
     def reset(self) -> None:
-        """Forgets what a backward pass that failed has left."""
+        """Clears the state that a failed backward pass left."""
         self._norms, self._found = [], None
 
     def norm(self) -> Tensor:
-        """Euclidean norm over all gradients since the last call, on the device."""
+        """Returns the Euclidean norm over all gradients since the last call, on the device."""
         norm = torch.linalg.vector_norm(torch.stack(self._norms))
         self.reset()
         return norm
 
     def remove(self) -> None:
-        """Takes the hooks off again."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()

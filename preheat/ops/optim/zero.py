@@ -1,4 +1,4 @@
-"""ZeRO as an optimizer of any training loop: AdamW whose states (and gradients, and weights) are shared out among processes."""
+"""ZeRO for any training loop: AdamW with states (and gradients, and weights) sharded across processes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ def _world() -> int:
 
 
 class ZeROAdamW(torch.optim.Optimizer):
-    """AdamW with ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) over the processes of torch.distributed's default group.
+    """AdamW with ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) over the processes of torch.distributed's default
+    group.
 
-    Each process computes gradients of its share of the batch; this optimizer averages them, so leave DistributedDataParallel out.
+    Each process computes gradients of its part of the batch; this optimizer averages them, so do not add
+    DistributedDataParallel.
 
-    - stage 1: each parameter has one owner, which alone keeps its AdamW states, updates it and sends it to the others.
-    - stage 2: also, a gradient goes to its owner as soon as backward has made it, and the others free theirs at once.
-    - stage 3: also the weights: `module` is sharded with FSDP2 (`fully_shard`), layer by layer. Build this before the first forward pass.
+    - stage 1: each parameter has one owner, which alone holds its AdamW state, updates it and broadcasts it.
+    - stage 2: also reduces each gradient to its owner during backward; the other processes free it at once.
+    - stage 3: also shards the weights of `module` with FSDP2 (`fully_shard`), layer by layer. Create the optimizer
+      before the first forward pass.
 
-    On one process nothing is shared out, which is said once; it then is AdamW. Every process must take part in each step with
+    On one process nothing is sharded (it warns once) and this is AdamW. Every process must take part in each step with
     the same parameters.
 
     Args:
@@ -38,12 +41,12 @@ class ZeROAdamW(torch.optim.Optimizer):
         lr: learning rate.
         weight_decay: decoupled.
         stage: 1, 2 or 3.
-        cpu_offload: keep the states and an fp32 copy of the weights on the host and update there. On a CPU that changes nothing.
-        betas, eps: of AdamW.
-        module: stage 3: the module to shard, in place; `params` are its parameters.
+        cpu_offload: hold the state and an fp32 copy of the weights in host memory and update there. No effect on a CPU.
+        betas, eps: as for AdamW.
+        module: for stage 3, the module to shard in place; `params` are its parameters.
 
     Raises:
-        ValueError: another stage, or stage 3 without a module.
+        ValueError: an unknown stage, or stage 3 without a module.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -75,8 +78,8 @@ class ZeROAdamW(torch.optim.Optimizer):
         self._rank = torch.distributed.get_rank() if self.world > 1 else 0
         self._owner: dict[Tensor, int] = {}
         self._loads = [0] * self.world
-        self._averaged: dict[Tensor, Tensor] = {}  # of owned parameters: the gradient over all processes
-        self._reduced = False  # stage 1: whether this step's gradients have been averaged
+        self._averaged: dict[Tensor, Tensor] = {}  # owned parameter -> gradient averaged over all processes
+        self._reduced = False  # stage 1: this step's gradients have been averaged
         listed = [p[1] if isinstance(p, tuple) else p for p in params]
         on_host = (
             next(iter(listed[0]["params"] if isinstance(listed[0], dict) else listed)).device.type == "cpu"
@@ -96,11 +99,11 @@ class ZeROAdamW(torch.optim.Optimizer):
 
     @property
     def _shares(self) -> bool:
-        """Whether whole parameters are shared out among owners; FSDP2 cuts each of them instead."""
+        """True if complete parameters have owners (stages 1 and 2); FSDP2 splits each parameter instead."""
         return self.world > 1 and self.stage < 3
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters; the largest first, each gets the owner that has least so far: the same on every process."""
+        """Adds parameters. Largest first, each goes to the least loaded owner, which is the same on every process."""
         super().add_param_group(param_group)
         new = self.param_groups[-1]["params"]
         for p in sorted(new, key=lambda p: -p.numel()):
@@ -113,21 +116,23 @@ class ZeROAdamW(torch.optim.Optimizer):
                     p.register_post_accumulate_grad_hook(self._hand_over)
 
     def _average(self, p: Tensor) -> Tensor:
-        """The mean of a gradient over the processes; right on the owner only. In place."""
+        """Averages a gradient over the processes in place; valid on the owner only."""
         assert p.grad is not None
         torch.distributed.reduce(p.grad, dst=self._owner[p])  # gloo has no mean
         return p.grad.div_(self.world)
 
     def _hand_over(self, p: Tensor) -> None:
-        """Stage 2, in backward: the owner adds what comes to what it has of earlier micro-batches; nobody keeps `.grad`."""
+        """Stage 2 backward hook: the owner accumulates the averaged gradient over micro-batches; every process frees
+        `.grad`.
+        """
         mean = self._average(p)
         if self._owner[p] == self._rank:
-            kept = self._averaged.get(p)
-            self._averaged[p] = mean if kept is None else kept.add_(mean)
+            previous = self._averaged.get(p)
+            self._averaged[p] = mean if previous is None else previous.add_(mean)
         p.grad = None
 
     def _gradients(self) -> dict[Tensor, Tensor]:
-        """Gradients over all processes of the parameters that this one updates."""
+        """Returns the averaged gradients of the parameters that this process updates."""
         everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not self._shares:
             return {p: p.grad for p in everything if p.grad is not None}
@@ -141,9 +146,10 @@ class ZeROAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients down to a norm over all of them, call it before `step`. Returns the norm before, the same everywhere.
+        """Clips the gradients to a norm over all of them; call it before `step`. Returns the norm before clipping.
 
-        torch.nn.utils.clip_grad_norm_ would see what this process holds only.
+        torch.nn.utils.clip_grad_norm_ would only see the gradients of this process. The result is the same on every
+        one.
         """
         grads = list(self._gradients().values())
         local = [_local(g) for g in grads]
@@ -160,7 +166,7 @@ class ZeROAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update; afterwards every process has the same weights."""
+        """Updates the parameters; afterwards every process has the same weights."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -186,7 +192,7 @@ class ZeROAdamW(torch.optim.Optimizer):
             if not state:
                 home = torch.device("cpu") if self.offload else p.device
                 state["step"] = torch.zeros((), device=home)
-                # like p: under FSDP2 the moments are cut as the weights are
+                # like p: under FSDP2 the moments are sharded as the weights are
                 like = p.detach().to(home, torch.float32) if self.offload else p.detach()
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(like), torch.zeros_like(like)
                 if self.offload:
@@ -221,27 +227,27 @@ class ZeROAdamW(torch.optim.Optimizer):
         self._reduced = False
 
     def state_bytes(self) -> int:
-        """Bytes of the states that this process keeps."""
+        """Returns the bytes of optimizer state on this process."""
         return sum(_local(t).nbytes for state in self.state.values() for t in state.values())
 
 
 def _local(t: Tensor) -> Tensor:
-    """This process's part of a tensor that is spread over several."""
+    """Returns the local shard of a DTensor; other tensors unchanged."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 _said: set[str] = set()
 
 
-def _say(words: str) -> None:
-    """A warning, once a process whatever the filters are."""
-    if words not in _said:
-        _said.add(words)
-        warnings.warn(words, stacklevel=3)
+def _say(message: str) -> None:
+    """Warns once per process, whatever the filters are."""
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, stacklevel=3)
 
 
 def _shard(module: nn.Module, listed: list[Any], *, offload: bool) -> list[Any]:
-    """Shards a module with FSDP2, in place, and gives the parameters (or groups) that stand for the given ones."""
+    """Shards a module with FSDP2 in place and returns the parameters (or groups) that replace the given ones."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 

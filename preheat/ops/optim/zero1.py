@@ -1,4 +1,4 @@
-"""ZeRO-1 on plain optimizers: each device keeps the states of its share of every parameter, updates that, and gathers the rest."""
+"""ZeRO-1 around any optimizer: each rank updates its shard of every parameter and gathers the rest."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ __all__ = ["SharedOut", "share_out"]
 
 
 def _cut(t: Tensor, mesh: Any) -> DTensor:
-    """The share of this device of a tensor that every device has whole: rows of it, in the same memory."""
+    """Returns this rank's rows of a replicated tensor as a DTensor, sharing memory."""
     t = local(t.detach())
-    many = -(-t.shape[0] // mesh.size())  # rows of a share, the last ones perhaps fewer or none, as DTensor cuts them
-    start = min(torch.distributed.get_rank(mesh.get_group()) * many, t.shape[0])
-    rows = t[start : start + many]
+    rows_per_rank = -(-t.shape[0] // mesh.size())  # fewer or none on the last ranks, as DTensor shards
+    start = min(torch.distributed.get_rank(mesh.get_group()) * rows_per_rank, t.shape[0])
+    rows = t[start : start + rows_per_rank]
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
 
 
 @contextmanager
-def _standing_in(modules: Iterable[nn.Module], others: dict[Tensor, Any]) -> Iterator[None]:
-    """Within, the modules' parameters are `others`: what an optimizer is told of them (which are the head's) then is of its own."""
-    places = [
+def _swapped_parameters(modules: Iterable[nn.Module], others: dict[Tensor, Any]) -> Iterator[None]:
+    """Context manager that swaps the modules' parameters for `others`, so that an optimizer that inspects modules sees
+    its own.
+    """
+    slots = [
         (store, name, p)
         for module in modules
         for store in (m._parameters for m in module.modules())
         for name, p in store.items()
         if p is not None and p in others
     ]
-    for store, name, p in places:
+    for store, name, p in slots:
         store[name] = others[p]
     try:
         yield
     finally:
-        for store, name, p in places:
+        for store, name, p in slots:
             store[name] = p
 
 
 class SharedOut:
-    """An optimizer over this device's shares of parameters that every device has whole. Made by `share_out`.
+    """An optimizer over this rank's shards of replicated parameters. Created by `share_out`.
 
-    After `step` all devices have all of the new weights. `state` is by the whole parameters, its tensors are spread over the devices
-    (DTensor), so that a checkpoint of it can be read by another number of them.
+    After `step` every rank has all new weights. `state` is keyed by the full parameters and holds DTensors, so that a
+    checkpoint can be loaded on another number of ranks.
     """
 
     def __init__(self, optimizer: Any, shares: dict[Tensor, Any]):
@@ -59,13 +61,11 @@ class SharedOut:
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        return {
-            whole: self.optimizer.state[share] for whole, share in self.shares.items() if share in self.optimizer.state
-        }
+        return {p: self.optimizer.state[share] for p, share in self.shares.items() if share in self.optimizer.state}
 
     @property
     def found_inf(self) -> Any:
-        """1, on the device, where this step shall change nothing."""
+        """Device flag: 1 if this step must change nothing."""
         return self.optimizer.found_inf
 
     @found_inf.setter
@@ -74,21 +74,21 @@ class SharedOut:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update; the gradients are whole and the same on every device."""
-        for whole, share in self.shares.items():
-            share.grad = None if whole.grad is None else _cut(whole.grad, share.device_mesh)
+        """Updates the parameters; gradients must be complete and equal on every rank."""
+        for p, share in self.shares.items():
+            share.grad = None if p.grad is None else _cut(p.grad, share.device_mesh)
         self.optimizer.step()
-        for whole, share in self.shares.items():
+        for p, share in self.shares.items():
             if share.grad is not None:
                 share.grad = None
-                local(whole).copy_(share.full_tensor())
+                local(p).copy_(share.full_tensor())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for whole in self.shares:
+        for p in self.shares:
             if set_to_none:
-                whole.grad = None
-            elif whole.grad is not None:
-                whole.grad.zero_()
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()  # type: ignore[no-any-return]
@@ -105,19 +105,19 @@ def share_out(
     modules: Iterable[nn.Module] = (),
     **settings: Any,
 ) -> SharedOut:
-    """The optimizer `make(groups, **settings)`, made over this device's shares of the parameters.
+    """Creates the optimizer `make(groups, **settings)` over this rank's shards of the parameters.
 
     Args:
-        groups: of parameters that every device of the mesh has whole, with equal values.
-        mesh: torch's mesh of one dimension.
-        modules: those that the parameters belong to, for a `make` that looks at them.
+        groups: parameter groups, replicated on every rank of the mesh with equal values.
+        mesh: a one-dimensional DeviceMesh.
+        modules: the modules that own the parameters, for a `make` that inspects them.
     """
     shares: dict[Tensor, Any] = {}
     cut = []
     for group in groups:
         for p in group["params"]:
             shares[p] = nn.Parameter(_cut(p, mesh))
-            shares[p].grad_dtype = None  # half weights may have fp32 gradients
+            shares[p].grad_dtype = None  # allows fp32 gradients of half-precision weights
         cut.append({**group, "params": [shares[p] for p in group["params"]]})
-    with _standing_in(modules, shares):
+    with _swapped_parameters(modules, shares):
         return SharedOut(make(cut, **settings), shares)

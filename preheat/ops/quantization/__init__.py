@@ -1,1 +1,1 @@
-"""Quantized weights: grids, codes, linear layers and how they are stored."""
+"""Quantized weights: grids, codes, linear layers and serialization."""

@@ -1,7 +1,7 @@
-"""Choosing codes by what they do to outputs: the range of each group, AWQ's input factors, GPTQ, SmoothQuant's factors.
+"""Quantization that minimizes the output error: clipping search, AWQ, GPTQ and SmoothQuant.
 
-All look at the inputs x of a map through their Gram matrix sum(x x^T) [in, in]: the squared error of the outputs over all the tokens
-that were seen is tr(D gram D^T) for a change D of the weight [out, in].
+All use a layer's inputs x through their Gram matrix sum(x x^T) [in, in]: the squared output error over the calibration
+tokens is tr(D gram D^T) for a change D of the weight [out, in].
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from preheat.ops.quantization.grids import HALF, Groups, group_grid, group_value
 
 __all__ = ["awq", "gptq", "output_error", "ranged", "smooth"]
 
-_SHRINKS = tuple(1.0 - 0.05 * n for n in range(9))  # from the whole range of a group down to 60 % of it
-_POWERS = tuple(n / 20 for n in range(21))
+_SHRINKS = tuple(1.0 - 0.05 * n for n in range(9))  # clipping candidates: 100 % to 60 % of a group's range
+_POWERS = tuple(n / 20 for n in range(21))  # AWQ's grid of exponents
 
 
 def output_error(change: Tensor, gram: Tensor) -> float:
-    """The squared error of the outputs over all tokens, for a change [out, in] of the weight.
+    """Returns the squared output error over all tokens for a change [out, in] of the weight.
 
     Example:
         >>> x = torch.tensor([[1.0, 2.0]])
@@ -29,47 +29,49 @@ def output_error(change: Tensor, gram: Tensor) -> float:
 
 
 def ranged(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool) -> tuple[Tensor, Tensor | None]:
-    """The grid of `group_grid` whose range suits the outputs best, group by group: large values may be clipped for the sake of the rest.
+    """Searches the clipping of each group that minimizes its output error; returns scales and zeros as `group_grid`.
 
-    Groups are looked at by themselves, through the blocks of the Gram matrix on its diagonal.
+    Groups are searched independently, with the diagonal blocks of the Gram matrix.
     """
     count = weight.shape[1] // group
     blocks = gram.unflatten(0, (count, group)).unflatten(2, (count, group))
     own = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [groups, group, group]
     best: Tensor | None = None
-    held: tuple[Tensor, Tensor | None] | None = None
+    grid: tuple[Tensor, Tensor | None] | None = None
     for shrink in _SHRINKS:
         scales, zeros = group_grid(weight, group, symmetric=symmetric, shrink=shrink)
         change = group_values(Groups(round_groups(weight, scales, zeros), scales, zeros)) - weight
         change = change.unflatten(1, (count, group)).transpose(0, 1)  # [groups, out, group]
         error = ((change @ own) * change).sum(dim=2).t()
-        if best is None or held is None:
-            best, held = error, (scales, zeros)
+        if best is None or grid is None:
+            best, grid = error, (scales, zeros)
             continue
-        less = error < best
-        best = torch.where(less, error, best)
-        kept = None if zeros is None or held[1] is None else torch.where(less, zeros, held[1])
-        held = torch.where(less, scales, held[0]), kept
-    assert held is not None
-    return held
+        better = error < best
+        best = torch.where(better, error, best)
+        best_zeros = None if zeros is None or grid[1] is None else torch.where(better, zeros, grid[1])
+        grid = torch.where(better, scales, grid[0]), best_zeros
+    assert grid is not None
+    return grid
 
 
 def awq(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = True) -> tuple[Groups, Tensor]:
-    """Activation-aware weight quantization: inputs that are large on average get finer steps.
+    """Activation-aware weight quantization (AWQ): finer steps for inputs that are large on average.
 
-    The weight's columns are multiplied by s and the inputs divided by it, s = rms(x)^a for the a in [0, 1] with the least error of the
-    outputs; then each group's range is chosen. Lin et al. 2023 (arXiv:2306.00978), with the root mean square for the mean magnitude.
+    The weight's columns are multiplied by s and the inputs divided by it, with s = rms(x)^a and the a in [0, 1] of
+    least output error; then each group's range is chosen. Lin et al. 2023 (arXiv:2306.00978), with the root mean square
+    in place of the mean magnitude.
 
     Args:
         weight: [out, in].
         gram: sum(x x^T) over the inputs [in, in].
 
     Returns:
-        Codes for the weight whose columns are divided by the factors, and the factors [in] in bf16, by which inputs are multiplied.
+        Codes of the weight with its columns divided by the factors, and the factors [in] in bf16, which multiply the
+        inputs.
 
     Example:
-        >>> made, factors = awq(torch.randn(8, 64), torch.eye(64), 32)
-        >>> made.codes.shape, factors.shape
+        >>> groups, factors = awq(torch.randn(8, 64), torch.eye(64), 32)
+        >>> groups.codes.shape, factors.shape
         (torch.Size([8, 64]), torch.Size([64]))
     """
     weight, gram = weight.detach().float(), gram.float()
@@ -81,29 +83,29 @@ def awq(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = True) -> 
         wide = weight / factors.float()
         if searched:
             grid = ranged(wide, gram * factors.float()[:, None] * factors.float(), group, symmetric=symmetric)
-            made = Groups(round_groups(wide, *grid), *grid)
+            groups = Groups(round_groups(wide, *grid), *grid)
         else:
-            made = quantize_groups(wide, group, symmetric=symmetric)
-        return output_error(group_values(made) * factors.float() - weight, gram), made, factors
+            groups = quantize_groups(wide, group, symmetric=symmetric)
+        return output_error(group_values(groups) * factors.float() - weight, gram), groups, factors
 
     power = min(_POWERS, key=lambda power: tried(power, False)[0])
-    _, made, factors = min((tried(power, searched) for searched in (False, True)), key=lambda found: found[0])
-    return made, factors
+    _, groups, factors = min((tried(power, searched) for searched in (False, True)), key=lambda candidate: candidate[0])
+    return groups, factors
 
 
 def gptq(
     weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = True, damping: float = 0.01, block: int = 128
 ) -> Groups:
-    """GPTQ: column by column, what rounding a column changes in the outputs is made up for by the columns not yet rounded.
+    """GPTQ: quantizes column by column and compensates each error in the remaining columns.
 
-    Frantar et al. 2022 (arXiv:2210.17323), algorithm 1; columns in the order of their inputs' size, on grids that are chosen before
-    (`ranged`), so that the order of columns in memory stays what it was.
+    Frantar et al. 2022 (arXiv:2210.17323), algorithm 1. Columns are processed by decreasing input size, on grids that
+    `ranged` chooses beforehand, so that the column order in memory does not change.
 
     Args:
         weight: [out, in].
         gram: sum(x x^T) over the inputs [in, in].
-        damping: added to the diagonal, as a share of its mean.
-        block: columns after which the rest is updated at once.
+        damping: added to the diagonal, as a fraction of its mean.
+        block: columns between two batched updates of the remaining columns.
 
     Returns:
         Codes and grid.
@@ -141,13 +143,14 @@ def gptq(
 
 
 def smooth(weight: Tensor, largest: Tensor, strength: float = 0.5) -> Tensor:
-    """SmoothQuant's factors [in] in bf16, by which inputs are multiplied: outliers move from the inputs into the weight.
+    """Returns SmoothQuant's factors [in] in bf16, which multiply the inputs and move their outliers into the weight.
 
-    s = max|x|^strength / max|w|^(1 - strength) for each input, and inputs are divided by it. Xiao et al. 2022 (arXiv:2211.10438), eq. 4.
+    s = max|x|^strength / max|w|^(1 - strength) for each input, and inputs are divided by it. Xiao et al. 2022
+    (arXiv:2211.10438), eq. 4.
 
     Args:
         weight: [out, in].
-        largest: [in], the largest magnitude of each input that was seen.
+        largest: [in], the largest observed magnitude of each input.
 
     Example:
         >>> smooth(torch.ones(2, 2), torch.tensor([4.0, 1.0])).tolist()

@@ -1,4 +1,4 @@
-"""How bits are shared out among the maps of a model, by what each of them loses."""
+"""Mixed-precision bit allocation across layers by their estimated loss increase."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ __all__ = ["loss_rise", "share_out"]
 
 
 def loss_rise(x: Tensor, change: Tensor, gradient: Tensor) -> float:
-    """How much a change of a map's weight raises the loss, to second order: half the sum over tokens of (change in outputs . gradient)^2.
+    """Estimates how much a change of a layer's weight raises the loss, to second order.
 
-    The expectation of that square over the model's own distribution is the curvature of the loss along the change (the Fisher
-    information), which is all that matters where training has brought the gradient near zero. Per token, with the gradients of the
-    text's own tokens: LeCun et al. 1989, "Optimal Brain Damage", for the expansion; Theis et al. 2018 (arXiv:1801.05787) for this estimate.
+    The estimate is half the sum over tokens of (change in outputs . gradient)^2. Its expectation over the model's own
+    distribution is the curvature of the loss along the change (Fisher information), the leading term once training has
+    brought the gradient near zero. Here it uses gradients of the text's own tokens. Sources: LeCun et al. 1989,
+    "Optimal Brain Damage", for the expansion; Theis et al. 2018 (arXiv:1801.05787) for the estimate.
 
     Args:
         x: inputs [tokens, in].
-        change: of the weight, [out, in].
-        gradient: of the summed loss for the outputs, [tokens, out].
+        change: change of the weight, [out, in].
+        gradient: gradient of the summed loss by the outputs, [tokens, out].
 
     Returns:
         Nats, summed over the tokens.
@@ -28,18 +29,19 @@ def loss_rise(x: Tensor, change: Tensor, gradient: Tensor) -> float:
 
 
 def share_out(bits: Sequence[Sequence[float]], rises: Sequence[Sequence[float]], budget: float) -> list[int]:
-    """A choice for each map so that the sum of the rises is small and that of the bits within the budget.
+    """Chooses a bit width per layer that minimizes the summed loss increase within a bit budget.
 
-    Each map begins with its fewest bits; then the step that saves most for its bits is taken, along each map's lower convex hull, as
-    long as one fits: the best for every budget at which a step ends, and at others off by less than one step.
+    Greedy along each layer's lower convex hull: starts at the fewest bits and repeatedly takes the upgrade that saves
+    most per bit, as long as one fits. The result is optimal for budgets at which an upgrade ends and at most one
+    upgrade off otherwise.
 
     Args:
-        bits: of each choice of each map.
-        rises: in loss, alike.
-        budget: bits in all.
+        bits: bits of each choice of each layer.
+        rises: loss increase of each choice of each layer.
+        budget: bits in total.
 
     Raises:
-        ValueError: the fewest bits are more than the budget.
+        ValueError: even the fewest bits exceed the budget.
 
     Example:
         >>> share_out([[4, 8], [4, 8]], [[1.0, 0.0], [3.0, 0.0]], 12)

@@ -1,5 +1,6 @@
-// Few rows times a weight of eight or four bits, on x86 with AVX2. Inputs are taken in sixteen bits with a scale a row (half a unit in 32,767 of the largest one, where
-// bf16 has one in 256 of each), products are added up in integers, four or eight bits of a weight times sixteen, and groups in fp32.
+// Matmul of few rows with an int8 or int4 weight on x86 with AVX2. Inputs are quantized to int16 with one scale per row
+// (error of half a unit in 32,767 of the largest value; bf16 has one in 256 of each value). Products of int16 inputs with
+// int4 or int8 weights accumulate in integers, groups in fp32.
 
 #include <immintrin.h>
 
@@ -11,7 +12,7 @@
 
 namespace {
 
-constexpr int64_t AT_ONCE = 2048;  // inputs of which sums in eight bits stay within 32
+constexpr int64_t AT_ONCE = 2048;  // inputs whose int8 sums fit in 32 bits
 
 float wide(uint16_t half) {
   const uint32_t bits = uint32_t(half) << 16;
@@ -36,7 +37,7 @@ float sum(__m256 v) {
 __m128i load16(const void* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); }
 __m256i load32(const void* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
 
-// `count` numbers as fp32, a multiple of 8.
+// Converts `count` bf16 numbers to fp32; count is a multiple of 8.
 void widen(const uint16_t* from, int64_t count, float* into) {
   for (int64_t n = 0; n < count; n += 8) {
     const __m256i bits = _mm256_cvtepu16_epi32(load16(from + n));
@@ -50,7 +51,8 @@ float largest(__m256 v) {
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 
-// Inputs in sixteen bits, columns a multiple of 32; a row that is not finite has NaN as its scale. apart: of each 32 those in even places first.
+// Inputs in int16; columns is a multiple of 32. A row that is not finite gets NaN as its scale.
+// apart: reorders each 32 inputs, even positions first.
 struct Inputs {
   std::vector<int16_t> codes;
   std::vector<float> scales;
@@ -69,7 +71,7 @@ struct Inputs {
       const bool finite = sum(zero) == 0;
       scales[r] = finite ? largest(most) / 32767 : std::numeric_limits<float>::quiet_NaN();
       const float by = 1 / scales[r];
-      if (!std::isfinite(by)) continue;  // all of it is 0, or as good as
+      if (!std::isfinite(by)) continue;  // the row is 0, or too small to scale
       for (int64_t n = 0; n < columns; n += 16) {
         __m256i two[2];
         for (int i = 0; i < 2; i++) two[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(row.data() + n + 8 * i), _mm256_set1_ps(by)));
@@ -87,7 +89,7 @@ struct Inputs {
   }
 };
 
-// One output of R rows, but for the scales of both.
+// Computes one output for R rows, without the scales of inputs and weights.
 template <int R>
 void eight_bits(const int16_t* x, const int8_t* weights, float* out, int64_t columns) {
   __m256 all[R];
@@ -107,7 +109,8 @@ void eight_bits(const int16_t* x, const int8_t* weights, float* out, int64_t col
   for (int r = 0; r < R; r++) out[r] = sum(all[r]);
 }
 
-// The same; x: of each 16 bytes of codes the inputs of their low halves, then those of their high ones. G: the group, where the compiler may know it.
+// The same for int4. x holds, for each 16 bytes of codes, the inputs of their low halves, then those of their high ones.
+// G: the group size if known at compile time, else 0.
 template <int R, int64_t G>
 void four_bits(const int16_t* x, const uint8_t* weights, const float* scales, float* out, int64_t columns, int64_t of_group) {
   const int64_t group = G ? G : of_group;
@@ -153,8 +156,8 @@ extern "C" void preheat_eight_bits(const uint16_t* x, const int8_t* codes, const
   }
 }
 
-// The same with codes [outputs, columns / 2], the first of two in the low half of a byte, and scales and zeros (may be null) [outputs, columns / group] in bf16:
-// (code - 8) * scale + zero. group is a multiple of 32.
+// The same for int4, (code - 8) * scale + zero: codes [outputs, columns / 2], the first of two in the low half of a byte;
+// scales and zeros (may be null) [outputs, columns / group] in bf16. group is a multiple of 32.
 extern "C" void preheat_four_bits(const uint16_t* x, const uint8_t* codes, const uint16_t* scales, const uint16_t* zeros, uint16_t* out, int64_t rows,
                                   int64_t outputs, int64_t columns, int64_t group, int threads) {
   const Inputs in(x, rows, columns, true);

@@ -1,6 +1,7 @@
-"""Few rows times weights of eight or four bits on CPUs with AVX2 and no more, by `cpu_gemv.cpp`.
+"""Matmuls of few rows with int8 and int4 weights on CPUs limited to AVX2, by the C++ kernels of `cpu_gemv.cpp`.
 
-Plain calls, and not operators of torch, whose dispatch would take as long as a small product: tracers and dry runs are sent to aten's operators.
+These are plain function calls, not torch operators, whose dispatch would take as long as a small matmul. Tracers and
+dry runs get aten's operators.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ __all__ = ["eight_bits", "four_bits", "of_use"]
 
 
 def of_use() -> bool:
-    """Whether these are quicker than aten's own kernels here, which are for AVX512 and for ARM, can be built, and nobody looks on who needs operators."""
+    """True if the AVX2 kernels compile here and no tracer or dispatch mode is active.
+
+    aten's own kernels target AVX512 and ARM and are slower with AVX2 alone.
+    """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return _avx2_alone() and _made() is not None
@@ -30,18 +34,18 @@ def _avx2_alone() -> bool:
 
 
 def eight_bits(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """x bf16 [rows, in] times codes int8 [out, in] and scales bf16 [out]: bf16 [rows, out]. `in` is a multiple of 32."""
+    """Multiplies x bf16 [rows, in] by codes int8 [out, in] * scales bf16 [out]: bf16 [rows, out]; `in` % 32 == 0."""
     out = x.new_empty(x.shape[0], codes.shape[0])
     _call("preheat_eight_bits", (x, codes, scales), out, *codes.shape)
     return out
 
 
 def four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """x bf16 [rows, in] times (code - 8) * scale + zero: bf16 [rows, out].
+    """Multiplies x bf16 [rows, in] by (code - 8) * scale + zero: bf16 [rows, out].
 
     Args:
-        codes: uint8 [out, in / 2], two a byte, as `ops.quantization.grids.pack` has them.
-        scales, zeros: bf16 [out, in / group], the group a multiple of 32; zeros None: symmetric.
+        codes: uint8 [out, in / 2], two per byte, as packed by `ops.quantization.grids.pack`.
+        scales, zeros: bf16 [out, in / group], with a group that is a multiple of 32; zeros None: symmetric.
     """
     out = x.new_empty(x.shape[0], codes.shape[0])
     _call(
@@ -51,11 +55,11 @@ def four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
 
 
 def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int) -> None:
-    made = _made()
-    assert made is not None, "of_use() comes first"
-    held = [None if t is None else t.contiguous() for t in given]
-    places = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (*held, out)]
-    getattr(made, name)(*places, *map(ctypes.c_int64, (out.shape[0], *sizes)), torch.get_num_threads())
+    library = _made()
+    assert library is not None, "of_use() comes first"
+    inputs = [None if t is None else t.contiguous() for t in given]
+    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (*inputs, out)]
+    getattr(library, name)(*pointers, *map(ctypes.c_int64, (out.shape[0], *sizes)), torch.get_num_threads())
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""Fake quantization: forward passes see weights as a grid rounds them, gradients pass as if nothing was rounded.
+"""Fake quantization for QAT: forward uses weights rounded to a grid, backward is the identity (straight-through).
 
-The straight-through estimator of Bengio et al. 2013 (arXiv:1308.3432); for quantization, Jacob et al. 2018 (arXiv:1712.05877). The
-grid is that of `preheat.ops.quantization.grids`, taken anew from the weights in each forward pass, so that converting afterwards gives the very
-values that were trained with.
+Straight-through estimator: Bengio et al. 2013 (arXiv:1308.3432); for quantization, Jacob et al. 2018
+(arXiv:1712.05877). The grid of `preheat.ops.quantization.grids` is recomputed from the weights in each forward pass, so
+that converting afterwards gives exactly the values that were trained with.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["Grid", "fake_", "rounded", "unfake_"]
 
 @dataclass(frozen=True)
 class Grid:
-    """What a map is rounded to.
+    """Quantization grid of a layer.
 
     Attributes:
-        bits: 4, in groups, or 8, a scale for each output.
-        group: inputs that share a scale, of 4 bits.
-        symmetric: no zeros, of 4 bits.
-        inputs: inputs are rounded to eight bits for each token, too.
+        bits: 4 (in groups) or 8 (one scale per output).
+        group: inputs per scale, for 4 bits.
+        symmetric: no zeros, for 4 bits.
+        inputs: also rounds inputs to int8 per token.
     """
 
     bits: int
@@ -42,7 +42,7 @@ class Grid:
 
 
 def rounded(weight: Tensor, grid: Grid) -> Tensor:
-    """The values [out, in] that a grid has for a weight, fp32.
+    """Rounds a weight [out, in] to a grid; returns fp32.
 
     Example:
         >>> rounded(torch.tensor([[-8.0, 7.0, 0.4, 1.0]]), Grid(4, 4)).tolist()
@@ -77,12 +77,14 @@ class _Inputs(torch.autograd.Function):
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid) -> Tensor:
     """weight: [out, in]."""
-    made = _Weight.apply(weight, grid)
-    return F.linear(_Inputs.apply(x) if grid.inputs else x, made.to(x.dtype) if made.dtype != x.dtype else made, bias)
+    values = _Weight.apply(weight, grid)
+    return F.linear(
+        _Inputs.apply(x) if grid.inputs else x, values.to(x.dtype) if values.dtype != x.dtype else values, bias
+    )
 
 
 class FakeLinear(nn.Linear):
-    """A Linear whose forward passes see its weight rounded. Its parameters are those of the Linear."""
+    """A Linear with fake quantization; its parameters are those of the Linear."""
 
     preheat_grid: Grid
 
@@ -91,7 +93,7 @@ class FakeLinear(nn.Linear):
 
 
 class FakeConv1D(Conv1D):  # type: ignore[misc]
-    """GPT-2's linear map, [in, out], likewise."""
+    """GPT-2's Conv1D, [in, out], with fake quantization."""
 
     preheat_grid: Grid
 
@@ -101,7 +103,7 @@ class FakeConv1D(Conv1D):  # type: ignore[misc]
 
 @functools.cache
 def _adapted() -> type[nn.Module]:
-    """peft's LoRA around a linear map, whose forward passes see W + s B A rounded together: what merging will give."""
+    """Returns peft's LoRA layer with fake quantization of W + s B A together, as merging will give."""
     from peft.tuners.lora import Linear
 
     class FakeAdapted(Linear):
@@ -124,16 +126,17 @@ _FAKE: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FakeLinear, Conv1D: 
 
 
 def fake_(model: nn.Module, grids: Mapping[str, Grid]) -> int:
-    """Lets maps of a model see their weights rounded, in place; a map under LoRA sees its base and the adapter rounded together.
+    """Adds fake quantization to layers of a model, in place. Under LoRA, base and adapter are rounded together.
 
     Args:
-        grids: by the maps' names, without peft's `base_layer`.
+        grids: grid by layer name, without peft's `base_layer`.
 
     Returns:
-        How many.
+        The number of layers.
 
     Raises:
-        ValueError: an adapter that is no plain LoRA, has dropout, or stands on a packed base: what it adds is then not what merging gives.
+        ValueError: an adapter is not plain LoRA, has dropout, or has a packed base, so that merging would give other
+            values.
     """
     for name, grid in grids.items():
         module: Any = model.get_submodule(name)
@@ -162,12 +165,12 @@ def _require_lora(name: str, module: Any) -> None:
 
 
 def unfake_(model: nn.Module) -> int:
-    """Makes maps of `fake_` plain ones again, in place: their weights as they are, not rounded. Returns how many."""
+    """Undoes `fake_` in place; weights stay unrounded. Returns the number of layers."""
     plain: dict[type[nn.Module], type[nn.Module]] = {fake: real for real, fake in _FAKE.items()} | {
         _adapted(): added_linear()
     }
-    found = [m for m in model.modules() if type(m) in plain]
-    for module in found:
+    modules = [m for m in model.modules() if type(m) in plain]
+    for module in modules:
         module.__class__ = plain[type(module)]
         del module.preheat_grid
-    return len(found)
+    return len(modules)

@@ -1,10 +1,10 @@
-"""Weights as integers: grids, codes, and how codes lie in memory. Tensors in, tensors out.
+"""Integer quantization grids, rounding and packing of codes.
 
-Two grids. Eight bits: one scale for each output, w = code * scale. Four bits: one scale for each `group` of inputs of an output,
-w = (code - 8) * scale (+ zero). Scales and zeros are rounded to bf16 *before* codes are chosen, so that what is stored is what was
-rounded to. Where a group is symmetric its extreme value is code 0, that is -8 scales, and the scale has the extreme's opposite sign:
-all sixteen codes are used, quantizing what was quantized changes nothing, and it is the grid of llama.cpp's Q4_0 (group 32), which
-holds the same codes without a loss. Source: Q4_0 in ggml; groups with a zero: Frantar et al. 2022 (arXiv:2210.17323), section 4.
+int8 has one scale per output: w = code * scale. int4 has one scale per `group` of inputs of an output: w = (code - 8) *
+scale (+ zero). Scales and zeros are rounded to bf16 *before* codes are chosen, so that the stored grid is the one that
+was rounded to. In a symmetric group the extreme value is code 0 (-8 scales) and the scale has the opposite sign: all
+sixteen codes are used, requantizing changes nothing, and the grid equals llama.cpp's Q4_0 (group 32), which holds the
+same codes without loss. Sources: Q4_0 in ggml; groups with a zero: Frantar et al. 2022 (arXiv:2210.17323), section 4.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 HALF = torch.bfloat16
-"""What scales, zeros and all that is not quantized are stored in."""
-_TINY = 1e-30
+"""Dtype of scales, zeros and everything that is not quantized."""
+_TINY = 1e-30  # smallest scale, against division by zero
 
 
 class Groups(NamedTuple):
-    """A weight [out, in] in four bits.
+    """A weight [out, in] in int4.
 
     Attributes:
         codes: uint8 [out, in], from 0 to 15.
@@ -48,11 +48,11 @@ class Groups(NamedTuple):
 
 
 def quantize_rows(weight: Tensor, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """A weight in eight bits, a scale for each output.
+    """Quantizes a weight to int8 with one scale per output.
 
     Args:
         weight: [out, in].
-        limit: [out], the magnitude that becomes 127; the row's largest when not given.
+        limit: [out], the magnitude that maps to 127; the row's largest if None.
 
     Returns:
         codes int8 [out, in] and scales bf16 [out].
@@ -69,12 +69,12 @@ def quantize_rows(weight: Tensor, limit: Tensor | None = None) -> tuple[Tensor, 
 
 
 def group_grid(weight: Tensor, group: int, *, symmetric: bool, shrink: float = 1.0) -> tuple[Tensor, Tensor | None]:
-    """Scales and zeros for a weight [out, in], bf16 [out, in / group] each; the zeros None where symmetric.
+    """Returns scales and zeros for a weight [out, in], bf16 [out, in / group] each; zeros are None if symmetric.
 
     Args:
-        group: inputs that share a scale; divides `in`.
+        group: inputs per scale; divides `in`.
         symmetric: no zeros.
-        shrink: how much of a group's range the codes span; what lies beyond is clipped.
+        shrink: fraction of a group's range that the codes span; values beyond it are clipped.
     """
     blocks = weight.detach().float().unflatten(1, (-1, group))
     if symmetric:
@@ -88,7 +88,7 @@ def group_grid(weight: Tensor, group: int, *, symmetric: bool, shrink: float = 1
 
 
 def round_groups(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """The nearest codes, uint8 [out, in], on a given grid."""
+    """Returns the nearest codes, uint8 [out, in], on a given grid."""
     blocks = weight.detach().float().unflatten(1, (scales.shape[1], -1))
     if zeros is not None:
         blocks = blocks - zeros.float()[..., None]
@@ -96,28 +96,28 @@ def round_groups(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor
 
 
 def quantize_groups(weight: Tensor, group: int, *, symmetric: bool = True, shrink: float = 1.0) -> Groups:
-    """A weight [out, in] in four bits, each value to its nearest code.
+    """Quantizes a weight [out, in] to int4 by rounding to nearest.
 
     Example:
-        >>> made = quantize_groups(torch.tensor([[-8.0, 7.0, 0.4, 1.0]]), 4)
-        >>> made.codes.tolist(), group_values(made).tolist()
+        >>> groups = quantize_groups(torch.tensor([[-8.0, 7.0, 0.4, 1.0]]), 4)
+        >>> groups.codes.tolist(), group_values(groups).tolist()
         ([[0, 15, 8, 9]], [[-8.0, 7.0, 0.0, 1.0]])
     """
     scales, zeros = group_grid(weight, group, symmetric=symmetric, shrink=shrink)
     return Groups(round_groups(weight, scales, zeros), scales, zeros)
 
 
-def group_values(made: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight [out, in] that codes stand for."""
-    codes = made.codes.to(dtype).unflatten(1, (made.scales.shape[1], -1)).sub_(8)
-    codes.mul_(made.scales.to(dtype)[..., None])
-    if made.zeros is not None:
-        codes.add_(made.zeros.to(dtype)[..., None])
+def group_values(groups: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Dequantizes to a weight [out, in]."""
+    codes = groups.codes.to(dtype).unflatten(1, (groups.scales.shape[1], -1)).sub_(8)
+    codes.mul_(groups.scales.to(dtype)[..., None])
+    if groups.zeros is not None:
+        codes.add_(groups.zeros.to(dtype)[..., None])
     return codes.flatten(1)
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Codes [out, in] below 16, two a byte: uint8 [out, ceil(in / 2)], that of the even place in the low half.
+    """Packs codes [out, in] below 16 into uint8 [out, ceil(in / 2)]; even positions go to the low half.
 
     Example:
         >>> pack(torch.tensor([[1, 2, 3]], dtype=torch.uint8)).tolist()
@@ -130,16 +130,16 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, inputs: int) -> Tensor:
-    """The codes uint8 [out, inputs] of `pack`."""
+    """Inverts `pack`: returns codes uint8 [out, inputs]."""
     return torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)[:, :inputs]
 
 
 def round_inputs(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Inputs of a map in eight bits.
+    """Quantizes the inputs of a layer to int8.
 
     Args:
         x: [tokens, in].
-        scale: of all of them, known before (static); None: a scale for each token, from its largest value (dynamic).
+        scale: one static scale for all tokens; None: a dynamic scale per token from its largest value.
 
     Returns:
         Codes as fp32 [tokens, in], whole numbers from -127 to 127, and scales fp32, [tokens, 1] or [].
@@ -150,11 +150,11 @@ def round_inputs(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor
 
 
 def divisor(inputs: int, wanted: int) -> int:
-    """The divisor of `inputs` nearest to `wanted`, the smaller of two as near; never 1 unless there is no other.
+    """Returns the divisor of `inputs` nearest to `wanted` (the smaller on a tie); 1 only for `inputs` 1.
 
     Example:
         >>> divisor(172, 32), divisor(768, 32), divisor(7, 4)
         (43, 32, 7)
     """
-    found = [n for n in range(2, inputs + 1) if inputs % n == 0] or [1]
-    return min(found, key=lambda n: (abs(n - wanted), n))
+    divisors = [n for n in range(2, inputs + 1) if inputs % n == 0] or [1]
+    return min(divisors, key=lambda n: (abs(n - wanted), n))

@@ -1,5 +1,5 @@
-// Weights of four bits as bf16, for the products of a prompt: (code - 8) * scale + zero, in fp32 and rounded once, in one pass over memory.
-// The sixteen values of a group are worked out once, and its codes look their bytes up.
+// Dequantizes int4 weights to bf16 for prefill: (code - 8) * scale + zero in fp32, rounded once, in one pass over memory.
+// Computes the sixteen values of a group once; its codes then look up their bytes.
 
 #include <cstdint>
 #include <cstring>
@@ -26,7 +26,7 @@ uint16_t rounded(float value) {  // to nearest, ties to even; scales are finite
 #if defined(__AVX512BW__)
 #define LOOKS_UP 1
 
-// The sixteen values of a group, each twice: a word's place is its code times two, whatever the lowest bit.
+// The sixteen values of a group, each stored twice: the index is twice the code, with any lowest bit.
 struct Table {
   __m512i values;
 
@@ -38,7 +38,7 @@ struct Table {
     values = _mm512_mask_blend_epi16(0x55555555, bits, _mm512_srli_epi32(bits, 16));
   }
 
-  // 16 bytes of codes -> 32 values. Of a place the lowest five bits count.
+  // 16 bytes of codes -> 32 values. The lookup uses the lowest five bits of an index.
   void look_up(const uint8_t* codes, uint16_t* out) const {
     const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
     const __m512i places = _mm512_or_si512(_mm512_slli_epi32(both, 1), _mm512_slli_epi32(both, 13));
@@ -54,7 +54,7 @@ constexpr Floats STEPS = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7
 constexpr Bytes FIRST = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
 constexpr Bytes SECOND = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 
-// The sixteen values of a group by their low and their high bytes.
+// The sixteen values of a group, split into low and high bytes.
 struct Table {
   Bytes low, high;
 
@@ -84,7 +84,8 @@ struct Table {
 
 }  // namespace
 
-// codes [rows, columns / 2], scales and zeros (may be null) [rows, columns / group] in bf16, out [rows, columns] in bf16; group is even.
+// codes [rows, columns / 2]; scales and zeros (may be null) [rows, columns / group] in bf16; out [rows, columns] in bf16.
+// group must be even.
 extern "C" void preheat_unpack(const uint8_t* codes, const uint16_t* scales, const uint16_t* zeros, uint16_t* out, int64_t rows,
                                int64_t columns, int64_t group, int threads) {
   const int64_t groups = columns / group, bytes = group / 2;

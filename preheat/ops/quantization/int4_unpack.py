@@ -1,4 +1,4 @@
-"""Four-bit weights as bf16, by `int4_unpack.cpp`: what a prompt is multiplied by. An operator of torch, so that it is traced and observed."""
+"""Dequantizes int4 weights to bf16 for prefill with the C++ kernel `int4_unpack.cpp`, as a traceable torch operator."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["unpack4"]
 
 @torch.library.custom_op("preheat::unpack4", mutates_args=(), device_types="cpu")
 def unpack4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """The weight that packed codes stand for, on a CPU. The same numbers without a C++ compiler, in several times the time.
+    """Dequantizes packed codes on a CPU. Without a C++ compiler the result is the same but takes several times as long.
 
     Args:
-        codes: uint8 [out, in / 2], two a byte.
+        codes: uint8 [out, in / 2], two per byte.
         scales, zeros: bf16 [out, in / group]; zeros None: symmetric.
 
     Returns:
@@ -28,18 +28,18 @@ def unpack4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     group = columns // scales.shape[1]
-    made = _made() if group % 2 == 0 else None
-    if made is None:
+    library = _made() if group % 2 == 0 else None
+    if library is None:
         return group_values(Groups(unpack(codes, columns), scales, zeros)).to(HALF)
     out = torch.empty(rows, columns, dtype=HALF)
-    held = [
+    tensors = [
         codes.contiguous(),
         scales.to(HALF).contiguous(),
         None if zeros is None else zeros.to(HALF).contiguous(),
         out,
     ]
-    places = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in held]
-    made.preheat_unpack(*places, *map(ctypes.c_int64, (rows, columns, group)), torch.get_num_threads())
+    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
+    library.preheat_unpack(*pointers, *map(ctypes.c_int64, (rows, columns, group)), torch.get_num_threads())
     return out
 
 

@@ -1,11 +1,14 @@
-"""Linear maps and embeddings whose weights stand in eight or four bits.
+"""Linear layers and embeddings with int8, int4 or fp8 weights.
 
-Held as plain modules with their integers as parameters, and not as torchao's tensor subclasses, for three reasons found by trying:
-torchao's real four bits cannot be saved through transformers (its codes are packed in the order of one kind of CPU), its eight bits beat
-bf16 only under torch.compile, and neither takes codes that were chosen elsewhere (GPTQ, AWQ, a bit budget). Here the codes lie in a
-neutral order, so that a folder opens on any machine; few rows (decoding) go through aten's own kernels for packed weights, on CUDA through one
-of ours for eight bits (aten's there computes in fp32, number by number), and many (a prompt) through a weight that is made in the input's precision for the moment, which is faster beyond `FEW` rows. A CPU without AVX512
-has no quick products in bf16: few rows go through kernels of ours there (`ops/quantization/cpu_gemv.cpp`), and many through a weight in fp32.
+They are plain modules with integer parameters rather than torchao tensor subclasses, for three measured reasons:
+torchao's int4 cannot be saved through transformers (its codes are packed in the order of one kind of CPU), its int8
+beats bf16 only under torch.compile, and neither accepts precomputed codes (GPTQ, AWQ, a bit budget). Codes are stored
+in a neutral order, so that a model opens on any machine.
+
+Few rows (decoding) use aten's kernels for packed weights; on CUDA, int8 uses our Triton kernel, because aten's computes
+in fp32 element by element. Many rows (prefill, beyond `FEW`) use a weight that is dequantized to the input's dtype for
+the call, which is faster. CPUs without AVX512 have no fast bf16 matmul: there few rows use our AVX2 kernels
+(`ops/quantization/cpu_gemv.cpp`) and many rows an fp32 weight.
 """
 
 from __future__ import annotations
@@ -46,30 +49,29 @@ __all__ = [
 ]
 
 FEW = {"int8": 16, "int4": 64}
-"""Rows up to which the kernels for packed weights are used: beyond, the matrix units are worth unpacking the weight for (four bits take
-longer to unpack). Seen on one core with bf16 products on AMX, 768 x 768."""
-_KERNEL_INPUTS = 16  # aten's eight-bit kernel reads beyond the end of rows that are no multiple of it
-_KERNEL_GROUPS = (32, 64, 128, 256)  # what aten's four-bit kernel takes
-_INTEGERS, _INTEGER_ROWS = (
-    8,
-    17,
-)  # CUDA's product of integers takes multiples of 8 inputs and outputs, and so many rows at least
+"""Maximum rows for the packed-weight kernels. Beyond it, dequantizing for the matrix units is faster (int4 takes longer
+to unpack). Measured on one core with bf16 matmuls on AMX, 768 x 768.
+"""
+_KERNEL_INPUTS = 16  # aten's int8 kernel reads past the end of rows that are not a multiple of it
+_KERNEL_GROUPS = (32, 64, 128, 256)  # group sizes of aten's int4 kernel
+# torch._int_mm on CUDA requires inputs and outputs that are multiples of 8, and at least 17 rows.
+_INTEGERS, _INTEGER_ROWS = 8, 17
 _FP8 = torch.float8_e4m3fn
 Form = dict[str, Any]
 
 
 def map_weight(module: nn.Module) -> Tensor:
-    """The weight of a linear map as [out, in], whichever way the module holds it."""
+    """Returns a layer's weight as [out, in], also for Conv1D."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
 class QuantizedMap(nn.Module):
-    """A linear map [tokens, in] -> [tokens, out] whose weight is made from codes.
+    """A linear layer [tokens, in] -> [tokens, out] with a quantized weight.
 
     Attributes:
-        input_scales: bf16 [in], what inputs are multiplied by (AWQ, SmoothQuant); None: nothing.
-        input_scale: bf16 [], of inputs in eight bits, where it is known before; None otherwise.
+        input_scales: bf16 [in], factors on the inputs (AWQ, SmoothQuant), or None.
+        input_scale: bf16 [], static scale of int8 inputs, or None.
     """
 
     kind: ClassVar[str]
@@ -89,21 +91,21 @@ class QuantizedMap(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight [out, in] in fp32 that this map computes with, inputs' factors and all."""
+        """Returns the effective fp32 weight [out, in], input factors included."""
         weight = self.values(torch.float32)
         return weight if self.input_scales is None else weight * self.input_scales.float()
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for, [out, in]."""
+        """Dequantizes the codes to [out, in]."""
         raise NotImplementedError
 
     def product(self, x: Tensor) -> Tensor:
-        """x [tokens, in] times the values, [tokens, out] in the precision of x."""
+        """Multiplies x [tokens, in] by the weight; returns [tokens, out] in the dtype of x."""
         quick = _quick(x)
         return F.linear(x.to(quick), self.values(x.dtype).to(quick)).to(x.dtype)
 
     def _few(self, x: Tensor, device: str = "cpu") -> bool:
-        """Whether the kernels for packed weights are of use, which have no gradients."""
+        """True if the packed-weight kernels apply: few rows and no gradients, which they lack."""
         return (
             x.device.type == device
             and x.shape[0] <= FEW[self.kind]
@@ -111,7 +113,7 @@ class QuantizedMap(nn.Module):
         )
 
     def _by_kernel(self, x: Tensor, operator: Operator) -> bool:
-        """Whether few rows go through a kernel on CUDA; a compiler does better without."""
+        """True if few rows use a CUDA kernel. torch.compile generates faster code without it."""
         return self._few(x, "cuda") and not torch.compiler.is_compiling() and not is_plain(operator)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,7 +135,7 @@ class QuantizedMap(nn.Module):
 
 
 class Int8Linear(QuantizedMap):
-    """Eight bits, a scale for each output; inputs as they come, or in eight bits too (`inputs`: dynamic or static)."""
+    """int8 weight with one scale per output; inputs unquantized, or int8 too (`inputs`: dynamic or static)."""
 
     kind = "int8"
 
@@ -141,31 +143,31 @@ class Int8Linear(QuantizedMap):
     def of(
         cls,
         module: nn.Module,
-        made: tuple[Tensor, Tensor] | None = None,
+        chosen: tuple[Tensor, Tensor] | None = None,
         *,
         inputs: str | None = None,
         input_scales: Tensor | None = None,
         input_scale: Tensor | None = None,
     ) -> Int8Linear:
-        """A linear map in eight bits.
+        """Quantizes a linear layer to int8.
 
         Args:
-            made: codes int8 [out, in] and scales [out] that were chosen before; the nearest when None.
-            inputs: None, dynamic (a scale for each token) or static (`input_scale`, one for all).
-            input_scales: [in], what inputs are multiplied by, and the weight divided by before it is rounded.
+            chosen: precomputed codes int8 [out, in] and scales [out]; None: rounds to nearest.
+            inputs: None, dynamic (one scale per token) or static (`input_scale` for all).
+            input_scales: [in], factors on the inputs; the weight is divided by them before rounding.
         """
         weight = map_weight(module).detach().float()
         factors = None if input_scales is None else input_scales.to(HALF)
-        codes, scales = made or quantize_rows(weight if factors is None else weight / factors.float())
-        held = {"codes": codes, "scales": scales, "input_scales": factors, "bias": _bias(module)}
-        held["input_scale"] = None if input_scale is None else input_scale.to(HALF)
-        return cls(weight.shape[1], weight.shape[0], {"inputs": inputs, "input_scales": factors is not None}, held)
+        codes, scales = chosen or quantize_rows(weight if factors is None else weight / factors.float())
+        tensors = {"codes": codes, "scales": scales, "input_scales": factors, "bias": _bias(module)}
+        tensors["input_scale"] = None if input_scale is None else input_scale.to(HALF)
+        return cls(weight.shape[1], weight.shape[0], {"inputs": inputs, "input_scales": factors is not None}, tensors)
 
     @classmethod
     def on_meta(cls, inputs: int, outputs: int, bias: bool, form: Form) -> Int8Linear:
-        held = _common(inputs, outputs, bias, form)
-        held |= {"codes": _empty((outputs, inputs), torch.int8), "scales": _empty((outputs,))}
-        return cls(inputs, outputs, form, held)
+        tensors = _common(inputs, outputs, bias, form)
+        tensors |= {"codes": _empty((outputs, inputs), torch.int8), "scales": _empty((outputs,))}
+        return cls(inputs, outputs, form, tensors)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         return self.codes.to(dtype) * self.scales.to(dtype)[:, None]
@@ -180,9 +182,8 @@ class Int8Linear(QuantizedMap):
             with named_failures("int8_product"), torch.cuda.device_of(x):
                 return eight_bits_product(x, self.codes, self.scales)
         quick = _quick(x)
-        return (
-            F.linear(x.to(quick), self.codes.to(quick)).mul_(self.scales.to(quick)).to(x.dtype)
-        )  # codes are exact in bf16
+        # Codes are exact in bf16.
+        return F.linear(x.to(quick), self.codes.to(quick)).mul_(self.scales.to(quick)).to(x.dtype)
 
     def rounded_product(self, x: Tensor) -> Tensor:
         cuda = x.device.type == "cuda"
@@ -196,7 +197,7 @@ class Int8Linear(QuantizedMap):
 
 
 class Int4Linear(QuantizedMap):
-    """Four bits, a scale (and a zero) for each group of inputs of an output."""
+    """int4 weight with one scale (and zero) per group of inputs of an output."""
 
     kind = "int4"
     zeros: nn.Parameter | None
@@ -206,43 +207,43 @@ class Int4Linear(QuantizedMap):
     def of(
         cls,
         module: nn.Module,
-        made: Groups | None = None,
+        groups: Groups | None = None,
         *,
         group: int = 32,
         symmetric: bool = True,
         inputs: str | None = None,
         input_scales: Tensor | None = None,
     ) -> Int4Linear:
-        """A linear map in four bits.
+        """Quantizes a linear layer to int4.
 
         Args:
-            made: codes that were chosen before; the nearest when None.
-            inputs: None, or dynamic: in eight bits, a scale for each token.
-            input_scales: [in], what inputs are multiplied by; `made` was chosen for the weight divided by it.
+            groups: precomputed codes; None: rounds to nearest.
+            inputs: None, or dynamic: int8 with one scale per token.
+            input_scales: [in], factors on the inputs; `groups` must be those of the weight divided by them.
         """
         weight = map_weight(module).detach().float()
         factors = None if input_scales is None else input_scales.to(HALF)
-        if made is None:
-            chosen = weight if factors is None else weight / factors.float()
-            made = quantize_groups(chosen, group, symmetric=symmetric)
+        if groups is None:
+            wide = weight if factors is None else weight / factors.float()
+            groups = quantize_groups(wide, group, symmetric=symmetric)
         form = {
-            "group": weight.shape[1] // made.scales.shape[1],
-            "zeros": made.zeros is not None,
+            "group": weight.shape[1] // groups.scales.shape[1],
+            "zeros": groups.zeros is not None,
             "inputs": inputs,
             "input_scales": factors is not None,
         }
-        held = {"codes": pack(made.codes), "scales": made.scales, "zeros": made.zeros, "input_scales": factors}
-        return cls(weight.shape[1], weight.shape[0], form, held | {"bias": _bias(module), "input_scale": None})
+        tensors = {"codes": pack(groups.codes), "scales": groups.scales, "zeros": groups.zeros, "input_scales": factors}
+        return cls(weight.shape[1], weight.shape[0], form, tensors | {"bias": _bias(module), "input_scale": None})
 
     @classmethod
     def on_meta(cls, inputs: int, outputs: int, bias: bool, form: Form) -> Int4Linear:
         grid = (outputs, inputs // form["group"])
-        held = _common(inputs, outputs, bias, form)
-        held |= {"codes": _empty((outputs, -(-inputs // 2)), torch.uint8), "scales": _empty(grid)}
-        return cls(inputs, outputs, form, held | {"zeros": _empty(grid) if form["zeros"] else None})
+        tensors = _common(inputs, outputs, bias, form)
+        tensors |= {"codes": _empty((outputs, -(-inputs // 2)), torch.uint8), "scales": _empty(grid)}
+        return cls(inputs, outputs, form, tensors | {"zeros": _empty(grid) if form["zeros"] else None})
 
     def groups(self) -> Groups:
-        """Codes and grid, for writers of other formats."""
+        """Returns codes and grid, for exports to other formats."""
         zeros = None if self.zeros is None else self.zeros.to(HALF)
         return Groups(unpack(self.codes, self.in_features), self.scales.to(HALF), zeros)
 
@@ -264,21 +265,21 @@ class Int4Linear(QuantizedMap):
                 )
         if not few or self.form["group"] not in _KERNEL_GROUPS or self.out_features % 16 or x.dtype != HALF:
             return super().product(x)
-        if self._ready is None:  # in this CPU's order, beside the neutral one that a prompt is multiplied from
-            made = self.groups()
-            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(made.codes.int(), 1)
-            self._ready = packed, _grid(made.scales, made.zeros)
+        if self._ready is None:  # repacked in this CPU's order; prefill uses the neutral one
+            groups = self.groups()
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.codes.int(), 1)
+            self._ready = packed, _grid(groups.scales, groups.zeros)
         return torch.ops.aten._weight_int4pack_mm_for_cpu(
             x.contiguous(), self._ready[0], self.form["group"], self._ready[1]
         )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Int4Linear:
-        self._ready = None  # parameters move or get another precision
+        self._ready = None  # parameters may move or change dtype
         return super()._apply(fn, recurse)  # type: ignore[return-value]
 
 
 class Fp8Linear(QuantizedMap):
-    """Eight-bit floats (e4m3), a scale for each output and, of inputs, for each token."""
+    """fp8 (e4m3) weight with one scale per output; inputs with one scale per token."""
 
     kind = "fp8"
 
@@ -288,15 +289,15 @@ class Fp8Linear(QuantizedMap):
         most = torch.finfo(_FP8).max
         scales = (weight.abs().amax(dim=1) / most).clamp(min=1e-30).to(HALF)
         codes = (weight / scales.float()[:, None]).clamp(-most, most).to(_FP8)
-        codes = codes.view(torch.uint8)  # as bytes: what casts a model's floats must not touch them
-        held = {"codes": codes, "scales": scales, "bias": _bias(module), "input_scales": None, "input_scale": None}
-        return cls(weight.shape[1], weight.shape[0], {"inputs": "dynamic"}, held)
+        codes = codes.view(torch.uint8)  # as bytes, so that casting a model's floats does not change them
+        tensors = {"codes": codes, "scales": scales, "bias": _bias(module), "input_scales": None, "input_scale": None}
+        return cls(weight.shape[1], weight.shape[0], {"inputs": "dynamic"}, tensors)
 
     @classmethod
     def on_meta(cls, inputs: int, outputs: int, bias: bool, form: Form) -> Fp8Linear:
-        held = _common(inputs, outputs, bias, form)
-        held |= {"codes": _empty((outputs, inputs), torch.uint8), "scales": _empty((outputs,))}
-        return cls(inputs, outputs, form, held)
+        tensors = _common(inputs, outputs, bias, form)
+        tensors |= {"codes": _empty((outputs, inputs), torch.uint8), "scales": _empty((outputs,))}
+        return cls(inputs, outputs, form, tensors)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         return (self.codes.view(_FP8).float() * self.scales.float()[:, None]).to(dtype)
@@ -311,7 +312,7 @@ class Fp8Linear(QuantizedMap):
 
 
 class Int8Embedding(nn.Module):
-    """An embedding in eight bits, a scale for each row; a head that is tied to it holds the same codes.
+    """An int8 embedding with one scale per row; a tied head shares its codes.
 
     Attributes:
         codes: int8 [rows, width].
@@ -345,7 +346,7 @@ class Int8Embedding(nn.Module):
 
 
 def eight_bits_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """x [rows, in] in half precision times codes int8 [out, in] and scales [out], by one Triton kernel: summed in fp32."""
+    """Multiplies x [rows, in] in half precision by int8 codes [out, in] * scales [out] with Triton; sums in fp32."""
     from preheat.ops.triton_kernels import eight_bits_kernel
 
     (rows, inputs), outputs = x.shape, codes.shape[0]
@@ -358,10 +359,10 @@ def eight_bits_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def integer_product(x: Tensor, codes: Tensor, *, least: int = 0) -> Tensor:
-    """x int8 [rows, in] times codes int8 [out, in]: int32 [rows, out].
+    """Multiplies x int8 [rows, in] by codes int8 [out, in]: int32 [rows, out].
 
     Args:
-        least: rows that the product takes at least (CUDA's takes more than 16): zeros are added to fewer.
+        least: minimum rows of the matmul (CUDA requires more than 16); fewer are padded with zeros.
 
     Example:
         >>> integer_product(torch.ones(1, 8, dtype=torch.int8), torch.ones(8, 8, dtype=torch.int8), least=17).shape
@@ -372,32 +373,32 @@ def integer_product(x: Tensor, codes: Tensor, *, least: int = 0) -> Tensor:
 
 
 def takes_four_bits(module: Int4Linear) -> bool:
-    """Whether a map has the sizes that aten's four-bit kernel on CUDA takes: tiles of 8 outputs by 32 inputs or more."""
+    """True if a layer's sizes suit aten's int4 kernel on CUDA: tiles of 8 outputs by 32 inputs."""
     return module.form["group"] in _KERNEL_GROUPS and module.out_features % 8 == 0 and module.in_features % 32 == 0
 
 
 def tiles(module: Int4Linear) -> tuple[Tensor, Tensor]:
-    """Codes in the order of CUDA's matrix units, and scales beside zeros: what aten's four-bit kernel there reads."""
+    """Returns codes tiled for tensor cores and interleaved scales and zeros, as aten's int4 kernel reads them."""
     inner = next(n for n in (8, 4, 2) if module.in_features % (16 * n) == 0)
-    swapped = module.codes << 4 | module.codes >> 4  # the even place in the high half
+    swapped = module.codes << 4 | module.codes >> 4  # aten expects the even position in the high half
     packed = torch.ops.aten._convert_weight_to_int4pack(swapped, inner)
     return packed, _grid(module.scales, module.zeros)
 
 
 def _grid(scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """bf16 [in / group, out, 2]: scales and zeros as aten's kernels take them."""
+    """Returns scales and zeros as aten's kernels expect them: bf16 [in / group, out, 2]."""
     zeros = torch.zeros_like(scales) if zeros is None else zeros
     return torch.stack([scales.to(HALF).t(), zeros.to(HALF).t()], dim=2).contiguous()
 
 
 @functools.cache
 def _has_tiles(device: torch.device) -> bool:
-    """Whether a GPU has the matrix units that the four-bit kernel is written for (Ampere and later)."""
+    """True if the GPU has the tensor cores of aten's int4 kernel (Ampere and later)."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _quick(x: Tensor) -> torch.dtype:
-    """What a product of x is computed in: fp32 for bf16 on a CPU that is slow in it."""
+    """Returns the matmul dtype of x: fp32 for bf16 on a CPU that is slow in bf16, else its own."""
     return quick_half() if x.dtype == HALF and x.device.type == "cpu" else x.dtype
 
 

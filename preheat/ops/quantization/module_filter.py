@@ -1,4 +1,4 @@
-"""Which maps of a model are quantized, which are kept high, and the group of each."""
+"""Selects the layers to quantize, those kept in high precision, and each layer's group size."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ __all__ = ["AUTO", "GROUP", "group_of", "kept_names", "linear_maps"]
 
 AUTO = "auto"
 GROUP = 32
-"""What `auto` is where it divides: the group of llama.cpp's Q4_0 and of ExecuTorch's 8da4w."""
+"""Group size of `auto` if it divides the inputs: that of llama.cpp's Q4_0 and ExecuTorch's 8da4w."""
 
 
 def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
-    """The plain linear maps of a model by name, [in -> out] each."""
+    """Returns the plain linear layers of a model by name."""
     return {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)}
 
 
 def kept_names(names: Iterable[str], keep: str | Sequence[str], roles: Mapping[str, Sequence[str]]) -> set[str]:
-    """Those of `names` that `keep` means.
+    """Returns the `names` that `keep` selects.
 
     Args:
-        names: of the modules that could be quantized.
-        keep: each a role, the last parts of names (`down_proj`, `mlp.down_proj`), or a regular expression for whole names.
-        roles: what the words embedding, head, first and last stand for in this model.
+        names: names of the modules that could be quantized.
+        keep: entries that are a role, a name suffix (`down_proj`, `mlp.down_proj`), or a regular expression for full
+            names.
+        roles: module names of the roles embedding, head, first and last in this model.
 
     Raises:
-        ValueError: an entry matches nothing; the message has the nearest that would.
+        ValueError: an entry matches nothing; the message suggests the closest match.
 
     Example:
         >>> sorted(kept_names(["a.up", "a.down", "b.up"], ["up"], {}))
         ['a.up', 'b.up']
     """
     names = list(names)
-    found: set[str] = set()
+    matches: set[str] = set()
     for entry in (keep,) if isinstance(keep, str) else keep:
         matched = [name for name in names if name in roles[entry]] if entry in roles else _matching(names, entry)
         if not matched and entry not in roles:
@@ -48,8 +49,8 @@ def kept_names(names: Iterable[str], keep: str | Sequence[str], roles: Mapping[s
             raise ValueError(
                 f"keep: {entry!r} matches no linear map or embedding of the model; {nearest(entry, known)}"
             )
-        found.update(matched)
-    return found
+        matches.update(matched)
+    return matches
 
 
 def _matching(names: Sequence[str], entry: str) -> list[str]:
@@ -61,13 +62,13 @@ def _matching(names: Sequence[str], entry: str) -> list[str]:
 
 
 def group_of(name: str, inputs: int, group: int | str) -> int:
-    """Inputs that share a scale in one map.
+    """Returns the number of inputs per scale in one layer.
 
     Args:
-        group: a number that divides `inputs`, or auto: the divisor nearest to 32.
+        group: a divisor of `inputs`, or auto: the divisor nearest to 32.
 
     Raises:
-        ValueError: it does not divide; the message names the map and the nearest number that does.
+        ValueError: `group` does not divide `inputs`; the message names the layer and the nearest divisor.
 
     Example:
         >>> group_of("down_proj", 172, "auto")
@@ -78,7 +79,8 @@ def group_of(name: str, inputs: int, group: int | str) -> int:
     wanted: Any = group
     if inputs % wanted:
         raise ValueError(
-            f"group: {wanted} does not divide the {inputs} inputs of {name}; the nearest that does is {divisor(inputs, wanted)}; "
+            f"group: {wanted} does not divide the {inputs} inputs of {name}; the nearest that does is "
+            f"{divisor(inputs, wanted)}; "
             f"use group=auto for each map's own, or keep the map ({name.rpartition('.')[2]})"
         )
     return int(wanted)

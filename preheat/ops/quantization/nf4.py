@@ -1,9 +1,9 @@
-"""NF4 weights: 4 bits each, for linear maps that are not trained (Dettmers et al. 2023, arXiv:2305.14314).
+"""NF4 weights: 4-bit quantization of frozen linear layers (Dettmers et al. 2023, arXiv:2305.14314).
 
-Blocks of 64 weights are divided by their largest magnitude, and each weight becomes the nearest of 16 levels. With double
-quantization the blocks' scales, less their mean, become 8 bits in turn, in blocks of 256: 0.516 bytes a weight in all.
-What bitsandbytes computes; here in plain torch, so that it runs on any device and under fake tensors. On CUDA weights are dequantized by
-bitsandbytes' kernels if that is installed, which read the same bytes, else by one of ours.
+Each block of 64 weights is divided by its largest magnitude and rounded to the nearest of 16 levels. Double
+quantization also stores the block scales, less their mean, in 8 bits in blocks of 256: 0.516 bytes per weight in total.
+The results equal bitsandbytes', but plain torch runs on any device and under fake tensors. On CUDA, bitsandbytes'
+kernels dequantize the same bytes if it is installed, otherwise our Triton kernel does.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )  # arXiv:2305.14314, appendix E
-BLOCK, SCALES = 64, 256  # weights with one scale; scales with one range
-_THEIRS = (torch.float32, torch.bfloat16, torch.float16)  # what bitsandbytes dequantizes to
-_CHUNK = 1 << 16  # blocks taken at a time, so that scratch stays small
+BLOCK, SCALES = 64, 256  # weights per scale; scales per range
+_THEIRS = (torch.float32, torch.bfloat16, torch.float16)  # output dtypes of bitsandbytes' kernels
+_CHUNK = 1 << 16  # blocks per iteration, which bounds the scratch memory
 
 
 class Packed(NamedTuple):
-    """A weight in NF4. `scales` and `ranges` hold fp32 as the bits of int32: what casts a model's floats must not round them.
+    """A weight in NF4. `scales` and `ranges` store fp32 bits as int32, so that casting a model's floats does not round
+    them.
 
     Attributes:
-        codes: uint8 [blocks * 32], two weights a byte, the first in the high half.
-        scales: of each block: uint8 with double quantization, else fp32 bits.
+        codes: uint8 [blocks * 32], two weights per byte, the first in the high half.
+        scales: one per block: uint8 with double quantization, else fp32 bits.
         ranges: fp32 bits [blocks of scales + 1], the scales' mean last; None without double quantization.
     """
 
@@ -62,14 +63,17 @@ class Packed(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """pairs: fp32 [256, 2], the two weights of a byte; scales: fp32 [256], the levels of an 8-bit scale."""
+    """Lookup tables. pairs: fp32 [256, 2], two weights per byte; scales: fp32 [256], the levels of an 8-bit scale."""
 
     pairs: Tensor
     scales: Tensor
 
 
 def dynamic_levels() -> Tensor:
-    """The 256 levels of the dynamic tree type, ascending: a sign, a power of ten, a linear fraction (arXiv:2110.02861, section 2.2)."""
+    """Returns the 256 levels of dynamic tree quantization, ascending (arXiv:2110.02861, section 2.2).
+
+    Each is a sign, a power of ten and a linear fraction.
+    """
     positive = []
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
@@ -79,25 +83,25 @@ def dynamic_levels() -> Tensor:
 
 
 def tables(device: Any = None) -> Tables:
-    """What `dequantize` looks values up in."""
+    """Returns the lookup tables of `dequantize`."""
     levels = torch.tensor(LEVELS)
     byte = torch.arange(256)
-    found = Tables(torch.stack([levels[byte >> 4], levels[byte & 15]], dim=1), dynamic_levels())
-    return Tables(*(t.to(device) for t in found))
+    on_host = Tables(torch.stack([levels[byte >> 4], levels[byte & 15]], dim=1), dynamic_levels())
+    return Tables(*(t.to(device) for t in on_host))
 
 
 def _nearest(values: Tensor, levels: Tensor) -> Tensor:
-    """Index of the nearest level, int32."""
+    """Returns the int32 index of the nearest level."""
     return torch.bucketize(values, (levels[:-1] + levels[1:]) / 2, out_int32=True)
 
 
 def _blocks(flat: Tensor, size: int) -> Tensor:
-    """[n, size], the last row filled up with zeros."""
+    """Reshapes to [n, size], padding the last row with zeros."""
     return F.pad(flat, (0, -flat.numel() % size)).view(-1, size)
 
 
 def quantize(value: Tensor, *, double: bool = True) -> Packed:
-    """A weight in NF4.
+    """Quantizes a weight to NF4.
 
     Example:
         >>> packed = quantize(torch.randn(64, 64))
@@ -108,8 +112,8 @@ def quantize(value: Tensor, *, double: bool = True) -> Packed:
     codes, scales = [], []
     for blocks in _blocks(value.detach().float().reshape(-1), BLOCK).split(_CHUNK):
         scale = blocks.abs().amax(dim=1)
-        found = _nearest(blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], levels).to(torch.uint8)
-        codes.append(found[:, 0::2] << 4 | found[:, 1::2])
+        indices = _nearest(blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], levels).to(torch.uint8)
+        codes.append(indices[:, 0::2] << 4 | indices[:, 1::2])
         scales.append(scale)
     scale = torch.cat(scales)
     packed = torch.cat(codes).view(-1)
@@ -129,22 +133,21 @@ def quantize(value: Tensor, *, double: bool = True) -> Packed:
 
 
 def dequantize(packed: Packed, shape: tuple[int, ...], dtype: torch.dtype, look: Tables) -> Tensor:
-    """The weight that NF4 stands for, of `shape`; multiplied in fp32 and then rounded to `dtype`."""
+    """Dequantizes an NF4 weight to `shape`; multiplies in fp32 and rounds once to `dtype`."""
     values = _values(packed.codes, packed.scales, packed.ranges, look.pairs, look.scales, dtype)
     return values[: prod(shape)].view(shape)
 
 
-# One operator, so that a dry run of a large model does not walk through its chunks one by one, and sees the one kernel that CUDA runs.
+# A custom operator, so that a dry run sees a single kernel, as on CUDA, and does not iterate over the chunks.
 @torch.library.custom_op("preheat::nf4_values", mutates_args=())
 def _values(
     codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
 ) -> Tensor:
     if codes.is_cuda and not is_plain("nf4_values"):
         with named_failures("nf4_values"):
-            theirs = (
-                _has_bitsandbytes() and dtype in _THEIRS and codes.numel() < 1 << 30
-            )  # they count weights in 32 bits
-            return (by_bitsandbytes if theirs else by_triton)(codes, scales, ranges, pairs, levels, dtype)
+            # bitsandbytes counts weights in 32 bits.
+            use_bitsandbytes = _has_bitsandbytes() and dtype in _THEIRS and codes.numel() < 1 << 30
+            return (by_bitsandbytes if use_bitsandbytes else by_triton)(codes, scales, ranges, pairs, levels, dtype)
     codes = codes.view(-1, BLOCK // 2)
     out = torch.empty(codes.shape[0], BLOCK, dtype=dtype, device=codes.device)
     for start in range(0, codes.shape[0], _CHUNK):
@@ -162,7 +165,7 @@ def _(
 
 
 def _scales(scales: Tensor, ranges: Tensor | None, levels: Tensor, rows: slice) -> Tensor:
-    """The scales of some blocks, fp32; `rows` begins with a range."""
+    """Returns the fp32 scales of the blocks `rows`, which must start at a range boundary."""
     if ranges is None:
         return scales.view(torch.float32)[rows]
     largest, small = ranges.view(torch.float32), scales[rows]
@@ -174,7 +177,7 @@ def _scales(scales: Tensor, ranges: Tensor | None, levels: Tensor, rows: slice) 
 def by_triton(
     codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The values by one kernel of ours. Products and sums are rounded apart, as on a CPU: the same bits."""
+    """Dequantizes with our Triton kernel. Without fused multiply-add the result is bit-identical to the CPU's."""
     from preheat.ops.triton_kernels import nf4_kernel
 
     out, count, step = codes.new_empty(codes.numel() * 2, dtype=dtype), codes.numel(), 1024
@@ -192,7 +195,7 @@ def by_triton(
 def by_bitsandbytes(
     codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The values by bitsandbytes' kernels, which read the same bytes: one for the weights and, with double quantization, two for their scales."""
+    """Dequantizes with bitsandbytes' kernels: one for the weights and, with double quantization, two for the scales."""
     import bitsandbytes  # noqa: F401  # registers the operators
 
     kernels = torch.ops.bitsandbytes
@@ -208,24 +211,24 @@ def _has_bitsandbytes() -> bool:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T (or x W) with W in NF4: forward and backward each make W for as long as they need it."""
+    """x W^T (or x W) with W in NF4; forward and backward each dequantize W temporarily."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, int], transposed: bool, *held: Tensor | None) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(*held)
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, int], transposed: bool, *tensors: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(*tensors)
         ctx.shape, ctx.transposed = shape, transposed
-        weight = dequantize(Packed(*held[:3]), shape, x.dtype, Tables(*held[3:]))  # type: ignore[arg-type]
+        weight = dequantize(Packed(*tensors[:3]), shape, x.dtype, Tables(*tensors[3:]))  # type: ignore[arg-type]
         return F.linear(x, weight.t() if transposed else weight)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        held = ctx.saved_tensors
-        weight = dequantize(Packed(*held[:3]), ctx.shape, slope.dtype, Tables(*held[3:]))
+        tensors = ctx.saved_tensors
+        weight = dequantize(Packed(*tensors[:3]), ctx.shape, slope.dtype, Tables(*tensors[3:]))
         return F.linear(slope, weight if ctx.transposed else weight.t()), *(None,) * 7
 
 
 class PackedMap(nn.Module):
-    """What a linear map becomes in NF4. `weight` is no parameter any more but is dequantized, in fp32, whenever it is read."""
+    """Base of the NF4 linear layers. `weight` is a property, not a parameter: every read dequantizes it in fp32."""
 
     nf4_codes: Tensor
     nf4_scales: Tensor
@@ -243,7 +246,7 @@ class PackedMap(nn.Module):
         packed = Packed(*(None if t is None else whole(t) for t in self._packed()))  # type: ignore[arg-type]
         weight = dequantize(packed, self.nf4_shape, torch.float32, self._tables())
         if not torch.compiler.is_compiling():
-            weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers is not to draw new values for a copy
+            weight._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps transformers from reinitializing the copy
         return weight
 
     def _packed(self) -> Packed:
@@ -254,7 +257,7 @@ class PackedMap(nn.Module):
 
     @contextmanager
     def written(self) -> Iterator[Tensor]:
-        """The full weight, to be written within; it is packed on leaving."""
+        """Context manager that yields the full weight for writing and quantizes it on exit."""
         self.nf4_draft = torch.empty(self.nf4_shape, dtype=torch.float32, device=self.nf4_codes.device)
         try:
             yield self.nf4_draft
@@ -276,23 +279,23 @@ class PackedMap(nn.Module):
 
 
 class PackedLinear(PackedMap, nn.Linear):  # type: ignore[misc,override]
-    """A Linear in NF4. Still a Linear, so that adapters find it."""
+    """A Linear in NF4. It stays a Linear, so that peft can adapt it."""
 
 
 class PackedConv1D(PackedMap, Conv1D):  # type: ignore[misc]
-    """GPT-2's linear map, [in, out], in NF4."""
+    """GPT-2's Conv1D, [in, out], in NF4."""
 
 
 _CLASSES: dict[type[nn.Module], type[PackedMap]] = {nn.Linear: PackedLinear, Conv1D: PackedConv1D}
 
 
 def pack_(maps: list[nn.Module], *, double: bool = True) -> int:
-    """Puts the weights of linear maps into NF4, in place; on meta only the shapes. Returns the number of weights.
+    """Quantizes the weights of linear layers to NF4 in place (on meta, only the shapes). Returns the number of weights.
 
     Args:
-        maps: modules of the very types nn.Linear and Conv1D.
+        maps: modules of exactly the types nn.Linear and Conv1D.
     """
-    look = tables(next((m._parameters["weight"].device for m in maps), None))  # type: ignore[union-attr]  # one for all of them
+    look = tables(next((m._parameters["weight"].device for m in maps), None))  # type: ignore[union-attr]  # shared by all
     count = 0
     for module in maps:
         weight: Tensor = module._parameters.pop("weight")  # type: ignore[assignment]
@@ -315,7 +318,7 @@ def pack_(maps: list[nn.Module], *, double: bool = True) -> int:
 
 
 def unpack_(module: PackedMap) -> None:
-    """Makes a linear map in NF4 a plain one again, in place: its weight a parameter in fp32."""
+    """Turns an NF4 layer back into a plain one with an fp32 weight, in place."""
     weight = module.weight
     for name in ("nf4_codes", "nf4_scales", "nf4_ranges"):
         del module._parameters[name]

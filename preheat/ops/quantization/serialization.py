@@ -1,7 +1,8 @@
-"""How a folder says which modules' weights stand how, and a model that is opened by it.
+"""Stores which modules are quantized and how, and restores such models on meta.
 
-`config.json` has it under `quantization_config`: {quant_method: preheat, version, method, tied, forms: [{kind, ..., modules: [names]}]}, and
-model.safetensors the modules' integers, scales and factors as parameters of their names. Importing this does not import torchao.
+`config.json` holds it as `quantization_config`: {quant_method: preheat, version, method, tied, forms: [{kind, ...,
+modules: [names]}]}; model.safetensors holds the modules' integers, scales and factors as parameters. Importing this
+module does not import torchao.
 """
 
 from __future__ import annotations
@@ -28,32 +29,34 @@ __all__ = [
 ]
 
 STORED = "preheat"
-"""`quant_method` of what preheat writes."""
+"""`quant_method` of the models that preheat writes."""
 _VERSION = 1
 _KINDS: dict[str, Any] = {cls.kind: cls for cls in (Int8Linear, Int4Linear, Fp8Linear)}
 Form = dict[str, Any]
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """How a module's weight stands, as a folder says it; None: plainly."""
+    """Returns how a module is quantized, in the stored format; None if it is not."""
     if isinstance(module, PackedMap):
         return {"kind": "nf4", "double": module.nf4_ranges is not None}
     return dict(module.form) if isinstance(module, QuantizedMap | Int8Embedding) else None
 
 
 def quantized_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module whose weight is quantized, by name."""
+    """Returns every quantized module by name."""
     return {name: m for name, m in model.named_modules() if form_of(m) is not None}
 
 
 def is_compressed(model: Any) -> bool:
-    """Whether it was opened from a folder that `preheat compress` wrote; a base in 4 bits under an adapter is none."""
-    told = getattr(model.config, "quantization_config", None)
-    return told is not None and (told if isinstance(told, dict) else told.to_dict()).get("quant_method") == STORED
+    """True if the model comes from `preheat compress`; a 4-bit base under an adapter does not count."""
+    config = getattr(model.config, "quantization_config", None)
+    return (
+        config is not None and (config if isinstance(config, dict) else config.to_dict()).get("quant_method") == STORED
+    )
 
 
 def put_in(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Puts `new` where the model has `name`, in place; what preheat noted on the old one (a cap on its logits) stays noted."""
+    """Replaces the module `name` by `new`, in place, and copies preheat's attributes (such as a cap on the logits)."""
     parent, _, last = name.rpartition(".")
     old = model.get_submodule(name)
     for key, value in vars(old).items():
@@ -64,11 +67,11 @@ def put_in(model: nn.Module, name: str, new: nn.Module) -> None:
 
 
 def stored(model: nn.Module, method: str, tied: tuple[str, str]) -> dict[str, Any]:
-    """What a folder's config.json says under `quantization_config`: which modules' weights stand how.
+    """Returns the `quantization_config` of config.json: which modules are quantized and how.
 
     Args:
-        method: the name of what quantized them.
-        tied: names of embedding and head, which may hold the same codes.
+        method: name of the quantization method.
+        tied: names of the embedding and the head, which may share their codes.
     """
     forms: list[Form] = []
     for name, module in quantized_modules(model).items():
@@ -84,19 +87,19 @@ def stored(model: nn.Module, method: str, tied: tuple[str, str]) -> dict[str, An
     return {"quant_method": STORED, "version": _VERSION, "method": method, "tied": shared, "forms": forms}
 
 
-def open_on_meta(model: nn.Module, told: Mapping[str, Any]) -> list[str]:
-    """Gives a model on meta the modules that `stored` told of, in place, without values; what is not quantized in bf16.
+def open_on_meta(model: nn.Module, stored_config: Mapping[str, Any]) -> list[str]:
+    """Replaces modules of a model on meta as `stored` describes, in place and without values; the rest becomes bf16.
 
     Returns:
-        Names of the modules in NF4, whose tables no folder holds (`tables_of`).
+        Names of the NF4 modules, whose lookup tables are not stored (see `tables_of`).
 
     Raises:
-        KeyError, AttributeError, ValueError: it was written by another version, or for another model.
+        KeyError, AttributeError, ValueError: written by another version, or for another model.
     """
-    if told["version"] != _VERSION:
-        raise ValueError(f"version {told['version']}, and this preheat reads {_VERSION}")
+    if stored_config["version"] != _VERSION:
+        raise ValueError(f"version {stored_config['version']}, and this preheat reads {_VERSION}")
     packed = []
-    for form in told["forms"]:
+    for form in stored_config["forms"]:
         for name in form["modules"]:
             old: Any = model.get_submodule(name)
             if form["kind"] == "nf4":
@@ -106,24 +109,24 @@ def open_on_meta(model: nn.Module, told: Mapping[str, Any]) -> list[str]:
                 put_in(model, name, Int8Embedding.on_meta(*old.weight.shape))
             else:
                 outputs, inputs = map_weight(old).shape
-                how = {key: value for key, value in form.items() if key not in ("kind", "modules")}
-                put_in(model, name, _KINDS[form["kind"]].on_meta(inputs, outputs, old.bias is not None, how))
-    if told["tied"] is not None:
-        first, last = (model.get_submodule(name) for name in told["tied"])
+                settings = {key: value for key, value in form.items() if key not in ("kind", "modules")}
+                put_in(model, name, _KINDS[form["kind"]].on_meta(inputs, outputs, old.bias is not None, settings))
+    if stored_config["tied"] is not None:
+        first, last = (model.get_submodule(name) for name in stored_config["tied"])
         last.codes, last.scales = first.codes, first.scales
     to_half(model)
     return packed
 
 
 def to_half(model: nn.Module) -> None:
-    """Parameters that are no codes in bf16, in place; buffers (rotary tables) stay."""
+    """Casts floating-point parameters to bf16 in place; leaves buffers (rotary tables) unchanged."""
     for p in model.parameters():
         if p.is_floating_point():
             p.data = p.data.to(HALF)
 
 
 def tables_of(module: nn.Module) -> None:
-    """Gives NF4 maps under a module the tables that no folder holds, in place."""
+    """Registers the lookup tables, which are not stored, in all NF4 layers of a module."""
     for m in module.modules():
         if isinstance(m, PackedMap):
             for name, value in zip(("nf4_pairs", "nf4_levels"), tables(m.nf4_codes.device), strict=True):
