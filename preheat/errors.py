@@ -59,9 +59,9 @@ def nearest(word: str, known: "list[str] | tuple[str, ...]") -> str:
     import difflib
 
     # Comparing a word of a megabyte takes minutes, and no name is that long.
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.55) if len(word) <= 100 else []
-    if found:
-        return f"did you mean '{found[0]}'?"
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.55) if len(word) <= 100 else []
+    if matches:
+        return f"did you mean '{matches[0]}'?"
     names = sorted(known)
     more = f" and {len(names) - 12} more" if len(names) > 40 else ""
     return "known: " + ", ".join(names[:12] if more else names) + more if names else "there are none here"

@@ -36,7 +36,18 @@ __all__ = [
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RecursionError, RuntimeError, TypeError, ValueError)  # fmt: skip
+FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """What libraries raise for settings that contradict themselves or lack a key: they do not check all that they read."""
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -56,8 +67,8 @@ def fault(error: BaseException, limit: int = 240) -> str:
     first = lines[0] if lines else ""
     if len(lines) > 1 and first.rstrip().endswith(":"):
         first = f"{first} {lines[1].strip()}"
-    words = shorten(first, limit)
-    return words if words and isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {words}"
+    message = shorten(first, limit)
+    return message if message and isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {message}"
 
 
 @contextlib.contextmanager
@@ -97,9 +108,9 @@ def listed(names: Iterable[str]) -> str:
         >>> listed(["a", "b", "c", "d", "e"])
         'a, b, c and 2 more'
     """
-    found = [shorten(name, 120) for name in names]
-    more = f" and {len(found) - 3:,} more" if len(found) > 3 else ""
-    return ", ".join(found[:3]) + more
+    shortened = [shorten(name, 120) for name in names]
+    more = f" and {len(shortened) - 3:,} more" if len(shortened) > 3 else ""
+    return ", ".join(shortened[:3]) + more
 
 
 def read_object(file: Path, knob: str) -> dict[str, Any]:
@@ -148,14 +159,16 @@ def weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
     there = sorted(p.name for p in folder.glob("*.safetensors"))
     if any(_SHARD.fullmatch(name) for name in there):
         raise RecipeError(
-            f"{knob}: {folder} holds a distributed checkpoint of transformers ({next(filter(_SHARD.fullmatch, there))}); load it there "
+            f"{knob}: {folder} holds a distributed checkpoint of transformers "
+            f"({next(filter(_SHARD.fullmatch, there))}); load it there "
             f"and write it again by save_pretrained, which makes {WEIGHTS}"
         )
     if stated is not None:
         main = _inside(folder, stated, f"{knob}: {folder / 'config.json'}: transformers_weights")
         if not main.is_file() or not main.name.endswith((".safetensors", ".safetensors.index.json")):
             raise RecipeError(
-                f"{knob}: {folder / 'config.json'} names {quoted(stated)} as transformers_weights, which is no safetensors file of the folder"
+                f"{knob}: {folder / 'config.json'} names {quoted(stated)} as transformers_weights, which "
+                "is no safetensors file of the folder"
             )
     elif (folder / WEIGHTS).is_file():
         main = folder / WEIGHTS
@@ -190,7 +203,8 @@ def _shards(folder: Path, index: Path, knob: str) -> list[Path]:
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise RecipeError(
-            f"{knob}: {index} names {listed(absent)}, not in the folder ({len(absent)} of {len(files)} files); download the rest"
+            f"{knob}: {index} names {listed(absent)}, not in the folder ({len(absent)} of {len(files)} "
+            "files); download the rest"
         )
     return files
 
@@ -198,10 +212,14 @@ def _shards(folder: Path, index: Path, knob: str) -> list[Path]:
 def _lacking(folder: Path, there: list[str]) -> str:
     """Why a folder without weights that transformers reads has none, and what to do."""
     if variant := next((name for name in there if re.fullmatch(r"model\.[\w-]+\.safetensors", name)), None):
-        return f"has no {WEIGHTS}, only {variant}, which transformers reads as a variant; rename it to {WEIGHTS}, or set model.weights: random"
+        return (
+            f"has no {WEIGHTS}, only {variant}, which transformers reads as a variant; rename it to {WEIGHTS}, "
+            "or set model.weights: random"
+        )
     if there:
         return (
-            f"has neither {WEIGHTS} nor {INDEX}, which transformers reads, but {listed(there)}; rename the file, or put back the index "
+            f"has neither {WEIGHTS} nor {INDEX}, which transformers reads, but {listed(there)}; rename the "
+            "file, or put back the index "
             "(or set model.weights: random)"
         )
     others = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
@@ -241,14 +259,15 @@ def finite(value: Tensor, name: str, file: Path, knob: str) -> Tensor:
     import torch
 
     if value.is_floating_point() and value.numel():
-        whole = value if value.element_size() > 1 else value.float()  # of 8 bits nothing is reduced
-        low, high = torch.aminmax(whole)  # which NaN goes through; a fortieth of the time of isfinite().all()
+        values = value if value.element_size() > 1 else value.float()  # of 8 bits nothing is reduced
+        low, high = torch.aminmax(values)  # which NaN goes through; a fortieth of the time of isfinite().all()
         if not bool(
-            torch.isfinite(high - low if whole.element_size() > 2 else high.float() - low.float())
-        ) and not bool(whole.isfinite().all()):
-            count = int((~whole.isfinite()).sum())
+            torch.isfinite(high - low if values.element_size() > 2 else high.float() - low.float())
+        ) and not bool(values.isfinite().all()):
+            count = int((~values.isfinite()).sum())
             raise RecipeError(
-                f"{knob}: {file}: {shorten(name, 120)} holds {count:,} values that are not finite (NaN or infinity) of {value.numel():,}; "
+                f"{knob}: {file}: {shorten(name, 120)} holds {count:,} values that are not finite (NaN or "
+                f"infinity) of {value.numel():,}; "
                 "the file is damaged, or the model diverged: use another copy"
             )
     return value

@@ -69,8 +69,8 @@ def names_of_code(settings: Mapping[str, Any]) -> list[str]:
     places = settings.get("auto_map")
     if not isinstance(places, Mapping):
         return []
-    found = [name for value in places.values() for name in (value if isinstance(value, list | tuple) else [value])]
-    return [name for name in found if isinstance(name, str)]
+    names = [name for value in places.values() for name in (value if isinstance(value, list | tuple) else [value])]
+    return [name for name in names if isinstance(name, str)]
 
 
 def may_run(knob: str, folder: str, code: list[str]) -> bool:
@@ -82,7 +82,8 @@ def may_run(knob: str, folder: str, code: list[str]) -> bool:
     if code and not allowed():
         more = f" and {len(code) - 1} more" if len(code) > 1 else ""
         raise RecipeError(
-            f"{knob}: {shorten(folder, 200)} wants to run its own code ({quoted(code[0])}{more}), which a recipe or a folder cannot "
+            f"{knob}: {shorten(folder, 200)} wants to run its own code ({quoted(code[0])}{more}), which a "
+            "recipe or a folder cannot "
             f"allow; read that code and add {OPTION} (in Python: trust_remote_code=True) if you trust its author"
         )
     return bool(code)

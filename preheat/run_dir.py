@@ -73,7 +73,10 @@ MARK = "preheat.json"
 METRIC_KEYS = {
     "step": "optimizer steps committed, from 1",
     "tokens": "tokens read so far",
-    "loss": "mean loss of this step: a trained token in nats, or a pair, answer or document where the objective judges those",
+    "loss": (
+        "mean loss of this step: a trained token in nats, or a pair, answer or document where the objective "
+        "judges those"
+    ),
     "lr": "learning rate of this step",
     "gradient_norm": "before clipping",
     "seconds": "wall-clock seconds of this step",
@@ -88,11 +91,19 @@ PLAN_KEYS = {
     "peak_gib_interval": "[low, high]: nine in ten measured peaks lay between",
     "available_gib": "what the device has",
     "memory": "{category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead",
-    "overhead": "{what: GiB} of memory.overhead: rounding, gathered weights, communication buffers, what the allocator keeps, context, workspaces, process, kernels, saving",
+    "overhead": (
+        "{what: GiB} of memory.overhead: rounding, gathered weights, communication buffers, what the "
+        "allocator keeps, context, workspaces, process, kernels, saving"
+    ),
     "overhead_sources": "{what: where its figure is from}",
     "allocated_gib": "of it tensors alone",
-    "reserved_gib": "tensors, and what the allocator keeps of freed ones: on a GPU torch's max_memory_reserved less the workspaces",
-    "phases": "{phase: GiB}, the peak of each: load, forward, head and loss, backward, update, saving, evaluation, generation (where there are samples)",
+    "reserved_gib": (
+        "tensors, and what the allocator keeps of freed ones: on a GPU torch's max_memory_reserved less the workspaces"
+    ),
+    "phases": (
+        "{phase: GiB}, the peak of each: load, forward, head and loss, backward, update, saving, evaluation, "
+        "generation (where there are samples)"
+    ),
     "phase_memory": "{phase: {category: GiB}} at the peak of each phase, categories as of memory",
     "export": "{category: GiB} at the peak of `preheat export`, a command of its own; None for several devices",
     "peak_phase": "the one that is the peak of all",
@@ -100,14 +111,19 @@ PLAN_KEYS = {
     "tokens_per_second": "predicted",
     "tokens_per_second_interval": "[low, high]: nine in ten measured speeds lay between",
     "mfu": "model FLOPs utilisation, predicted, of the measured matrix rate",
-    "fp32_rate": "FLOP/s of products in fp32, where the recipe computes in bf16 and this device is slower in it; None otherwise",
+    "fp32_rate": (
+        "FLOP/s of products in fp32, where the recipe computes in bf16 and this device is slower in it; None otherwise"
+    ),
     "flops_per_step": "counted by the dry run",
     "parameters": "{total, trained}",
     "steps": "steps of the run",
     "seconds_to_start": "what the run takes once, before its first step: compiling, taken as a minute on a GPU",
     "seconds_total": "predicted time to finish",
     "contended": "whether the machine was busy when its rates were measured, and is still",
-    "pace": "how many times as long as by this machine's rates steps of earlier runs took, in the median of the last nine of 20 s and more: in the predicted seconds; 1 where fewer than three are known",
+    "pace": (
+        "how many times as long as by this machine's rates steps of earlier runs took, in the median of the "
+        "last nine of 20 s and more: in the predicted seconds; 1 where fewer than three are known"
+    ),
     "gives_back": "whether a GPU's allocator must give back freed memory for it to fit, which takes time in each step",
     "heap": "why preheat's heap, whose memory is predicted, will not serve on this machine; None where it will",
     "watts": "of the device's board at most; None where none is known",
@@ -118,7 +134,10 @@ MEMORY_KEYS = {
     "peak_gib": "peak memory, GiB: resident on a CPU, reserved and the context on a GPU",
     "allocated_gib": "on a GPU, of it tensors, with cuBLAS's workspaces",
     "reserved_gib": "on a GPU, what torch's allocator has from the driver for them",
-    "context_gib": "on a GPU, what the process holds beside that, by the driver; left out if it does not tell (pip install nvidia-ml-py)",
+    "context_gib": (
+        "on a GPU, what the process holds beside that, by the driver; left out if it does not tell (pip "
+        "install nvidia-ml-py)"
+    ),
 }
 """Memory that the event `measured` has, each beside the prediction of `expected_memory`."""
 
@@ -177,9 +196,9 @@ class BadJson(ValueError):
         line: of the text, from 1; 0: of no line in particular.
     """
 
-    def __init__(self, words: str, line: int = 0):
-        super().__init__(words)
-        self.words, self.line = words, line
+    def __init__(self, message: str, line: int = 0):
+        super().__init__(message)
+        self.words, self.line = message, line
 
 
 def read_value(text: str | bytes, *, once: bool = False) -> Any:
@@ -210,12 +229,12 @@ def read_value(text: str | bytes, *, once: bool = False) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = Counter(name for name, _ in pairs)
         twice = next(name for name, count in names.items() if count > 1)
         raise BadJson(f"names the field {quoted(twice, 40)} twice; leave one of the two out")
-    return made
+    return fields
 
 
 def _deep(value: Any) -> bool:
@@ -257,15 +276,15 @@ def _bounded(value: Any) -> Any:
 
 def write_atomic(path: Path, text: str) -> None:
     """Writes a file beside, syncs it and renames: a reader never sees half of it, and no file of another name is touched."""
-    beside = path.with_name(f"{path.name[:200]}.{secrets.token_hex(4)}.writing")
+    temporary = path.with_name(f"{path.name[:200]}.{secrets.token_hex(4)}.writing")
     try:
-        with beside.open("x", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -305,8 +324,8 @@ def write_generated(path: str | Path, text: str, mark: str) -> Path:
     require_own(path, [mark])
     shebang, body = re.fullmatch(r"(#![^\n]*\n)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     if path.is_file() and (old := path.read_text(encoding="utf-8", errors="replace")):
-        found = re.match(rf"(#![^\n]*\n)?{re.escape(mark)}(?: \((\w+)\))?\n", old)
-        if found and found[2] and found[2] != _digest(old[found.end() :]):
+        header = re.match(rf"(#![^\n]*\n)?{re.escape(mark)}(?: \((\w+)\))?\n", old)
+        if header and header[2] and header[2] != _digest(old[header.end() :]):
             raise RunError(f"{path}: was edited since preheat wrote it; name another file, or remove this one")
     return write_asked(path, f"{shebang or ''}{mark} ({_digest(body)})\n{body}")
 
@@ -444,8 +463,8 @@ def _parts(value: Any) -> bool:
         return False
     places = [{key for key in part if key not in ("low", "high", "value")} for part in value]
     known = ({"length", "depth"}, {"start", "end"}, {"length", "share"})
-    whole = all(part[key] is not None for part, place in zip(value, places, strict=True) for key in place)
-    return whole and all(place == places[0] and place in known for place in places)
+    complete = all(part[key] is not None for part, place in zip(value, places, strict=True) for key in place)
+    return complete and all(place == places[0] and place in known for place in places)
 
 
 _RESULT = _both(
@@ -613,20 +632,22 @@ class Reader:
         if not file.exists():
             return {}
         try:
-            found = parse_json(_bytes(file))
+            content = parse_json(_bytes(file))
         except ValueError as error:
             self.damaged[name] = f"left out: {error}"
             return {}
-        if not isinstance(found, dict):
-            self.damaged[name] = f"left out: it holds {quoted(found)} in place of keys"
+        if not isinstance(content, dict):
+            self.damaged[name] = f"left out: it holds {quoted(content)} in place of keys"
             return {}
         checks = _FILES[name]
         wrong = [
-            key for key in found if (check := checks.get(key) or checks.get("")) is not None and not check(found[key])
+            key
+            for key in content
+            if (check := checks.get(key) or checks.get("")) is not None and not check(content[key])
         ]
         if wrong:
             self.damaged[name] = f"left out {_some(wrong)}, whose values are not what belongs there"
-        return {key: value for key, value in found.items() if key not in wrong}
+        return {key: value for key, value in content.items() if key not in wrong}
 
     def all_damaged(self) -> list[str]:
         """Reads every file of the run; what was damaged, a line each."""
@@ -644,10 +665,12 @@ class Reader:
         try:
             return _bytes(file).decode("utf-8")
         except UnicodeDecodeError:
-            words = "it is not text in UTF-8"
+            reason = "it is not text in UTF-8"
         except ValueError as error:
-            words = str(error)
-        raise RunError(f"{file}: is damaged ({words}); put back a whole copy of it, or train again into another folder")
+            reason = str(error)
+        raise RunError(
+            f"{file}: is damaged ({reason}); put back a whole copy of it, or train again into another folder"
+        )
 
     def recipe_shown(self) -> tuple[dict[str, Any], str]:
         """The recipe as plain values, unchecked, and as text, for those who only show it. What cannot be read is left out."""
@@ -691,10 +714,10 @@ class Reader:
         Raises:
             RunError: it is damaged: how chats are laid out and what the classes are cannot be left out.
         """
-        found = self._json("data.json")
+        values = self._json("data.json")
         if reason := self.damaged.get("data.json"):
             raise RunError(f"{self.path / 'data.json'}: is damaged ({reason}); put back a whole copy of it")
-        return found
+        return values
 
     def _lines(self, name: str, check: _Check) -> Iterator[dict[str, Any]]:
         """The whole lines of a JSONL file; a last line that is still being written is left out."""
@@ -757,7 +780,7 @@ class Reader:
 
         expected: the answer of the validation row that the prompt is from, if it is from one. A text that is missing is None.
         """
-        found: dict[str, dict[str, Any]] = {}
+        by_prompt: dict[str, dict[str, Any]] = {}
         fresh = True
         for event in self.events():
             if event["kind"] in ("started", "resumed"):
@@ -765,19 +788,19 @@ class Reader:
             elif event["kind"] == "sample":
                 key = json.dumps(event.get("prompt"))
                 if event.get("step") == 0:
-                    found[key] = _sample(event) | {"before": event.get("text")}
+                    by_prompt[key] = _sample(event) | {"before": event.get("text")}
                     continue
                 if fresh:  # another session wrote after other prompts, perhaps
-                    found = {k: {**v, "text": None} for k, v in found.items() if v["before"] is not None}
+                    by_prompt = {k: {**v, "text": None} for k, v in by_prompt.items() if v["before"] is not None}
                 fresh = False
-                found.setdefault(key, _sample(event))["text"] = event.get("text")
-        written = [v for v in found.values() if v["text"] is not None]
-        return written or list(found.values())
+                by_prompt.setdefault(key, _sample(event))["text"] = event.get("text")
+        written = [v for v in by_prompt.values() if v["text"] is not None]
+        return written or list(by_prompt.values())
 
     def measured(self) -> dict[str, Any]:
         """{peak_gib, tokens_per_second, ...} of the last session; empty while the first goes on."""
-        found = self.events("measured")
-        return found[-1] if found else {}
+        events = self.events("measured")
+        return events[-1] if events else {}
 
     def finished(self) -> dict[str, Any] | None:
         """The event that ended the run, where no session followed it."""
@@ -807,10 +830,10 @@ def _written(folder: Path, mark: Mapping[str, Any] | None) -> tuple[list[Path], 
         if place.is_relative_to(folder / "tokenizer") and ".." not in place.parts and place.is_file():
             files.append(place)
             folders += [above for above in place.parents if above.is_relative_to(folder / "tokenizer")]
-    beside = folder / "tokenizer.writing"
-    if mark and beside.is_dir() and is_own(beside):  # nobody else's: the folder was empty when it was marked
-        folders.append(beside)
-        for place in beside.rglob("*"):
+    unfinished = folder / "tokenizer.writing"
+    if mark and unfinished.is_dir() and is_own(unfinished):  # nobody else's: the folder was empty when it was marked
+        folders.append(unfinished)
+        for place in unfinished.rglob("*"):
             (folders if place.is_dir() and not place.is_symlink() else files).append(place)
     return [*filter(is_own, files)], sorted(filter(is_own, set(folders)), key=lambda path: -len(path.parts))
 
@@ -919,7 +942,8 @@ class Writer:
             except BlockingIOError:
                 lock.close()
                 raise RunError(
-                    f"{self.path}: another process is writing this run; wait for it or end it, or name another folder with --out"
+                    f"{self.path}: another process is writing this run; wait for it or end it, or name "
+                    "another folder with --out"
                 ) from None
             except OSError:
                 lock.close()
@@ -960,14 +984,14 @@ class Writer:
 
     def folder(self, name: str, write: Callable[[Path], Any]) -> None:
         """Writes a folder of the run: `write` fills it. Its files are written down in the mark, so that they can be taken back."""
-        beside = self.path / f"{name}.writing"
+        temporary = self.path / f"{name}.writing"
         try:
-            beside.mkdir()
-            write(beside)
-            files = sorted(p.relative_to(beside).as_posix() for p in beside.rglob("*") if p.is_file())
+            temporary.mkdir()
+            write(temporary)
+            files = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
             self._mark["files"] = [f"{name}/{file}" for file in files]
             self.json(MARK, self._mark)
-            beside.rename(self.path / name)
+            temporary.rename(self.path / name)
         except OSError as error:
             raise RunError(f"{self.path / name}: cannot be written ({error.strerror or error})") from None
 

@@ -34,10 +34,12 @@ def _checksum(path: Path) -> str:
 def read_entry(folder: Path) -> dict[str, Any] | None:
     """What an entry holds, {"files", "values"}; None when it is absent or any byte of it has changed."""
     try:
-        found: dict[str, Any] = json.loads((folder / "entry.json").read_bytes())
-        whole = found["seal"] == _seal(found["files"], found["values"])
+        content: dict[str, Any] = json.loads((folder / "entry.json").read_bytes())
+        intact = content["seal"] == _seal(content["files"], content["values"])
         return (
-            found if whole and all(_checksum(folder / name) == mark for name, mark in found["files"].items()) else None
+            content
+            if intact and all(_checksum(folder / name) == mark for name, mark in content["files"].items())
+            else None
         )
     except (
         OSError,
@@ -61,15 +63,15 @@ def entry(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tup
         DataError: the cache cannot be written. Whatever `build` raises passes, and leaves nothing behind.
     """
     folder = root / name
-    if (found := read_entry(folder)) is not None:
-        return folder, found
+    if (content := read_entry(folder)) is not None:
+        return folder, content
     try:
         make_private(root)  # of the user alone: it holds what their data says
         for left in root.glob(".partial-*"):
             if time.time() - left.stat().st_mtime > STALE:
                 shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=root, ignore_cleanup_errors=True) as made:
-            new = Path(made) / "entry"
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=root, ignore_cleanup_errors=True) as temporary:
+            new = Path(temporary) / "entry"
             new.mkdir(mode=0o700)
             values = json.loads(json.dumps(build(new)))  # as it will be read
             files = {p.relative_to(new).as_posix(): _checksum(p) for p in sorted(new.rglob("*")) if p.is_file()}
@@ -77,16 +79,16 @@ def entry(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tup
                 to_json({"files": files, "values": values, "seal": _seal(files, values)}), encoding="utf-8"
             )
             with contextlib.suppress(OSError):  # a damaged entry goes; that there is none is the usual case
-                folder.rename(Path(made) / "damaged")
+                folder.rename(Path(temporary) / "damaged")
             with contextlib.suppress(OSError):  # another process was first: its entry has the same content
                 new.rename(folder)
     except OSError as error:
         raise DataError(
             f"cache {root}: cannot be written ({error.strerror or error}); set PREHEAT_CACHE to a folder with room"
         ) from None
-    found = read_entry(folder)
-    if found is None:
+    content = read_entry(folder)
+    if content is None:
         raise DataError(
             f"cache {folder}: does not hold what was written to it; set PREHEAT_CACHE to a folder on a sound disk"
         )
-    return folder, found
+    return folder, content

@@ -67,21 +67,21 @@ def by_rarity(rows: Rows) -> np.ndarray:
     """[rows] mean of -log p over the labels of the row, by their counts in the training data, in nats (Platanios et al. 2019)."""
     counts = np.bincount(np.asarray(rows.tokens.ids), minlength=1)
     surprise = -np.log(np.maximum(counts, 1) / max(counts.sum(), 1))
-    made: np.ndarray = np.zeros(len(rows))
+    scores: np.ndarray = np.zeros(len(rows))
     for n in range(len(rows)):
         labels = rows.row(n).labels
         trained = labels[labels != IGNORED]
-        made[n] = surprise[trained].mean() if len(trained) else 0.0
-    return made
+        scores[n] = surprise[trained].mean() if len(trained) else 0.0
+    return scores
 
 
 def _of_documents(rows: Rows, scores: np.ndarray) -> np.ndarray:
     """Scores of documents as scores of rows: the mean over the row's tokens of text."""
-    made: np.ndarray = np.zeros(len(rows))
+    row_scores: np.ndarray = np.zeros(len(rows))
     for n in range(len(rows)):
         documents, sizes = rows.contents(n)
-        made[n] = float(np.average(scores[documents], weights=sizes)) if len(documents) else 0.0
-    return made
+        row_scores[n] = float(np.average(scores[documents], weights=sizes)) if len(documents) else 0.0
+    return row_scores
 
 
 def from_file(path: Path, rows: Rows) -> np.ndarray:
@@ -95,28 +95,30 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
     """
     path = expanded("techniques.difficulty_curriculum.scores", path)
     try:
-        found = _read(path)
+        scores = _read(path)
     except OSError as error:
         raise DataError(
             f"techniques.difficulty_curriculum.scores: {path}: cannot be read ({error.strerror or error})"
         ) from None
-    if found.ndim != 1 or not np.isfinite(found).all():
+    if scores.ndim != 1 or not np.isfinite(scores).all():
         bad = (
-            f"line {int(np.argmin(np.isfinite(found))) + 1} is no finite number"
-            if found.ndim == 1
-            else f"has shape {found.shape}"
+            f"line {int(np.argmin(np.isfinite(scores))) + 1} is no finite number"
+            if scores.ndim == 1
+            else f"has shape {scores.shape}"
         )
         raise DataError(
             f"techniques.difficulty_curriculum.scores: {path}: {bad}; write one finite number for each document or row"
         )
     documents = len(rows.tokens.ends)
-    if len(found) == documents:
-        return _of_documents(rows, found)
-    if len(found) == len(rows):
-        return found
+    if len(scores) == documents:
+        return _of_documents(rows, scores)
+    if len(scores) == len(rows):
+        return scores
     raise DataError(
-        f"techniques.difficulty_curriculum.scores: {path}: holds {len(found):,} numbers, but there are {documents:,} training documents (those held out for validation "
-        f"and those left out are not counted: see data.json of a run) and {len(rows):,} rows; write one for each of either"
+        f"techniques.difficulty_curriculum.scores: {path}: holds {len(scores):,} numbers, but there are "
+        f"{documents:,} training documents (those held out for validation "
+        f"and those left out are not counted: see data.json of a run) and {len(rows):,} rows; write one "
+        "for each of either"
     )
 
 
@@ -126,22 +128,24 @@ def _read(path: Path) -> np.ndarray:
             return np.asarray(np.load(path, allow_pickle=False), np.float64)
         except (ValueError, EOFError) as error:
             raise DataError(
-                f"techniques.difficulty_curriculum.scores: {path}: no NumPy array of numbers ({str(error).splitlines()[0]})"
+                f"techniques.difficulty_curriculum.scores: {path}: no NumPy array of numbers "
+                f"({str(error).splitlines()[0]})"
             ) from None
     if path.suffix not in (".txt", ".jsonl"):
         raise DataError(
-            f"techniques.difficulty_curriculum.scores: {path}: preheat reads .npy, .txt and .jsonl; rename or convert the file"
+            f"techniques.difficulty_curriculum.scores: {path}: preheat reads .npy, .txt and .jsonl; rename "
+            "or convert the file"
         )
-    made = []
+    scores = []
     for number, line in read_lines(path):
         if not line.strip():
             continue
         where = f"techniques.difficulty_curriculum.scores: {shown(path)}:{number}"
         value = parse_json(line.strip(), where) if path.suffix == ".jsonl" else line
         try:
-            made.append(float(value["score"] if isinstance(value, dict) else value))
+            scores.append(float(value["score"] if isinstance(value, dict) else value))
         except (ValueError, KeyError, TypeError, OverflowError):
             raise DataError(
                 f"{where}: {quoted(line.strip(), 60)} is no score; write a number or an object with a score"
             ) from None
-    return np.array(made, np.float64)
+    return np.array(scores, np.float64)

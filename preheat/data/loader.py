@@ -102,10 +102,12 @@ def batches(
         with closing(_Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False)) as stream:
             for now in shapes():
                 read = [_unless_error(stream.next()) for _ in range(rows_consumed(now, rows.length))]
-                whole = dict(read)
-                parts = _parts(list(whole), now, rows.length, share)
-                made = [_read_part(part, whole.__getitem__, rows.length, rows.encoder.pad) for part in parts]
-                yield [b.pin_memory() for b in made] if pin else list(made)
+                by_number = dict(read)
+                parts = _parts(list(by_number), now, rows.length, share)
+                micro_batches = [
+                    _read_part(part, by_number.__getitem__, rows.length, rows.encoder.pad) for part in parts
+                ]
+                yield [b.pin_memory() for b in micro_batches] if pin else list(micro_batches)
         return
     order = sample_order(rows, seed, committed) if order is None else order
     parts = (
@@ -113,17 +115,17 @@ def batches(
         for now in shapes()
         for part in _parts(list(itertools.islice(order, rows_consumed(now, rows.length))), now, rows.length, share)
     )
-    asked = deque[_Part]()  # of the workers, and not here yet
+    requested = deque[_Part]()  # of the workers, and not here yet
 
     def keys() -> Iterator[_Part]:
         for part in parts:
-            asked.append(part)
+            requested.append(part)
             yield part
 
     def micro_batch() -> Batch:
-        made = _unless_error(loaded.next(lambda: asked[0].rows))
-        asked.popleft()
-        return made  # type: ignore[no-any-return]
+        batch = _unless_error(loaded.next(lambda: requested[0].rows))
+        requested.popleft()
+        return batch  # type: ignore[no-any-return]
 
     with closing(_Loader(_Keyed(rows), keys(), workers, prefetch, pin)) as loaded:
         for now in shapes():
@@ -172,12 +174,12 @@ def rows_consumed(shape: Shape, length: int) -> int:
         >>> samples_of(Shape(8, 256, 8), 256), samples_of(Shape(11, 192, 8), 256)
         (8, 8)
     """
-    whole = shape.rows * shape.length // length
-    asked = f"{shape.rows} rows of {shape.length}"
-    assert shape.length <= length, f"the rows have {length} tokens, the batch's shape asks for {asked}"
-    assert whole, f"{asked} are less than a row of {length}"
-    assert shape.rows == -(-whole * length // shape.length), f"{asked} are not cut from whole rows of {length}"
-    return whole
+    count = shape.rows * shape.length // length
+    wanted = f"{shape.rows} rows of {shape.length}"
+    assert shape.length <= length, f"the rows have {length} tokens, the batch's shape asks for {wanted}"
+    assert count, f"{wanted} are less than a row of {length}"
+    assert shape.rows == -(-count * length // shape.length), f"{wanted} are not cut from whole rows of {length}"
+    return count
 
 
 class _Part(NamedTuple):
@@ -213,9 +215,9 @@ def _read_part(part: _Part, row: Callable[[int], RowData], length: int, pad: int
     rows = [row(n) for n in part.rows]
     if part.length == length:
         return collate(list(zip(part.rows, rows, strict=True)))
-    made = cut(rows, part.length, skip=part.skip, pieces=part.pieces, pad=pad)
-    begins = [part.rows[(part.skip + n * part.length) // length] for n in range(len(made))]
-    return collate(list(zip(begins, made, strict=True)))
+    sequences = cut(rows, part.length, skip=part.skip, pieces=part.pieces, pad=pad)
+    begins = [part.rows[(part.skip + n * part.length) // length] for n in range(len(sequences))]
+    return collate(list(zip(begins, sequences, strict=True)))
 
 
 @dataclass
@@ -240,10 +242,10 @@ def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
     documents, group = tuple(row.documents for row in rows), rows[0].group
     liked = tuple(row.liked for row in rows) if rows[0].liked else ()
     weight = weight_of(labels, documents, group, liked)
-    made = _Pinnable(tokens, labels, positions, MaskSpec(documents=documents), weight, numbers, group, liked)
+    batch = _Pinnable(tokens, labels, positions, MaskSpec(documents=documents), weight, numbers, group, liked)
     if rows[0].eye is not None:
-        made.images = gathered(rows[0].eye, [image for row in rows for image in row.images], tokens)
-    return made
+        batch.images = gathered(rows[0].eye, [image for row in rows for image in row.images], tokens)
+    return batch
 
 
 def weight_of(

@@ -34,13 +34,13 @@ def baselines(prepared: PreparedData, numbers: Sequence[int], max_tokens: int = 
     size = int(max(before.max(), after.max(), given.max(), wanted.max())) + 1
     size = max(size, len(prepared.tokenizer))
     unigram = (np.bincount(after, minlength=size) + 1) / (len(after) + size)
-    seen = np.bincount(before, minlength=size)[given]
+    context_counts = np.bincount(before, minlength=size)[given]
     pairs, counts = np.unique(before * size + after, return_counts=True)
     wanted_pairs = given * size + wanted
     at = np.minimum(np.searchsorted(pairs, wanted_pairs), len(pairs) - 1)
     together = np.where(pairs[at] == wanted_pairs, counts[at], 0)
     expected = unigram[wanted]
-    bigram = min(float(-np.log((together + k * expected) / (seen + k)).mean()) for k in STRENGTHS)
+    bigram = min(float(-np.log((together + k * expected) / (context_counts + k)).mean()) for k in STRENGTHS)
     return {"unigram": float(-np.log(expected).mean()), "bigram": bigram}
 
 

@@ -173,12 +173,12 @@ class Rows:
             for n in np.intersect1d(np.flatnonzero(used < sizes), self.tokens.images.of):
                 used[n], _ = self.tokens.images.room(n, self.tokens.ids[starts[n] : starts[n] + sizes[n]], int(used[n]))
         room = (self.tokens.targets(starts, starts + used).reshape(-1, group) > 0).all(axis=1)
-        kept = np.flatnonzero(room) if self.tokens.trained is not None else np.arange(len(together))
-        self.no_room = len(together) - len(kept)
-        self.truncated = int((together[kept] > self.length).sum())
+        usable = np.flatnonzero(room) if self.tokens.trained is not None else np.arange(len(together))
+        self.no_room = len(together) - len(usable)
+        self.truncated = int((together[usable] > self.length).sum())
         self._used = used
-        bins = best_fit(used.reshape(-1, group).sum(axis=1)[kept], self.length)
-        examples = kept[np.array([n for b in bins for n in b], np.int64)]
+        bins = best_fit(used.reshape(-1, group).sum(axis=1)[usable], self.length)
+        examples = usable[np.array([n for b in bins for n in b], np.int64)]
         self._order = (examples[:, None] * group + np.arange(group)).ravel()
         self._bounds = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum([len(b) * group for b in bins], dtype=np.int64)]
@@ -216,15 +216,15 @@ class Rows:
             return 0, 0
         total = len(self.tokens.ends)
         per = [np.bincount(table.of, weights, total)[self._order] for weights in (None, table.grids.prod(axis=1))]
-        images, patches = (np.add.reduceat(found, self._bounds[:-1]) for found in per)
+        images, patches = (np.add.reduceat(counts, self._bounds[:-1]) for counts in per)
         row = int(np.argmax(patches))
         return int(images[row]), int(patches[row])
 
     def contents(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Which documents stand in a row, and how many tokens of each."""
         if self.packing == "whole":
-            held = self._order[self._bounds[index] : self._bounds[index + 1]]
-            return held, self._used[held]
+            sequences = self._order[self._bounds[index] : self._bounds[index + 1]]
+            return sequences, self._used[sequences]
         start, stop = index * self.length, min((index + 1) * self.length, len(self.tokens.ids))
         first = int(np.searchsorted(self.tokens.ends, start, side="right"))
         last = int(np.searchsorted(self.tokens.ends, stop, side="left"))
@@ -275,16 +275,16 @@ class Rows:
                 if self.tokens.trained is not None:
                     labels[at : at + size - 1][self.tokens.trained[start + 1 : start + size] == 0] = IGNORED
             if table is not None:
-                _, whole = table.room(n, np.asarray(self.tokens.ids[start : self.tokens.ends[n]]), size)
-                images += table.within(n)[:whole]
-                places[at : at + size] = mrope_positions(ids, table.within(n)[:whole], table.eye.vision)
+                _, image_count = table.room(n, np.asarray(self.tokens.ids[start : self.tokens.ends[n]]), size)
+                images += table.within(n)[:image_count]
+                places[at : at + size] = mrope_positions(ids, table.within(n)[:image_count], table.eye.vision)
             sizes.append(size)
             at += size
         if at < self.length:
             sizes.append(self.length - at)
             places[at:] = np.arange(self.length - at)[:, None]
-        made = _row(tokens, labels, np.array(sizes))._replace(group=self.tokens.group, liked=tuple(liked))
-        return made if table is None else made._replace(positions=places, images=tuple(images), eye=table.eye)
+        packed = _row(tokens, labels, np.array(sizes))._replace(group=self.tokens.group, liked=tuple(liked))
+        return packed if table is None else packed._replace(positions=places, images=tuple(images), eye=table.eye)
 
 
 def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowData:
@@ -316,20 +316,20 @@ def cut(
     )
     tokens, labels = (np.concatenate([row[part] for row in rows])[skip:] for part in (0, 1))
     ends = np.cumsum(np.concatenate([row.documents for row in rows])) - skip
-    made = []
+    sequences = []
     for start in range(0, len(tokens), length)[:pieces]:
         stop = min(start + length, len(tokens))
         lacking = start + length - stop
         inside = ends[(ends > start) & (ends < stop)] - start
         bounds = [0, *inside.tolist(), stop - start, *([length] if lacking else [])]
-        made.append(
+        sequences.append(
             _row(
                 np.concatenate([tokens[start:stop], np.full(lacking, pad, np.int64)]),
                 np.concatenate([labels[start:stop], np.full(lacking, IGNORED, np.int64)]),
                 np.diff(bounds),
             )
         )
-    return made
+    return sequences
 
 
 def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:

@@ -42,12 +42,15 @@ CHECKS = {
     "equal_answers": Check("a preferred answer that equals the rejected one", "take the pairs out", drops=True),
     "template": Check("rows that the chat template does not render, or whose assistant it leaves out", "use another data.template", drops=True),
     "template_end": Check(
-        "a chat template without a special token at the end of the assistant's turn, so that the model never learns to stop",
-        "use data.template: alpaca, which ends turns with the tokenizer's end of text, or (without an adapter) give it the template's tokens by model.add_tokens",
+        "a chat template without a special token at the end of the assistant's turn, so that the model "
+            "never learns to stop",
+        "use data.template: alpaca, which ends turns with the tokenizer's end of text, or (without an "
+            "adapter) give it the template's tokens by model.add_tokens",
     ),
     "open_turn": Check(
         "a chat template that always adds a generation prompt, so that each row ends in an open turn",
-        "write the generation prompt under {% if add_generation_prompt %} in the template, or use another data.template",
+        "write the generation prompt under {% if add_generation_prompt %} in the template, or use another "
+            "data.template",
     ),
     "generation_prompt": Check(
         "the tokens before an answer differ between training and generation",
@@ -90,26 +93,26 @@ class Findings:
 
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, check: str, where: str, words: str, count: int = 1, of: int | None = None) -> None:
+    def add(self, check: str, where: str, message: str, count: int = 1, of: int | None = None) -> None:
         """Counts what was found; `of` (how many there are) is `judge`'s number of rows when not stated."""
         assert check in CHECKS, check
-        words = shorten(words, LONGEST)  # it may quote the row: names, values
+        message = shorten(message, LONGEST)  # it may quote the row: names, values
         entry = self.found.setdefault(check, {"count": 0, "of": of, "rows": []})
         entry["count"] += count
         if len(entry["rows"]) < SHOWN:
-            entry["rows"].append([where, words])
+            entry["rows"].append([where, message])
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Two findings of the same rows as one."""
-    made = {name: dict(entry) for name, entry in one.items()}
+    total = {name: dict(entry) for name, entry in one.items()}
     for name, entry in other.items():
-        if name in made:
-            rows = [*made[name]["rows"], *entry["rows"]][:SHOWN]
-            made[name] = {"count": made[name]["count"] + entry["count"], "of": entry["of"], "rows": rows}
+        if name in total:
+            rows = [*total[name]["rows"], *entry["rows"]][:SHOWN]
+            total[name] = {"count": total[name]["count"] + entry["count"], "of": entry["of"], "rows": rows}
         else:
-            made[name] = dict(entry)
-    return made
+            total[name] = dict(entry)
+    return total
 
 
 class Verdict(NamedTuple):
@@ -138,7 +141,7 @@ def judge(found: Mapping[str, Mapping[str, Any]], settings: Mapping[str, str], r
         >>> judge(findings.found, {}, rows=20).blocked[0][:56]
         "a.jsonl:3: 'chosen' and 'rejected' are equal (check equa"
     """
-    blocked, told = [], []
+    blocked, warned = [], []
     for name in (n for n in CHECKS if n in found):
         check, entry = CHECKS[name], found[name]
         if name == "template_end" and found.get("template", {}).get("count", 0) >= rows:
@@ -149,26 +152,26 @@ def judge(found: Mapping[str, Mapping[str, Any]], settings: Mapping[str, str], r
         line = _line(name, check, entry["rows"], count, of)
         if below or setting == "warn":
             left = "; such rows are left out" if check.drops else ""
-            told.append(f"{line}{left}")
+            warned.append(f"{line}{left}")
         else:
             lets = "leaves such rows out" if check.drops else "lets it pass"
             blocked.append(f"{line}; {check.fix}, or data.preflight.{name}: warn {lets}")
-    return Verdict(blocked, told)
+    return Verdict(blocked, warned)
 
 
 def _line(name: str, check: Check, rows: Sequence[Sequence[str]], count: int, of: int) -> str:
-    (where, words), *others = rows
+    (where, message), *others = rows
     also = f", also {', '.join(_short(w, where) for w, _ in others)}" if others else ""
     more = " ..." if count > len(rows) and others else ""
     share = f"{count:,} of {of:,}" if of > 1 or count > 1 else ""
     inside = "; ".join(part for part in (f"check {name}", share + also + more) if part)
-    return f"{where}: {words} ({inside})"
+    return f"{where}: {message} ({inside})"
 
 
 def _short(where: str, first: str) -> str:
     """A place without the file where that is the one named before."""
     for mark in (": row ", ":"):
-        file, found, row = where.rpartition(mark)
-        if found and first.startswith(file + mark):
+        file, separator, row = where.rpartition(mark)
+        if separator and first.startswith(file + mark):
             return row
     return where

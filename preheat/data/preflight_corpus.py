@@ -35,14 +35,14 @@ __all__ = [
 ]
 
 
-def check_template(sources: Sequence[Source], template: Template | None, found: Findings) -> None:
+def check_template(sources: Sequence[Source], template: Template | None, findings: Findings) -> None:
     """What is wrong with a template in itself, where conversations are rendered with it."""
     if template is None or not any(source.layout.chat_template for source in sources):
         return
     if not template.answers:
-        found.add("template", template.name, "leaves out what the assistant says", of=1)
+        findings.add("template", template.name, "leaves out what the assistant says", of=1)
     elif template.end_of_turn is None:
-        found.add(
+        findings.add(
             "template_end", template.name, "ends the assistant's turn with no special token of this tokenizer", of=1
         )
 
@@ -55,16 +55,16 @@ LONG = 100_000
 """Characters of a row that is left aside there: it would be tokenized twice more."""
 
 
-def check_prompts(sources: Sequence[Source], encoder: Encoder, found: Findings) -> None:
+def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Findings) -> None:
     """Whether what the model reads before an answer is the same in training and when it is asked, token by token."""
     differs = False
     for source in sources:
         layout, template = source.layout, source.layout.chat_template
         if template is not None and (opening := _open_turn(template)):
-            words = (
+            message = (
                 f"asks for an answer whatever is asked of it, so that each row ends in an open turn ({quoted(opening)})"
             )
-            found.add("open_turn", template.name, words, of=1)
+            findings.add("open_turn", template.name, message, of=1)
             continue
         noting = _Noting.of(template) if template is not None else None
         layout = replace(layout, template=noting) if noting is not None else layout
@@ -77,9 +77,9 @@ def check_prompts(sources: Sequence[Source], encoder: Encoder, found: Findings) 
             if not document.sequences or len(document.text) > LONG:
                 continue
             rendered = noting is not None and noting.given  # a row without a question is laid out without the template
-            words = _gap(noting, encoder, document) if noting and rendered else _cut_otherwise(encoder, document)
-            if words:
-                found.add("generation_prompt", noting.name if noting and rendered else where, words, of=1)
+            message = _gap(noting, encoder, document) if noting and rendered else _cut_otherwise(encoder, document)
+            if message:
+                findings.add("generation_prompt", noting.name if noting and rendered else where, message, of=1)
                 differs = True
 
 
@@ -107,15 +107,15 @@ def _open_turn(template: Template) -> str:
     """What a template writes behind a whole conversation that opens another turn of the assistant; '': nothing."""
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        whole, asked = template.text_of(talk), template.prompt(talk)
+        text, prompt = template.text_of(talk), template.prompt(talk)
     except DataError:  # it may want more than a question and an answer: the rows then say what is wrong
         return ""
-    before, answer, behind = whole.rpartition(_ANSWER)
+    before, answer, behind = text.rpartition(_ANSWER)
     opening = before[len(before) - _shared(before[::-1], behind[::-1]) :]
-    said = functools.reduce(
-        lambda text, token: text.replace(token, " "), template.special, opening
+    opening_text = functools.reduce(
+        lambda rest, token: rest.replace(token, " "), template.special, opening
     )  # more than an end of turn
-    return opening.strip() if answer and whole == asked and re.search(r"\w", said) else ""
+    return opening.strip() if answer and text == prompt and re.search(r"\w", opening_text) else ""
 
 
 def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
@@ -124,28 +124,32 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
     for n in dict.fromkeys((*turns[:1], *turns[-1:])):
         try:
-            asked = template.prompt(messages[:n], tools)
+            prompt = template.prompt(messages[:n], tools)
             pieces = Template.pieces(template, messages[: n + 1], tools, train_on)
         except DataError:
             continue  # the template wants more than this: told of the row, if it is wrong there
-        whole = "".join(piece.text for piece in pieces)
-        if not whole:
+        text = "".join(piece.text for piece in pieces)
+        if not text:
             continue
-        if not whole.startswith(asked):
-            at = _shared(whole, asked)
+        if not text.startswith(prompt):
+            at = _shared(text, prompt)
             return (
-                f"message {n + 1}: it is asked for behind {quoted(asked[max(0, at - 12) :][:60])}, and trained on behind "
-                f"{quoted(whole[max(0, at - 12) :][:60])}: the generation prompt is no beginning of the row"
+                f"message {n + 1}: it is asked for behind {quoted(prompt[max(0, at - 12) :][:60])}, and "
+                "trained on behind "
+                f"{quoted(text[max(0, at - 12) :][:60])}: the generation prompt is no beginning of the row"
             )
-        between = whole[len(asked) : _first_trained(pieces, len(asked))]
+        between = text[len(prompt) : _first_trained(pieces, len(prompt))]
         content = (messages[n].get("content") or "").strip()
-        if not between.strip() and content and asked == template.text_of(messages[:n], tools):
-            between = whole[len(asked) :].partition(content)[0]  # trained on, as if the model should write it
+        if not between.strip() and content and prompt == template.text_of(messages[:n], tools):
+            between = text[len(prompt) :].partition(content)[0]  # trained on, as if the model should write it
         if between.strip():
-            return f"message {n + 1}: {quoted(between)} stands before the answer in training, and the generation prompt does not write it"
+            return (
+                f"message {n + 1}: {quoted(between)} stands before the answer in training, and the generation "
+                "prompt does not write it"
+            )
         ids = encoder.first_of(document._replace(sequences=(pieces,), images=()))
-        if words := _unlike(encoder, encoder.alone(asked), ids):
-            return f"message {n + 1}: {words}"
+        if difference := _unlike(encoder, encoder.alone(prompt), ids):
+            return f"message {n + 1}: {difference}"
     return ""
 
 
@@ -174,17 +178,17 @@ def _cut_otherwise(encoder: Encoder, document: Document) -> str:
     return _unlike(encoder, [*encoder.begin, *encoder.alone(pieces[0].text)], ids)
 
 
-def _unlike(encoder: Encoder, asked: Sequence[int], ids: Sequence[int]) -> str:
-    at = _shared(asked, ids)
-    if at == len(asked):
+def _unlike(encoder: Encoder, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    at = _shared(prompt, ids)
+    if at == len(prompt):
         return ""
-    one, other = (quoted([encoder.backend.id_to_token(t) for t in part[at : at + 3]]) for part in (asked, ids))
+    one, other = (quoted([encoder.backend.id_to_token(t) for t in part[at : at + 3]]) for part in (prompt, ids))
     return f"the tokens of its prompt end in {one} when it is asked for, and are {other} in training"
 
 
 def check_tokens(
     values: Mapping[str, Any],
-    found: Findings,
+    findings: Findings,
     encoder: Encoder,
     streams: Sequence[Stream],
     sources: Sequence[Source],
@@ -194,39 +198,39 @@ def check_tokens(
     length: int,
 ) -> None:
     """What shows when all is read."""
-    documents, words = values["documents"], sources[0].words
+    documents, source = values["documents"], sources[0].words
     kind = sources[0].layout.kind
     if not values["labels"] and values["dropped"].get("untrained"):
-        found.found.pop("untrained", None)
-        found.add("masked", words, "not one token of all rows is trained on", of=1)
+        findings.found.pop("untrained", None)
+        findings.add("masked", source, "not one token of all rows is trained on", of=1)
     elif not values["ends"] and values["labels"] and kind not in ("classes",):
         if encoder.pad == encoder.end:
-            found.add(
+            findings.add(
                 "pad_is_end",
-                words,
+                source,
                 f"token {encoder.end} is padding and end of text at once, and never trained on",
                 of=1,
             )
         else:
-            found.add("end_token", words, "no end of a text or turn is among what is trained on", of=1)
+            findings.add("end_token", source, "no end of a text or turn is among what is trained on", of=1)
     if embedding is not None and values["largest"] >= embedding:
         where, token = _first_beyond(streams, encoder, embedding)
-        found.add("embedding", where, f"holds token {token:,}, the model's embedding has {embedding:,} rows", of=1)
+        findings.add("embedding", where, f"holds token {token:,}, the model's embedding has {embedding:,} rows", of=1)
     if values["near_count"]:
         for where in _wheres(streams, {int(mark) for mark in values["near"]}, held=True):
-            found.add(
+            findings.add(
                 "near_validation", where, "stands in the training data, but for case, punctuation or spaces", count=0
             )
-        entry_ = found.found.get("near_validation")
+        entry_ = findings.found.get("near_validation")
         if entry_:
             entry_ |= {"count": values["near_count"], "of": documents["validation"]}
     if len(cut):
         marks = np.load(folder / "train-marks.npy")
         for where in _wheres(streams, {int(mark) for mark in marks[cut[:5]]}, held=False):
-            found.add(
+            findings.add(
                 "truncated", where, f"is longer than a row of {length} tokens, so that its answer is cut", count=0
             )
-        entry_ = found.found.get("truncated")
+        entry_ = findings.found.get("truncated")
         if entry_:
             entry_ |= {"count": len(cut), "of": documents["train"]}
 
@@ -240,20 +244,20 @@ def places_of(
         wanted: (content hash (64 bits), how many of equal content were read before it) of each.
         held: of the documents to validate on.
     """
-    marks, read, found = {mark for mark, _ in wanted}, Counter[int](), dict[tuple[int, int], str]()
+    marks, read, places = {mark for mark, _ in wanted}, Counter[int](), dict[tuple[int, int], str]()
     missing = set(wanted)
     for stream in streams:
         for side, content, document in stream.read(Counter(), Findings()):
             mark = int(content[:16], 16)
             if (side == "validation") == held and mark in marks:
-                found[mark, read[mark]] = document.where
+                places[mark, read[mark]] = document.where
                 missing.discard((mark, read[mark]))
                 read[mark] += 1
                 if not missing:
-                    return found
+                    return places
     for mark, number in missing:  # read more than once by its source's weight
-        found[mark, number] = found.get((mark, max(read[mark] - 1, 0)), "")
-    return found
+        places[mark, number] = places.get((mark, max(read[mark] - 1, 0)), "")
+    return places
 
 
 def _wheres(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterator[str]:
@@ -292,7 +296,8 @@ def refuse_longer(rows: Mapping[str, Rows], folder: Path, streams: Sequence[Stre
             sizes, marks = np.diff(of.tokens.ends, prepend=0), np.load(folder / f"{side}-marks.npy")
             (where,) = _wheres(streams, {int(marks[longer[0] // of.tokens.group])}, held=side == "validation")
             raise DataError(
-                f"{where}: has {int(sizes[longer[0]]):,} tokens and batch.length is {of.length:,} ({len(longer):,} of {len(sizes):,} documents are longer; "
+                f"{where}: has {int(sizes[longer[0]]):,} tokens and batch.length is {of.length:,} "
+                f"({len(longer):,} of {len(sizes):,} documents are longer; "
                 "data.longer: refuse); raise batch.length, shorten them, or set data.longer: split"
             )
 

@@ -142,7 +142,8 @@ def prepare(
     name, key = (data.tokenizer, "data.tokenizer") if data.tokenizer else (tokenizer, "the model's tokenizer")
     if data.streaming and name is None:
         raise DataError(
-            "data.streaming: a tokenizer cannot be trained on data that is read while training; set data.tokenizer to a folder"
+            "data.streaming: a tokenizer cannot be trained on data that is read while training; set "
+            "data.tokenizer to a folder"
         )
     own = load_tokenizer(name, knob=key, add_tokens=add_tokens) if name is not None else None
     notes = [f"{key} {name}: {why}; tokenizer.json is read as it is"] if name and (why := read_as_it_is(name)) else []
@@ -157,13 +158,15 @@ def prepare(
         eye = ImageProcessor.of(vision, processor or {}, data.image_pixels, own)
     sources = _open(data, own, eye, knob)
     notes += [f"{source.words}: not read: {source.left}" for source in sources if source.left]
-    held = (
+    validation_source = (
         open_source(data.parts()[0][0], validation=True, tokenizer=own, eye=eye)
         if isinstance(data.validation, str)
         else None
     )
-    if held is not None:
-        held = replace(held, layout=replace(held.layout, classes=sources[0].layout.classes))
+    if validation_source is not None:
+        validation_source = replace(
+            validation_source, layout=replace(validation_source.layout, classes=sources[0].layout.classes)
+        )
     share = 0.0 if isinstance(data.validation, str) else float(data.validation)
     paired = any(source.paired for source in sources)
     packing: Literal["stream", "whole"] = ("whole" if paired else "stream") if data.packing == "auto" else data.packing
@@ -171,34 +174,44 @@ def prepare(
         raise DataError("data.packing: stream cuts examples, and those with images must stay whole; use whole or auto")
     if packing == "stream" and sources[0].layout.kind in ("preference", "unpaired", "classes"):
         raise DataError(
-            f"data.packing: stream cuts examples, and rows of the layout {sources[0].layout.kind} must stay whole; use whole or auto"
+            f"data.packing: stream cuts examples, and rows of the layout {sources[0].layout.kind} must "
+            "stay whole; use whole or auto"
         )
 
-    say("reading validation" if held else "reading", 0, None)
-    split = Split(share, frozenset(content_hash(d) for d in held.read() if d.sequences) if held else frozenset())
-    content = digest(FORMAT, [source.key() for source in sources], share, held.key() if held else "")
+    say("reading validation" if validation_source else "reading", 0, None)
+    split = Split(
+        share,
+        frozenset(content_hash(d) for d in validation_source.read() if d.sequences)
+        if validation_source
+        else frozenset(),
+    )
+    content = digest(
+        FORMAT, [source.key() for source in sources], share, validation_source.key() if validation_source else ""
+    )
     if own is None:
         own = _trained(root, content, sources, split, data.vocabulary, say)
     encoder = Encoder(own)
     template = next((s.layout.template for s in sources if s.layout.template), None)
-    ends, found = _ends(own, template), Findings()
-    check_template(sources, template, found)
-    check_prompts(sources, encoder, found)
+    ends, findings = _ends(own, template), Findings()
+    check_template(sources, template, findings)
+    check_prompts(sources, encoder, findings)
     if template is not None and own.chat_template != template.text and not isinstance(own.chat_template, dict):
         own.chat_template = template.text  # so that the run's tokenizer asks as it was trained
 
     if data.streaming:
-        return _stream(data, sources[0], held, split, encoder, own, length, seed, packing, content, found, notes)
+        return _stream(
+            data, sources[0], validation_source, split, encoder, own, length, seed, packing, content, findings, notes
+        )
 
-    streams = streams_of(sources, held, split)
+    streams = streams_of(sources, validation_source, split)
     entry_name = f"tokens-{digest(content, encoder.key, ends)}"
 
     def build(folder: Path) -> dict[str, Any]:
         return tokenize(folder, root / f".partial-{entry_name}", streams, encoder, ends, say, eye)
 
-    folder, made = entry(root, entry_name, build)
-    values = made["values"]
-    found = Findings(merged(found.found, values["found"]))
+    folder, content_entry = entry(root, entry_name, build)
+    values = content_entry["values"]
+    findings = Findings(merged(findings.found, values["found"]))
     train, validation = (
         Rows(Tokens.open(folder, side, values["group"]), length, packing, encoder.pad, partial=partial)
         if values["documents"][side]
@@ -206,15 +219,15 @@ def prepare(
         for side in SIDES
     )
     cut = {"train": cut_answers(train), "validation": cut_answers(validation)}
-    check_tokens(values, found, encoder, streams, sources, folder, cut["train"], embedding, length)
-    verdict = judge(found.found, data.preflight, values["read"])
+    check_tokens(values, findings, encoder, streams, sources, folder, cut["train"], embedding, length)
+    verdict = judge(findings.found, data.preflight, values["read"])
     if refuse or not values["documents"]["train"]:
         verdict.refuse()
-    _refuse_empty(sources, held, share, values)
+    _refuse_empty(sources, validation_source, share, values)
     _require_rows(
         train, "training data" if knob == "data.source" else knob, "add text, or use shorter rows (batch.length)"
     )
-    if share or held:
+    if share or validation_source:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
     if data.longer == "refuse":
         refuse_longer({"train": train, "validation": validation}, folder, streams)
@@ -227,12 +240,14 @@ def prepare(
         side: _counts(rows) | {"cut": len(cut[side]), "duplicates": values["duplicates"][side]}  # type: ignore[index]
         for side, rows in (("train", train), ("validation", validation))
     }
-    fingerprint = digest(FORMAT, sorted(made["files"].items()), length, packing, encoder.pad)
-    words = "; ".join(source.words for source in sources) + (f"; validation: {held.words}" if held else "")
+    fingerprint = digest(FORMAT, sorted(content_entry["files"].items()), length, packing, encoder.pad)
+    description = "; ".join(source.words for source in sources) + (
+        f"; validation: {validation_source.words}" if validation_source else ""
+    )
     layout = sources[0].layout
     verdicts = {"told": [*notes, *verdict.told], "blocked": verdict.blocked}
     return PreparedData(
-        own, train, validation, words, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts
+        own, train, validation, description, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts
     )
 
 
@@ -245,7 +260,8 @@ def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: ImageProcessor |
         special = {"preference", "unpaired", "classes"}
         if source.layout.kind != first.kind and special & {source.layout.kind, first.kind}:
             raise DataError(
-                f"data.source.{n}: {source.words} has the layout {source.layout.words}, the first source {first.words}; these cannot be mixed"
+                f"data.source.{n}: {source.words} has the layout {source.layout.words}, the first source "
+                f"{first.words}; these cannot be mixed"
             )
         if first.kind == "classes" and not data.classes and set(source.layout.classes) != set(first.classes):
             sources[n] = replace(source, layout=replace(source.layout, classes=tuple(names)))
@@ -286,26 +302,29 @@ def _trained(
     return load_tokenizer(str(folder))
 
 
-def _refuse_empty(sources: Sequence[Source], held: Source | None, share: float, values: dict[str, Any]) -> None:
+def _refuse_empty(
+    sources: Sequence[Source], validation_source: Source | None, share: float, values: dict[str, Any]
+) -> None:
     documents, dropped = values["documents"], values["dropped"]
-    words = "; ".join(source.words for source in sources)
-    kept = documents["train"] + documents["validation"]
+    description = "; ".join(source.words for source in sources)
+    remaining = documents["train"] + documents["validation"]
     reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items()) or "the source is empty"
-    if kept == 0:
-        raise DataError(f"{words}: no document left of {values['read']} read ({reasons})")
-    if documents["train"] == 0 and held:
+    if remaining == 0:
+        raise DataError(f"{description}: no document left of {values['read']} read ({reasons})")
+    if documents["train"] == 0 and validation_source:
         raise DataError(
-            f"{words}: no document left to train on ({reasons}); name another data.source or data.validation"
+            f"{description}: no document left to train on ({reasons}); name another data.source or data.validation"
         )
     if documents["train"] == 0:
         raise DataError(
-            f"data.validation {share:g}: leaves none of {kept} documents to train on; lower it or add documents"
+            f"data.validation {share:g}: leaves none of {remaining} documents to train on; lower it or add documents"
         )
-    if documents["validation"] == 0 and held:
-        raise DataError(f"data.validation: {held.words}: no document left ({reasons})")
+    if documents["validation"] == 0 and validation_source:
+        raise DataError(f"data.validation: {validation_source.words}: no document left ({reasons})")
     if documents["validation"] == 0 and share:
         raise DataError(
-            f"data.validation {share:g}: none of {kept} documents falls on the validation side (their content decides); "
+            f"data.validation {share:g}: none of {remaining} documents falls on the validation side (their "
+            "content decides); "
             "raise it, add documents, or name a file to validate on"
         )
 
@@ -313,7 +332,8 @@ def _refuse_empty(sources: Sequence[Source], held: Source | None, share: float, 
 def _require_rows(rows: Rows, what: str, fix: str) -> None:
     if len(rows) == 0 and rows.no_room:
         raise DataError(
-            f"{what}: the prompt alone fills a row of {rows.length} tokens in each of {rows.no_room} examples; raise batch.length"
+            f"{what}: the prompt alone fills a row of {rows.length} tokens in each of {rows.no_room} "
+            "examples; raise batch.length"
         )
     if len(rows) == 0:
         documents, tokens = len(rows.tokens.ends), len(rows.tokens.ids)
@@ -339,7 +359,7 @@ def _counts(rows: Rows) -> dict[str, Any]:
 def _stream(
     data: Data,
     source: Source,
-    held: Source | None,
+    validation_source: Source | None,
     split: Split,
     encoder: Encoder,
     own: PreTrainedTokenizerFast,
@@ -347,22 +367,26 @@ def _stream(
     seed: int,
     packing: Literal["stream", "whole"],
     content: str,
-    found: Findings,
+    findings: Findings,
     notes: list[str],
 ) -> PreparedData:
     look = Counter[str]()
-    for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), look, found):
+    for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), look, findings):
         look["read"] += 1
-    verdict: Verdict = judge(found.found, data.preflight, sum(look.values()))
+    verdict: Verdict = judge(findings.found, data.preflight, sum(look.values()))
     verdict.refuse()
     train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
-    tokens = encode_all(chunks(Split().apply(held.read(), Counter())), encoder) if held else train.held_out()
+    tokens = (
+        encode_all(chunks(Split().apply(validation_source.read(), Counter())), encoder)
+        if validation_source
+        else train.held_out()
+    )
     validation = Rows(tokens, length, packing, encoder.pad)
-    if held or split.share:
+    if validation_source or split.share:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
     fingerprint = digest(FORMAT, content, encoder.key, length, packing, seed, data.limit)
     counts = {"validation": _counts(validation)}
-    streams = streams_of([source], held, split)
+    streams = streams_of([source], validation_source, split)
     return PreparedData(
         *(
             own,

@@ -77,8 +77,8 @@ def _wheres(prepared: PreparedData, rows: Rows, order: list[int]) -> dict[int, s
     marks = np.load(rows.tokens.folder / f"{rows.tokens.side}-marks.npy")
     numbers = sorted({int(n) // rows.tokens.group for index in order for n in rows.contents(index)[0]})
     wanted = [(int(marks[n]), int((marks[:n] == marks[n]).sum())) for n in numbers]
-    found = places_of(prepared.streams, wanted, held=False)
-    return {n: found[place] for n, place in zip(numbers, wanted, strict=True)}
+    by_place = places_of(prepared.streams, wanted, held=False)
+    return {n: by_place[place] for n, place in zip(numbers, wanted, strict=True)}
 
 
 def _example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, str]) -> dict[str, Any]:
@@ -109,18 +109,18 @@ def _shortened(text: str, rows: Rows) -> str:
     if rows.tokens.images is None:
         return text
     mark = rows.tokens.images.eye.marks[0]
-    return re.sub(f"(?:{re.escape(mark)})+", lambda found: f"[image: {len(found[0]) // len(mark)} tokens]", text)
+    return re.sub(f"(?:{re.escape(mark)})+", lambda match: f"[image: {len(match[0]) // len(mark)} tokens]", text)
 
 
 def _spans(tokenizer: Any, tokens: list[int], marks: list[bool]) -> list[list[Any]]:
     """Runs of tokens that are all trained, or all read, as text: each is what it adds to the text before it."""
-    made: list[list[Any]] = []
+    spans: list[list[Any]] = []
     borders = [n for n in range(1, len(tokens)) if marks[n] != marks[n - 1]]
     before, start = "", 0
     for stop in [*borders, len(tokens)]:
         text = tokenizer.decode(tokens[:stop])
         # A character may lie in tokens on both sides of a border: it goes to the later one.
         text = text if stop == len(tokens) else text.rstrip("\ufffd")
-        made.append([text[len(before) :], marks[start], stop - start])
+        spans.append([text[len(before) :], marks[start], stop - start])
         before, start = text, stop
-    return made
+    return spans

@@ -35,8 +35,8 @@ def _mark(*parts: np.ndarray) -> np.ndarray:
     digest = hashlib.blake2b(digest_size=_MARK)
     for part in parts:
         digest.update(np.ascontiguousarray(part).view(np.uint8))
-    found = np.frombuffer(digest.digest(), np.uint8)
-    return found if found.any() else np.ones(_MARK, np.uint8)  # 0 says that nothing is there
+    mark = np.frombuffer(digest.digest(), np.uint8)
+    return mark if mark.any() else np.ones(_MARK, np.uint8)  # 0 says that nothing is there
 
 
 def content_of(rows: Rows) -> str:
@@ -79,18 +79,18 @@ class RowCache:
             "of": dict(of),
             "arrays": {name: [list(shape), str(np.dtype(k))] for name, (shape, k) in arrays.items()},
         }
-        file, told = folder / "rows.bin", folder / "kept.json"
+        file, header_file = folder / "rows.bin", folder / "kept.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Of the right size: another process, or one that was killed, has just made it.
-            foreign = not told.exists() and file.exists() and file.stat().st_size not in (0, rows * self.record)
-            if not told.exists() and not foreign:
+            foreign = not header_file.exists() and file.exists() and file.stat().st_size not in (0, rows * self.record)
+            if not header_file.exists() and not foreign:
                 with file.open("ab") as opened:
                     opened.truncate(rows * self.record)  # sparse: rows that are not kept take no room
-                beside = told.with_suffix(f".{os.getpid()}")
-                beside.write_text(to_json(header, indent=1), encoding="utf-8")
-                beside.rename(told)
-            found = None if foreign else json.loads(told.read_bytes())
+                temporary = header_file.with_suffix(f".{os.getpid()}")
+                temporary.write_text(to_json(header, indent=1), encoding="utf-8")
+                temporary.rename(header_file)
+            stored = None if foreign else json.loads(header_file.read_bytes())
         except ValueError:
             raise self._refused("kept.json is not whole") from None
         except OSError as error:
@@ -99,8 +99,8 @@ class RowCache:
             ) from None
         if foreign:
             raise RunError(f"{knob}: {folder}: holds a rows.bin that preheat did not write; name another folder")
-        if found != header:
-            was = found.get("of", {}) if isinstance(found, dict) else {}
+        if stored != header:
+            was = stored.get("of", {}) if isinstance(stored, dict) else {}
             other = [
                 f"{key} (was {was.get(key)!r}, is {value!r})" for key, value in of.items() if was.get(key) != value
             ]
@@ -116,8 +116,8 @@ class RowCache:
 
     def missing(self, rows: Iterable[int]) -> list[int]:
         """Those of the rows that are not kept yet, sorted, each once."""
-        asked = np.unique(np.fromiter(rows, np.int64))
-        return [int(n) for n in asked[~self._file[asked, _MARK : 2 * _MARK].any(axis=1)]]
+        wanted = np.unique(np.fromiter(rows, np.int64))
+        return [int(n) for n in wanted[~self._file[wanted, _MARK : 2 * _MARK].any(axis=1)]]
 
     def write(self, row: int, tokens: np.ndarray, *arrays: np.ndarray) -> None:
         """Keeps the arrays of a row, in their order, the mark last."""
@@ -142,24 +142,25 @@ class RowCache:
         """
         if not 0 <= row < len(self._file) or not self._file[row, _MARK : 2 * _MARK].any():
             raise RunError(
-                f"{self.knob}: {self.folder}: row {row} was never kept; begin the run anew, which keeps what it will read"
+                f"{self.knob}: {self.folder}: row {row} was never kept; begin the run anew, which keeps "
+                "what it will read"
             )
         record = np.array(self._file[row])
         if (record[_MARK : 2 * _MARK] != _mark(record[:_MARK], record[2 * _MARK :])).any():
             raise self._refused(f"row {row} is damaged")
         if (record[:_MARK] != _mark(tokens)).any():
             raise self._refused(f"row {row} is of another text")
-        found, at = [], 2 * _MARK
+        parts, at = [], 2 * _MARK
         for name, (shape, kind) in self._arrays.items():
-            found.append(record[at : at + self._sizes[name]].copy().view(kind).reshape(shape))
+            parts.append(record[at : at + self._sizes[name]].copy().view(kind).reshape(shape))
             at += self._sizes[name]
-        return found
+        return parts
 
     def fill(
         self,
         rows: Rows,
         numbers: Sequence[int],
-        said: Callable[[Batch], Sequence[Tensor]],
+        forward: Callable[[Batch], Sequence[Tensor]],
         *,
         micro: int,
         progress: Callable[[str, float, float], None],
@@ -171,7 +172,7 @@ class RowCache:
             progress("the teacher reads", start, len(numbers))
             some = numbers[start : start + micro]
             batch = collate([(n, rows.row(n)) for n in some])
-            for n, tokens, *arrays in zip(some, batch.tokens, *said(batch), strict=True):
+            for n, tokens, *arrays in zip(some, batch.tokens, *forward(batch), strict=True):
                 self.write(n, tokens.numpy(), *(a.cpu().numpy() for a in arrays))
         self._file.flush()
 
@@ -179,5 +180,5 @@ class RowCache:
         """The arrays of a batch's rows as tensors [rows, ...] on the host."""
         import torch
 
-        found = [self.read(n, tokens.numpy()) for n, tokens in zip(batch.rows, batch.tokens, strict=True)]
-        return tuple(torch.stack([torch.from_numpy(a) for a in arrays]) for arrays in zip(*found, strict=True))
+        cached = [self.read(n, tokens.numpy()) for n, tokens in zip(batch.rows, batch.tokens, strict=True)]
+        return tuple(torch.stack([torch.from_numpy(a) for a in arrays]) for arrays in zip(*cached, strict=True))

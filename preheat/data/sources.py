@@ -119,7 +119,8 @@ def open_source(
         raw = _stdlib() if name == "stdlib" else _docstrings()
         if name == "stdlib" and data.prompt:
             raise DataError(
-                "data.prompt: the source stdlib is plain text; remove data.prompt and data.completion, or use data.source: docstrings"
+                "data.prompt: the source stdlib is plain text; remove data.prompt and data.completion, or "
+                "use data.source: docstrings"
             )
         data = replace(data, layout="text" if name == "stdlib" else "prompt", columns={}, prompt=None, completion=None)
     else:
@@ -147,13 +148,13 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
     where, first = next(raw.rows(None), (raw.words, None))
     names = raw.names or ([str(k) for k in first] if isinstance(first, Mapping) else [])
     template, lacking = None, ""
-    made = layout_of(data, names, first, where)
+    layout = layout_of(data, names, first, where)
     try:
-        template = template_for(data.template, tokenizer, made.kind)
+        template = template_for(data.template, tokenizer, layout.kind)
     except DataError as error:
         if data.template is not None:
             raise
-        lacking = f"{raw.words}: the rows are conversations ({made.words}); {error}"
+        lacking = f"{raw.words}: the rows are conversations ({layout.words}); {error}"
     special = template.special if template else special_tokens(tokenizer)
     more: dict[str, Any] = {
         "template": template,
@@ -163,14 +164,14 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
     }
     more |= {"eye": eye, "folder": raw.folder}
     classes = data.classes or raw.classes
-    if made.kind == "classes" and not classes:
-        column = made.columns["label"]
+    if layout.kind == "classes" and not classes:
+        column = layout.columns["label"]
         values = (row.get(column) for _, row in raw.rows([column]) if isinstance(row, Mapping))
         classes = class_names(values, raw.words)
-    made = layout_of(data, names, first, where, train_on=data.train_on, classes=classes, **more)
+    layout = layout_of(data, names, first, where, train_on=data.train_on, classes=classes, **more)
     if raw.names is not None:
-        made.require(raw.names, raw.words)
-    return made
+        layout.require(raw.names, raw.words)
+    return layout
 
 
 def _is_path(knob: str, name: str) -> bool:
@@ -190,12 +191,12 @@ def _path(knob: str, path: Path, data: Data) -> _Raw:
         raise missing(knob, path)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved_dataset(knob, path, data)
-    files, words, left = find_files(knob, path)
-    whole = data.text_files == "whole"
+    files, description, left = find_files(knob, path)
+    uncut = data.text_files == "whole"
     return _Raw(
-        words,
-        lambda: _files_key(files) + (" whole" if whole else ""),
-        lambda columns: itertools.chain.from_iterable(read_file(f, columns, whole=whole) for f in files),
+        description,
+        lambda: _files_key(files) + (" whole" if uncut else ""),
+        lambda columns: itertools.chain.from_iterable(read_file(f, columns, whole=uncut) for f in files),
         columns_of(files[0]),
         folder=path if path.is_dir() else path.parent,
         left=left,
@@ -248,21 +249,23 @@ def _stdlib_texts(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
 
 def _stdlib() -> _Raw:
     files = _stdlib_files()
-    words = f"source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library: {len(files)} files"
-    return _Raw(words, lambda: _files_key(files), lambda _: _stdlib_texts(files), count=len(files))
+    description = (
+        f"source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library: {len(files)} files"
+    )
+    return _Raw(description, lambda: _files_key(files), lambda _: _stdlib_texts(files), count=len(files))
 
 
 def _docstrings() -> _Raw:
     """Pairs: what a function is to do, in words, and its head; its body."""
     files = _stdlib_files()
-    words = (
+    description = (
         f"docstring -> function pairs from Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
     )
     every = functools.cache(
         lambda: list(dict.fromkeys(itertools.chain.from_iterable(_pairs(t) for _, t in _stdlib_texts(files))))
     )
     return _Raw(
-        words,
+        description,
         lambda: digest("docstrings", 1, _files_key(files)),
         lambda _: ((f"pair {n}", pair) for n, pair in enumerate(every(), 1)),
         ["prompt", "completion"],
@@ -285,15 +288,15 @@ def _pairs(text: str) -> Iterator[Document]:
         first = node.body[0]
         if not doc or len(node.body) < 2 or first.lineno == node.lineno:
             continue
-        asked = " ".join(doc.split("\n\n")[0].split())
+        task = " ".join(doc.split("\n\n")[0].split())
         head = textwrap.dedent("".join(lines[node.lineno - 1 : first.lineno - 1]))
         body = (
             textwrap.indent(textwrap.dedent("".join(lines[first.end_lineno : node.end_lineno])).strip("\n"), "    ")
             + "\n"
         )
         # Long enough to be worth learning, short enough to fit a row.
-        if len(asked) >= 20 and len(asked) + len(head) <= 800 and 2 <= body.count("\n") <= 40 and len(body) <= 1600:
-            yield Document.of(body, f"# {asked}\n{head}")
+        if len(task) >= 20 and len(task) + len(head) <= 800 and 2 <= body.count("\n") <= 40 and len(body) <= 1600:
+            yield Document.of(body, f"# {task}\n{head}")
 
 
 # --- datasets -------------------------------------------------------------------------------------------------------
@@ -321,46 +324,48 @@ def _rows(rows: Any, where: str) -> Iterator[tuple[str, Any]]:
         yield f"{where}: row {number}", row
 
 
-def _split(found: Any, data: Data, where: str) -> Any:
+def _split(dataset: Any, data: Data, where: str) -> Any:
     import datasets
 
-    if isinstance(found, datasets.DatasetDict | datasets.IterableDatasetDict):
-        if data.split not in found:
+    if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
+        if data.split not in dataset:
             raise DataError(
-                f"data.split {data.split}: {where} has no such split; {closest(data.split, [str(k) for k in found])}"
+                f"data.split {data.split}: {where} has no such split; {closest(data.split, [str(k) for k in dataset])}"
             )
-        return found[data.split]
-    return found
+        return dataset[data.split]
+    return dataset
 
 
-def _from_dataset(found: Any, data: Data, where: str) -> _Raw:
+def _from_dataset(dataset: Any, data: Data, where: str) -> _Raw:
     import datasets
 
-    names: list[str] | None = list(found.column_names) if found.column_names else None
+    names: list[str] | None = list(dataset.column_names) if dataset.column_names else None
 
     def rows(columns: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
         # Images and audio beside the text are not decoded.
-        chosen = found.select_columns([n for n in names if n in columns]) if names and columns is not None else found
+        chosen = (
+            dataset.select_columns([n for n in names if n in columns]) if names and columns is not None else dataset
+        )
         return _rows(chosen, where)
 
     # `datasets` names a table's content and history by a fingerprint; a streamed one is known by its name alone.
-    mark = found._fingerprint if isinstance(found, datasets.Dataset) else ""
-    label = (found.features or {}).get(data.columns.get("label", "label"))
+    mark = dataset._fingerprint if isinstance(dataset, datasets.Dataset) else ""
+    label = (dataset.features or {}).get(data.columns.get("label", "label"))
     classes = tuple(label.names) if isinstance(label, datasets.ClassLabel) else ()
-    words = f"dataset {where}, split {data.split}"
-    return _Raw(words, lambda: digest(where, data.subset, data.split, mark), rows, names, classes=classes)
+    description = f"dataset {where}, split {data.split}"
+    return _Raw(description, lambda: digest(where, data.subset, data.split, mark), rows, names, classes=classes)
 
 
 def _saved_dataset(knob: str, path: Path, data: Data) -> _Raw:
     import datasets
 
     try:
-        found = datasets.load_from_disk(str(path))
+        dataset = datasets.load_from_disk(str(path))
     except _broken() as error:
         raise DataError(
             f"{knob} {shown(path)}: not a whole folder of datasets.save_to_disk: {_first_line(error)}; write it again"
         ) from None
-    return _from_dataset(_split(found, data, shown(path)), data, shown(path))
+    return _from_dataset(_split(dataset, data, shown(path)), data, shown(path))
 
 
 def _is_format(name: str) -> bool:
@@ -376,21 +381,23 @@ def _datasets(knob: str, name: str, data: Data) -> _Raw:
 
     if _is_format(name):  # `datasets` would read whatever lies in the present folder
         raise DataError(
-            f"{knob} {name}: no such file or folder here, and {name} is a format and no dataset; name a file or a folder"
+            f"{knob} {name}: no such file or folder here, and {name} is a format and no dataset; name a "
+            "file or a folder"
         )
     hint = f"; {near}" if (near := nearest(name, BUILT_IN)).startswith("did") else ""
     if not hub_reachable():
         raise DataError(
             f"{knob} {name}: no such file or folder here{hint}, and no network to look for a dataset of that name; "
-            "name a file, or a folder written by datasets.save_to_disk (HF_HUB_OFFLINE=1 reads what was downloaded before)"
+            "name a file, or a folder written by datasets.save_to_disk (HF_HUB_OFFLINE=1 reads what was "
+            "downloaded before)"
         )
     try:
-        found = datasets.load_dataset(name, data.subset, split=data.split, streaming=data.streaming)
+        dataset = datasets.load_dataset(name, data.subset, split=data.split, streaming=data.streaming)
     except (OSError, ValueError) as error:  # not there, no access, no network, no such subset or split
         raise DataError(
             f"{knob} {name}: no file or folder here{hint}, and `datasets` cannot load it: {_first_line(error)}"
         ) from None
-    return _from_dataset(found, data, name)
+    return _from_dataset(dataset, data, name)
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,8 +24,8 @@ _BETWEEN_WORDS = re.compile(r"[\W_]+")
 def content_hash(document: Document) -> str:
     """A hash of the text with runs of white space as one blank, so that a copy indented otherwise is still a copy."""
     texts = (" ".join(piece.text.split()) for sequence in document.sequences for piece in sequence)
-    words = "\0".join((*texts, *(image.path for image in document.images)))
-    return hashlib.blake2b(words.encode("utf-8"), digest_size=16).hexdigest()
+    content = "\0".join((*texts, *(image.path for image in document.images)))
+    return hashlib.blake2b(content.encode("utf-8"), digest_size=16).hexdigest()
 
 
 def near_hash(document: Document) -> int:
@@ -52,8 +52,8 @@ class Split:
         """Each document with its side and its content hash; those left out are counted by reason in `dropped`."""
         findings = Findings() if findings is None else findings
         for document in documents:
-            for check, words in document.notes:
-                findings.add(check, document.where, words)
+            for check, message in document.notes:
+                findings.add(check, document.where, message)
             if not document.sequences:
                 dropped[document.notes[-1][0]] += 1
                 continue
@@ -72,13 +72,13 @@ class Split:
 
 def chunks(documents: Iterable[tuple[Side, str, Document]]) -> Iterator[list[tuple[Side, str, Document]]]:
     """Documents in portions that keep all cores of the tokenizer busy and little in memory."""
-    held: list[tuple[Side, str, Document]] = []
+    chunk: list[tuple[Side, str, Document]] = []
     size = 0
     for each in documents:
-        held.append(each)
+        chunk.append(each)
         size += len(each[2].text)
-        if len(held) >= CHUNK_DOCUMENTS or size >= CHUNK_CHARACTERS:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
+        if len(chunk) >= CHUNK_DOCUMENTS or size >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

@@ -68,7 +68,8 @@ class StreamRows:
                     number += 1
             if number == began:
                 raise DataError(
-                    f"data.source {self.data.source}: the training documents do not fill one row of {self.length}; add documents or lower batch.length"
+                    f"data.source {self.data.source}: the training documents do not fill one row of "
+                    f"{self.length}; add documents or lower batch.length"
                 )
 
     def held_out(self) -> Tokens:
@@ -76,16 +77,17 @@ class StreamRows:
         first = itertools.islice(
             self.split.apply(self._documents(), Counter()), HELD_OUT_DOCUMENTS if self.split.share else 0
         )
-        held = chunks(d for d in first if d[0] == "validation")
-        return encode_all(held, self.encoder, enough=HELD_OUT * self.length)
+        portions = chunks(d for d in first if d[0] == "validation")
+        return encode_all(portions, self.encoder, enough=HELD_OUT * self.length)
 
     def _documents(self) -> Iterator[Document]:
         """The documents; a row that a check refuses ends the run, unless the recipe says warn."""
         for document in open_source(self.data, layout=self.layout).read():
-            for check, words in document.notes:
+            for check, message in document.notes:
                 if not CHECKS[check].above and self.data.preflight.get(check) != "warn":
                     raise DataError(
-                        f"{document.where}: {words} (check {check}); {CHECKS[check].fix}, or data.preflight.{check}: warn"
+                        f"{document.where}: {message} (check {check}); {CHECKS[check].fix}, or "
+                        f"data.preflight.{check}: warn"
                     )
             yield document
 
@@ -100,20 +102,20 @@ def encode_all(
     portions: Iterable[list[tuple[Side, str, Document]]], encoder: Encoder, *, enough: int | None = None
 ) -> Tokens:
     """Portions of documents as tokens in memory, until there are `enough` tokens."""
-    made: list[Encoded] = []
+    encoded: list[Encoded] = []
     size, group = 0, 1
     for portion in portions:
         for sequences in encoder([document for _, _, document in portion]):
-            made += sequences
+            encoded += sequences
             group = len(sequences)
             size += sum(len(e.tokens) for e in sequences)
         if enough is not None and size >= enough:
             break
-    ids = np.fromiter(itertools.chain.from_iterable(e.tokens for e in made), np.uint32, size)
-    ends = np.cumsum([len(e.tokens) for e in made], dtype=np.int64)
+    ids = np.fromiter(itertools.chain.from_iterable(e.tokens for e in encoded), np.uint32, size)
+    ends = np.cumsum([len(e.tokens) for e in encoded], dtype=np.int64)
     trained = labels = None
-    if any(e.trained is not None for e in made):
-        trained = np.frombuffer(b"".join(e.trained or b"\1" * len(e.tokens) for e in made), np.uint8)
-    if any(e.label is not None for e in made):
-        labels = np.array([e.label for e in made], np.int64)
+    if any(e.trained is not None for e in encoded):
+        trained = np.frombuffer(b"".join(e.trained or b"\1" * len(e.tokens) for e in encoded), np.uint8)
+    if any(e.label is not None for e in encoded):
+        labels = np.array([e.label for e in encoded], np.int64)
     return Tokens(ids, ends, trained, labels, group)

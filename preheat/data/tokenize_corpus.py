@@ -59,9 +59,12 @@ class Stream(NamedTuple):
             yield "validation" if self.held else side, mark, document
 
 
-def streams_of(sources: Sequence[Source], held: Source | None, split: Split) -> list[Stream]:
+def streams_of(sources: Sequence[Source], validation: Source | None, split: Split) -> list[Stream]:
     """What is read, in order."""
-    return [*([Stream(held, True, Split())] if held else []), *(Stream(source, False, split) for source in sources)]
+    return [
+        *([Stream(validation, True, Split())] if validation else []),
+        *(Stream(source, False, split) for source in sources),
+    ]
 
 
 @dataclass
@@ -205,8 +208,8 @@ class _Writer:
         self._count(about, rows, dropped, findings.found)
         say("tokenizing", rows, rows)
 
-    def _count(self, about: dict[str, Any], rows: int, dropped: Counter[str], found: dict[str, Any]) -> None:
-        self.tally.rows, about["read"], about["dropped"], self.tally.found = rows, rows, dict(dropped), found
+    def _count(self, about: dict[str, Any], rows: int, dropped: Counter[str], findings: dict[str, Any]) -> None:
+        self.tally.rows, about["read"], about["dropped"], self.tally.found = rows, rows, dict(dropped), findings
 
     def _write(self, stream: Stream, portion: _Portion, about: dict[str, Any]) -> None:
         documents = portion.documents
@@ -221,9 +224,9 @@ class _Writer:
         trained = marks.copy()
         trained[bounds[:-1][sizes > 0]] = 0  # the first token of a sequence is no label
         labels = np.where([e.label is not None for e in flat], 1, _sums(trained, bounds)).reshape(-1, group)
-        kept = (labels > 0).all(axis=1)
+        usable = (labels > 0).all(axis=1)
         shown = Findings(tally.shown)
-        for n in np.flatnonzero(~kept):
+        for n in np.flatnonzero(~usable):
             about["untrained"] += 1
             shown.add("untrained", documents[n][2].where, "nothing in it is trained on")
         if self.encoder.unknown is not None:
@@ -232,14 +235,14 @@ class _Writer:
                 for x in (ids == self.encoder.unknown, np.ones_like(ids))
             )
             for n in np.flatnonzero(lost):
-                words = f"{lost[n]:,} of its {of[n]:,} tokens stand for text that the tokenizer does not know"
-                shown.add("unknown_tokens", documents[n][2].where, words, count=int(lost[n]))
+                message = f"{lost[n]:,} of its {of[n]:,} tokens stand for text that the tokenizer does not know"
+                shown.add("unknown_tokens", documents[n][2].where, message, count=int(lost[n]))
         tally.ends += int((np.isin(ids, self.ends) & (trained > 0)).sum())
-        tally.labels += int(labels[kept].sum())
+        tally.labels += int(labels[usable].sum())
         tally.largest = max(tally.largest, int(ids.max(initial=0)))
         tally.tokens += len(ids)
         for side in SIDES:
-            wanted = [n for n, (s, _, _) in enumerate(documents) if s == side and kept[n]]
+            wanted = [n for n, (s, _, _) in enumerate(documents) if s == side and usable[n]]
             if not wanted:
                 continue
             content = [int(documents[n][1][:16], 16) for n in wanted]
@@ -295,7 +298,7 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProce
     def read(side: Side, kind: str, of: Any) -> np.ndarray:
         return np.fromfile(work / f"{side}.{kind}", of)
 
-    found, documents, duplicates = merged(tally.found, tally.shown), {}, {}
+    findings, documents, duplicates = merged(tally.found, tally.shown), {}, {}
     for side in SIDES:
         (work / f"{side}.ids").rename(folder / f"{side}.{dtype}")
         np.save(folder / f"{side}-ends.npy", np.cumsum(read(side, "sizes", np.int64)))
@@ -307,12 +310,12 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProce
         if eye is not None:
             ImageTable.write(folder, side, eye, (work / f"{side}.images").read_text(encoding="utf-8").splitlines())
         documents[side] = len(marks)
-        seen = read(side, "seen", np.uint64)
-        duplicates[side] = len(seen) - len(np.unique(seen))
+        hashes = read(side, "seen", np.uint64)
+        duplicates[side] = len(hashes) - len(np.unique(hashes))
     near, known = read("validation", "near", np.uint64), read("train", "near", np.uint64)
     both = np.flatnonzero(np.isin(near, known))
-    if "unknown_tokens" in found:
-        found["unknown_tokens"]["of"] = tally.tokens
+    if "unknown_tokens" in findings:
+        findings["unknown_tokens"]["of"] = tally.tokens
     dropped: Counter[str] = Counter()
     for source in tally.sources:
         source["dropped"] = Counter(source["dropped"]) + Counter(untrained=source.pop("untrained"))
@@ -324,7 +327,7 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProce
         "duplicates": duplicates,
         "sources": tally.sources,
         "group": tally.group,
-        "found": found,
+        "found": findings,
         "near": [str(mark) for mark in read("validation", "seen", np.uint64)[both[:5]]],
         "near_count": len(both),
         "ends": tally.ends,

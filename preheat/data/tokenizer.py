@@ -79,18 +79,20 @@ def load_tokenizer(
         _look_at(knob, path)
     elif not hub_reachable():
         raise DataError(
-            f"{knob} {name}: no such folder, and no network to look for a model of that name; name a folder that has tokenizer.json"
+            f"{knob} {name}: no such folder, and no network to look for a model of that name; name a "
+            "folder that has tokenizer.json"
         )
     runs = path.exists() and remote_code.may_run(knob, name, _code(path))
-    found = _read(knob, str(path) if path.exists() else name, runs)
-    if not found.is_fast:
+    loaded = _read(knob, str(path) if path.exists() else name, runs)
+    if not loaded.is_fast:
         raise DataError(
             f"{knob} {name}: has no fast tokenizer (tokenizer.json); convert it with transformers and save it again"
         )
-    tokenizer = cast("PreTrainedTokenizerFast", found)
+    tokenizer = cast("PreTrainedTokenizerFast", loaded)
     if tokenizer.eos_token_id is None:
         raise DataError(
-            f"{knob} {name}: the tokenizer has no end-of-text token, which ends every document; add eos_token to tokenizer_config.json"
+            f"{knob} {name}: the tokenizer has no end-of-text token, which ends every document; add "
+            "eos_token to tokenizer_config.json"
         )
     if add_tokens:
         _add(tokenizer, add_tokens)
@@ -126,8 +128,8 @@ def _file_of(name: str) -> Path | None:
         return folder / "tokenizer.json" if (folder / "tokenizer.json").is_file() else None
     from transformers.utils import cached_file
 
-    found = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    return Path(found) if found else None
+    cached = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    return Path(cached) if cached else None
 
 
 def read_as_it_is(name: str) -> str:
@@ -166,16 +168,16 @@ def _unlike_by_class(name: str, file: Path, _changed: tuple[tuple[int, int, int]
     right, whys = Tokenizer.from_file(str(file)), list[str]()
     for reader in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
         try:
-            found: Any = reader.from_pretrained(name, trust_remote_code=False)
+            rebuilt: Any = reader.from_pretrained(name, trust_remote_code=False)
         except _unreadable() as error:
             whys.append(f"transformers cannot read it by its class: {fault(error, 200)}")
             continue
-        if not found.is_fast:
+        if not rebuilt.is_fast:
             return ""  # told by who asks for it
-        words = _unlike_backends(right, found)
-        if words is None:
+        difference = _unlike_backends(right, rebuilt)
+        if difference is None:
             return whys[0] if whys else ""
-        whys.append(f"transformers builds a {type(found).__name__} of it, in which {words}")
+        whys.append(f"transformers builds a {type(rebuilt).__name__} of it, in which {difference}")
     raise DataError(f"{file}: {whys[-1]}; save the tokenizer again with the transformers that is installed here")
 
 
@@ -191,13 +193,13 @@ def rebuilt_by_transformers(folder: str | Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        found: Any = transformers.AutoTokenizer.from_pretrained(
+        rebuilt: Any = transformers.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
     except _unreadable() as error:
         return f"AutoTokenizer cannot read it: {fault(error, 200)}"
-    words = _unlike_backends(Tokenizer.from_file(str(file)), found)
-    return f"AutoTokenizer builds a {type(found).__name__} of it, in which {words}" if words else None
+    difference = _unlike_backends(Tokenizer.from_file(str(file)), rebuilt)
+    return f"AutoTokenizer builds a {type(rebuilt).__name__} of it, in which {difference}" if difference else None
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str | None:
@@ -221,8 +223,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str | No
         raise RunError(f"{folder}: the tokenizer cannot be saved ({error.strerror or error})") from None
     except DataError as error:
         raise RunError(f"{folder}: the saved tokenizer cannot be read back: {error}") from None
-    if words := unlike(tokenizer, back):
-        raise RunError(f"{folder}: the saved tokenizer is not the one that was used: {words}")
+    if difference := unlike(tokenizer, back):
+        raise RunError(f"{folder}: the saved tokenizer is not the one that was used: {difference}")
     return rebuilt_by_transformers(folder)
 
 
@@ -270,36 +272,38 @@ def _look_at(knob: str, path: Path) -> None:
         return
     # The Rust reader raises a bare Exception for a file that is cut or of another kind, so look first.
     try:
-        found = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
         raise DataError(f"{file}: not a tokenizer: {fault(error, 200)}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise DataError(f"{file}: not a tokenizer: it has no 'model'")
     refused = _refused_by_rust(str(file), file.stat().st_mtime_ns, file.stat().st_size)
     if refused:
         raise DataError(f"{file}: not a tokenizer that can be read: {refused}; copy it again from where it is whole")
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-        beside = path / name
+        companion = path / name
         try:
-            stated = json.loads(beside.read_bytes()) if beside.is_file() else {}
+            settings = json.loads(companion.read_bytes()) if companion.is_file() else {}
         except (ValueError, RecursionError, OSError) as error:
-            raise DataError(f"{beside}: not JSON: {fault(error, 200)}; copy it again from where it is whole") from None
-        if not isinstance(stated, dict):
-            raise DataError(f"{beside}: holds {kind_of(stated)}, not an object")
-        if words := _unusable(stated):
-            raise DataError(f"{beside}: {words}; put back the model's own")
+            raise DataError(
+                f"{companion}: not JSON: {fault(error, 200)}; copy it again from where it is whole"
+            ) from None
+        if not isinstance(settings, dict):
+            raise DataError(f"{companion}: holds {kind_of(settings)}, not an object")
+        if problem := _unusable(settings):
+            raise DataError(f"{companion}: {problem}; put back the model's own")
 
 
-def _unusable(stated: Mapping[str, Any]) -> str | None:
+def _unusable(settings: Mapping[str, Any]) -> str | None:
     """What is wrong with a tokenizer's settings that transformers takes as they are, and fails of later; None: nothing."""
-    for key, value in stated.items():
+    for key, value in settings.items():
         token = value.get("content") if isinstance(value, dict) else value
         if key in _SPECIAL and value is not None and not isinstance(token, str):
             return f"{key}: must be a token's text, got {quoted(value)}"
-    longest = stated.get("model_max_length")
+    longest = settings.get("model_max_length")
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float) or not longest > 0):
         return f"model_max_length: must be a number above 0, got {quoted(longest)}"
-    template = stated.get("chat_template")
+    template = settings.get("chat_template")
     parts = (
         list(template.values())
         if isinstance(template, dict)
@@ -374,15 +378,20 @@ def other_pieces(own: str | None, teacher: str, add_tokens: tuple[str, ...] = ()
         add_tokens: that the student's is given.
     """
     if own is None:
-        return f"teacher: knows its own tokens, and the student's tokenizer is trained on the data; set data.tokenizer: {teacher}"
+        return (
+            "teacher: knows its own tokens, and the student's tokenizer is trained on the data; set "
+            f"data.tokenizer: {teacher}"
+        )
     if Path(own).resolve() == Path(teacher).resolve() and not add_tokens:
         return None
-    words = unlike_folders(own, teacher, knob="teacher:", add_tokens=add_tokens)
-    if words is None:
+    difference = unlike_folders(own, teacher, knob="teacher:", add_tokens=add_tokens)
+    if difference is None:
         return None
     return (
-        f"teacher: its tokenizer is not the student's ({own}), so probabilities cannot be compared token by token: {words}; "
-        f"set data.tokenizer: {teacher} for a new student, take a teacher of the student's family, or set techniques.distillation.pieces: common"
+        f"teacher: its tokenizer is not the student's ({own}), so probabilities cannot be compared token "
+        f"by token: {difference}; "
+        f"set data.tokenizer: {teacher} for a new student, take a teacher of the student's family, or set "
+        "techniques.distillation.pieces: common"
     )
 
 
@@ -441,11 +450,11 @@ def _unlike_backends(right: Any, built: Any) -> str | None:
     for tokenizer in (right, other):
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    stated = {"add_bos_token", "add_eos_token"} & built.init_kwargs.keys()
-    for add in (False,) if stated else (False, True):
+    explicit = {"add_bos_token", "add_eos_token"} & built.init_kwargs.keys()
+    for add in (False,) if explicit else (False, True):
         one, two = (t.encode_batch(texts, add_special_tokens=add) for t in (right, other))
-        if (words := _unlike_encodings(right, other, one, two)) is not None:
-            return words
+        if (difference := _unlike_encodings(right, other, one, two)) is not None:
+            return difference
     return None
 
 
@@ -456,7 +465,10 @@ def _unlike_encodings(right: Any, other: Any, one: Sequence[Any], two: Sequence[
             at = _first_difference(a.ids, b.ids)
             return f"{a.tokens[at : at + 3]} of tokenizer.json becomes {b.tokens[at : at + 3]}"
         if right.decode(a.ids, skip_special_tokens=False) != other.decode(a.ids, skip_special_tokens=False):
-            return f"{a.tokens[:3]} is read as {other.decode(a.ids[:3])!r}, by tokenizer.json as {right.decode(a.ids[:3])!r}"
+            return (
+                f"{a.tokens[:3]} is read as {other.decode(a.ids[:3])!r}, by tokenizer.json as "
+                f"{right.decode(a.ids[:3])!r}"
+            )
     return None
 
 
@@ -510,10 +522,10 @@ def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) ->
         vocab_size=vocabulary, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(_sample(documents), trainer)
-    made: PreTrainedTokenizerFast = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer: PreTrainedTokenizerFast = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
     )
-    return made
+    return tokenizer
 
 
 def _sample(documents: Iterable[tuple[str, str]]) -> list[str]:
@@ -559,15 +571,17 @@ class Encoder:
         encode = (
             self.backend.encode_batch_fast if plain else self.backend.encode_batch
         )  # the slower one knows where tokens stand
-        whole = encode(["".join(piece.text for piece in sequence) for _, sequence in flat], add_special_tokens=False)
-        made = (self._finish(*pair, encoding) for pair, encoding in zip(flat, whole, strict=True))
-        return [[next(made) for _ in d.sequences] for d in documents]
+        encodings = encode(
+            ["".join(piece.text for piece in sequence) for _, sequence in flat], add_special_tokens=False
+        )
+        encoded = (self._finish(*pair, encoding) for pair, encoding in zip(flat, encodings, strict=True))
+        return [[next(encoded) for _ in d.sequences] for d in documents]
 
     def first_of(self, document: Document) -> list[int]:
         """The tokens of a document's first sequence."""
         sequence = document.sequences[0]
-        whole = self.backend.encode("".join(piece.text for piece in sequence), add_special_tokens=False)
-        return self._finish(document, sequence, whole).tokens
+        encoding = self.backend.encode("".join(piece.text for piece in sequence), add_special_tokens=False)
+        return self._finish(document, sequence, encoding).tokens
 
     def _finish(self, document: Document, sequence: tuple[TextSpan, ...], encoding: Any) -> Encoded:
         tokens: list[int] = encoding.ids

@@ -61,10 +61,11 @@ class ImageProcessor:
         """
         numbers = (vision.image, vision.start, vision.end)
         marks = tuple(tokenizer.convert_ids_to_tokens(n) if n < len(tokenizer) else None for n in numbers)
-        found = [tokenizer.encode(mark or "", add_special_tokens=False) for mark in marks]
-        if wrong := [n for n, ids in zip(numbers, found, strict=True) if ids != [n]]:
+        encoded = [tokenizer.encode(mark or "", add_special_tokens=False) for mark in marks]
+        if wrong := [n for n, ids in zip(numbers, encoded, strict=True) if ids != [n]]:
             raise DataError(
-                f"data.tokenizer: has no special token under number {wrong[0]}, which stands for images in the model's config.json; use the model's own tokenizer"
+                f"data.tokenizer: has no special token under number {wrong[0]}, which stands for images in "
+                "the model's config.json; use the model's own tokenizer"
             )
         least = (vision.patch * vision.merge) ** 2
         size = dict(processor["size"])
@@ -106,7 +107,8 @@ class ImageProcessor:
         except ValueError:
             raise Unreadable(
                 "images",
-                f"image {path} has {width} x {height} pixels, and the model's processor takes no side 200 times the other",
+                f"image {path} has {width} x {height} pixels, and the model's processor takes no side 200 "
+                "times the other",
             ) from None
         return height // self.vision.patch, width // self.vision.patch
 
@@ -117,14 +119,15 @@ class ImageProcessor:
             DataError: the file is not the one that was there when the rows were read.
         """
         try:
-            made = self._processor.preprocess(images=[_decoded(Path(picture.path))], return_tensors="np")
+            features = self._processor.preprocess(images=[_decoded(Path(picture.path))], return_tensors="np")
         except Unreadable as error:
             raise DataError(f"{error.words}; it was whole when the data was read") from None
-        if tuple(made["image_grid_thw"][0].tolist()) != (1, picture.rows, picture.columns):
+        if tuple(features["image_grid_thw"][0].tolist()) != (1, picture.rows, picture.columns):
             raise DataError(
-                f"image {picture.path}: has another size than when the data was read; put it back, or read anew with another PREHEAT_CACHE"
+                f"image {picture.path}: has another size than when the data was read; put it back, or read "
+                "anew with another PREHEAT_CACHE"
             )
-        return np.asarray(made["pixel_values"], dtype=np.float32)
+        return np.asarray(features["pixel_values"], dtype=np.float32)
 
     @functools.cached_property
     def _processor(self) -> Any:
@@ -161,9 +164,10 @@ def resolve_images(
     if images != places:
         raise Unreadable(
             "images",
-            f"has {images} image{'s' * (images != 1)} and {places} place{'s' * (places != 1)} for one (<image>, or a part of type image)",
+            f"has {images} image{'s' * (images != 1)} and {places} place{'s' * (places != 1)} for one "
+            "(<image>, or a part of type image)",
         )
-    left, made, pictures = list(files or ()), list[Mapping[str, Any]](), list[ImageRef]()
+    left, messages, pictures = list(files or ()), list[Mapping[str, Any]](), list[ImageRef]()
     for n, (message, text, listed) in enumerate(zip(talk, texts, own, strict=True), 1):
         if mark := next((mark for mark in eye.marks if mark in text), None):
             raise Unreadable(
@@ -176,8 +180,8 @@ def resolve_images(
             file = listed[part] if part < len(listed) and listed[part] is not None else left.pop(0)
             pictures.append(eye.look(_file(file, folder)))
             parts[part] = eye.text(pictures[-1]) + parts[part]
-        made.append({**{k: v for k, v in message.items() if k != "images"}, "content": "".join((first, *parts))})
-    return made, tuple(pictures)
+        messages.append({**{k: v for k, v in message.items() if k != "images"}, "content": "".join((first, *parts))})
+    return messages, tuple(pictures)
 
 
 def _file(name: Any, folder: Path) -> Path:
@@ -229,9 +233,9 @@ class ImageTable:
     def write(cls, folder: Path, side: str, eye: ImageProcessor, lines: Sequence[str]) -> None:
         """Stores the images of documents, a line of JSON each: [[path, rows, columns], ...]."""
         listed = [json.loads(line) for line in lines]
-        found = [(n, *picture) for n, pictures in enumerate(listed) for picture in pictures]
-        np.save(folder / f"{side}-images.npy", np.array([(n, r, c) for n, _, r, c in found], np.int64).reshape(-1, 3))
-        (folder / f"{side}-images.json").write_text(to_json({"eye": eye.dump(), "paths": [p for _, p, _, _ in found]}))
+        rows = [(n, *picture) for n, pictures in enumerate(listed) for picture in pictures]
+        np.save(folder / f"{side}-images.npy", np.array([(n, r, c) for n, _, r, c in rows], np.int64).reshape(-1, 3))
+        (folder / f"{side}-images.json").write_text(to_json({"eye": eye.dump(), "paths": [p for _, p, _, _ in rows]}))
 
     @classmethod
     def open(cls, folder: Path, side: str) -> ImageTable | None:
@@ -261,8 +265,8 @@ class ImageTable:
         ends = np.cumsum([0, *(p.patches // self.eye.vision.merge**2 for p in self.within(sequence))])
         assert ends[-1] == len(pieces), f"sequence {sequence} has {len(pieces)} places for {ends[-1]} pieces of images"
         inside = int((pieces < used).sum())
-        whole = int(np.searchsorted(ends, inside, side="right")) - 1
-        return (used if ends[whole] == inside else int(pieces[ends[whole]])), whole
+        complete = int(np.searchsorted(ends, inside, side="right")) - 1
+        return (used if ends[complete] == inside else int(pieces[ends[complete]])), complete
 
 
 def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vision) -> np.ndarray:
@@ -276,23 +280,23 @@ def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vi
         [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [4, 4, 4]]
     """
     places = np.flatnonzero(tokens == vision.image)
-    made: np.ndarray = np.empty((len(tokens), 3), np.int64)
+    positions: np.ndarray = np.empty((len(tokens), 3), np.int64)
     at = begun = next_position = 0
     for picture in pictures:
         rows, columns = picture.rows // vision.merge, picture.columns // vision.merge
         start = int(places[at])
         text = start - begun
-        made[begun:start] = (next_position + np.arange(text))[:, None]
+        positions[begun:start] = (next_position + np.arange(text))[:, None]
         next_position += text
         begun = start + rows * columns
-        made[start:begun, 0] = next_position
-        made[start:begun, 1] = next_position + np.repeat(np.arange(rows), columns)
-        made[start:begun, 2] = next_position + np.tile(np.arange(columns), rows)
+        positions[start:begun, 0] = next_position
+        positions[start:begun, 1] = next_position + np.repeat(np.arange(rows), columns)
+        positions[start:begun, 2] = next_position + np.tile(np.arange(columns), rows)
         next_position += max(rows, columns)
         at += rows * columns
     assert at == len(places), f"{len(places)} places for {at} pieces of images"
-    made[begun:] = (next_position + np.arange(len(tokens) - begun))[:, None]
-    return made
+    positions[begun:] = (next_position + np.arange(len(tokens) - begun))[:, None]
+    return positions
 
 
 def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Any) -> Images:
@@ -312,8 +316,8 @@ def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Any) -> 
         patches = np.zeros((vision.merge**2, vision.values), np.float32)
         grids = torch.tensor([(1, vision.merge, vision.merge)])
     places = (tokens.flatten() == vision.image).nonzero().flatten()
-    found = sum(p.patches for p in pictures) // vision.merge**2
-    assert len(places) == found, f"{len(places)} places for {found} pieces of images"
+    expected = sum(p.patches for p in pictures) // vision.merge**2
+    assert len(places) == expected, f"{len(places)} places for {expected} pieces of images"
     taps, shares = vision_utils.get_vision_interpolation_indices_and_weights(
         grids, num_grid_per_side=vision.side, mode="bilinear", align_corners=True, spatial_merge_size=vision.merge
     )

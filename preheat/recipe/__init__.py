@@ -105,24 +105,24 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
     try:
         recipe = reader.recipe(values)
     except RecipeError:
-        for at, words in reader.found:
+        for at, message in reader.found:
             # A key of the file may be wrong only beside what an override says.
-            if at not in assigned and (n := _first_wrong(at, words, steps)):
+            if at not in assigned and (n := _first_wrong(at, message, steps)):
                 assigned[at] = f"--set {shorten(overrides[n - 1])}"
         reader.refuse()
         raise
-    for name, words in warned(recipe) if warn else ():
-        _log.warning("%s: %s: %s", reader.place(tuple(name.split("."))), name, words)
+    for name, message in warned(recipe) if warn else ():
+        _log.warning("%s: %s: %s", reader.place(tuple(name.split("."))), name, message)
     return recipe
 
 
-def _first_wrong(at: tuple[str, ...], words: str, steps: Sequence[Any]) -> int:
+def _first_wrong(at: tuple[str, ...], message: str, steps: Sequence[Any]) -> int:
     """The first of these values in which the key is wrong in these words; 0 when all are."""
     for n, values in enumerate(steps):
         reader = RecipeReader("", {})
         with suppress(RecipeError):
             reader.recipe(values)
-        if (at, words) in reader.found:
+        if (at, message) in reader.found:
             return n
     return 0
 

@@ -31,8 +31,8 @@ def check(recipe: Recipe) -> None:
 
     Reading a recipe does this; one that is made in Python is checked when it is built.
     """
-    if found := problems(recipe):
-        raise RecipeError("; ".join(f"{key}: {text}" for key, text in found))
+    if contradictions := problems(recipe):
+        raise RecipeError("; ".join(f"{key}: {text}" for key, text in contradictions))
 
 
 def problems(recipe: Recipe) -> list[tuple[str, str]]:
@@ -52,14 +52,14 @@ def problems(recipe: Recipe) -> list[tuple[str, str]]:
 def _model(model: Model) -> Iterator[tuple[str, str]]:
     """Where a model comes from, and how its sizes go together."""
     sizes = ("layers", "width", "heads", "kv_heads", "feed_forward", "experts")
-    stated = [key for key in sizes if getattr(model, key) is not None]
+    explicit = [key for key in sizes if getattr(model, key) is not None]
     origin = "path" if model.path else "preset" if model.preset else None
-    if origin and (model.size or stated):
-        extra = "size" if model.size else stated[0]
+    if origin and (model.size or explicit):
+        extra = "size" if model.size else explicit[0]
         fix = f"remove {extra} (--set 'model={{{origin}: ...}}' does)"
         yield f"model.{origin}", f"a model from a {origin} brings its sizes; {fix}"
-    if model.shape != "balanced" and (model.size is None or stated):
-        extra = stated[0] if stated else "layers"
+    if model.shape != "balanced" and (model.size is None or explicit):
+        extra = explicit[0] if explicit else "layers"
         yield "model.shape", f"{model.shape} is for model.size alone; remove it, or state a size and no {extra}"
     if model.size is not None and (text := size_problem(model.size)):
         yield "model.size", text

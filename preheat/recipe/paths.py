@@ -65,9 +65,11 @@ def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[s
         return change(value) if isinstance(value, str) and value and value not in _BUILT_IN else value
 
     changes: dict[str, Any] = {
-        part: replace(held, **{key: changed(getattr(held, key), of_name if key in _NAMES else of_path) for key in keys})
+        part: replace(
+            section, **{key: changed(getattr(section, key), of_name if key in _NAMES else of_path) for key in keys}
+        )
         for part, keys in _KEYS.items()
-        for held in [getattr(recipe, part)]
+        for section in [getattr(recipe, part)]
     }
     techniques = {}
     for name, technique in recipe.techniques.items():

@@ -101,9 +101,20 @@ def _of_rows(key: str, read: Callable[[Recipe], object] = lambda r: True) -> Rul
 
 RULES: tuple[Rule, ...] = (
     Rule("model.family", _new, f"{_READY_MADE} family; leave it out"),
-    Rule("model.positions", _new, f"{_READY_MADE} positions; leave it out, or use techniques.rope_scaling", refuse=True),
-    Rule("model.positions", lambda r: r.model.family != "t5", "t5 tells places by their distance, however long; leave it out"),
-    Rule("model.vocabulary", _new, f"{_READY_MADE} embedding; leave it out, or name new tokens in model.add_tokens", refuse=True),
+    Rule(
+        "model.positions", _new, f"{_READY_MADE} positions; leave it out, or use techniques.rope_scaling", refuse=True
+    ),
+    Rule(
+        "model.positions",
+        lambda r: r.model.family != "t5",
+        "t5 tells places by their distance, however long; leave it out",
+    ),
+    Rule(
+        "model.vocabulary",
+        _new,
+        f"{_READY_MADE} embedding; leave it out, or name new tokens in model.add_tokens",
+        refuse=True,
+    ),
     Rule(
         "model.tie_embeddings",
         lambda r: _new(r) or "tied_embeddings" in r.techniques,  # which says itself that the two contradict each other
@@ -148,8 +159,12 @@ RULES: tuple[Rule, ...] = (
         lambda r: _lists(r) or (r.data.layout in ("auto", "classes") and _has_fields(r)),
         "rows of the layout {layout} have no classes; use data.layout: classes, or leave it out",
     ),
-    Rule("data.subset", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"),
-    Rule("data.split", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"),
+    Rule(
+        "data.subset", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"
+    ),
+    Rule(
+        "data.split", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"
+    ),
     Rule("data.vocabulary", _trains_tokenizer, "there is a tokenizer already, and none is trained; leave it out"),
     Rule("data.image_pixels", lambda r: not _new(r), "a new model reads text alone; leave it out"),
     Rule("data.images", lambda r: not _new(r), "a new model reads text alone; leave it out"),
@@ -159,14 +174,22 @@ RULES: tuple[Rule, ...] = (
         "it is about .txt files, and {source} is none; leave it out",
     ),
     Rule("data.prefetch", lambda r: r.data.workers, "it is of loader processes; set data.workers, or leave it out"),
-    Rule("optimizer.betas", _without("adafactor"), "adafactor keeps no running means of this kind (it has decay); leave it out"),
+    Rule(
+        "optimizer.betas",
+        _without("adafactor"),
+        "adafactor keeps no running means of this kind (it has decay); leave it out",
+    ),
     Rule("optimizer.eps", _without("adafactor", "lion"), "{optimizer} has no such term; leave it out"),
     Rule(
         "schedule.warmup",
         _counted,
         "it is a share of the run, whose length stop.hours does not tell; add stop.steps, or leave it out",
     ),
-    Rule("schedule.decay", lambda r: r.schedule.kind == "wsd", "it is for schedule.kind: wsd, and this is {schedule}; leave it out"),
+    Rule(
+        "schedule.decay",
+        lambda r: r.schedule.kind == "wsd",
+        "it is for schedule.kind: wsd, and this is {schedule}; leave it out",
+    ),
     Rule("schedule.floor", lambda r: r.schedule.kind != "constant", "a constant rate never falls; leave it out"),
     *(
         Rule(
@@ -182,7 +205,10 @@ RULES: tuple[Rule, ...] = (
         "nothing is held out to compare on (data.validation: 0); leave it out",
         refuse=True,
     ),
-    *map(_sampled, ("tokens", "temperature", "repetition_penalty", "stop", "cache", "window", "draft", "lookup", "compile")),
+    *map(
+        _sampled,
+        ("tokens", "temperature", "repetition_penalty", "stop", "cache", "window", "draft", "lookup", "compile"),
+    ),
     Rule("hardware.segments", lambda r: r.hardware.device != "cpu", "a CPU has no segments of this kind; leave it out"),
     Rule(
         "parallel.zero",
@@ -239,7 +265,7 @@ RULES: tuple[Rule, ...] = (
         _of("tensor_parallel", lambda t: t.loss_parallel),
         "only loss_parallel makes logits some rows at a time; leave it out",
     ),
-)  # fmt: skip
+)
 
 
 def _defaults(cls: type[Any]) -> dict[str, Any]:
@@ -257,18 +283,18 @@ def stated(recipe: Recipe) -> dict[str, Any]:
         >>> stated(Recipe(batch=Batch(size=8), stop=Stop(steps=2)))
         {'batch.size': 8, 'stop.steps': 2}
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in dataclasses.fields(recipe):
         value = getattr(recipe, part.name)
         if part.name == "techniques":
             for name, technique in value.items():
                 inner = _stated(technique, f"techniques.{name}")
-                found |= inner or {f"techniques.{name}": {}}
+                values |= inner or {f"techniques.{name}": {}}
         elif dataclasses.is_dataclass(value):
-            found |= _stated(value, part.name)
+            values |= _stated(value, part.name)
         elif value != part.default:
-            found[part.name] = value
-    return found
+            values[part.name] = value
+    return values
 
 
 def _stated(part: Any, name: str) -> dict[str, Any]:
@@ -279,16 +305,20 @@ def _stated(part: Any, name: str) -> dict[str, Any]:
 
 def _unread(recipe: Recipe, *, refuse: bool) -> Iterator[tuple[str, str]]:
     values = stated(recipe)
-    told: set[str] = set()
+    reported: set[str] = set()
     for rule in RULES:
-        if rule.refuse == refuse and rule.key in values and rule.key not in told and not rule.read(recipe):
-            told.add(rule.key)
+        if rule.refuse == refuse and rule.key in values and rule.key not in reported and not rule.read(recipe):
+            reported.add(rule.key)
             why = rule.why.format(
                 source=quoted(recipe.data.source, 60),
-                layout="prompt" if recipe.data.source == "docstrings" else "text" if recipe.data.source == "stdlib" else recipe.data.layout,
+                layout="prompt"
+                if recipe.data.source == "docstrings"
+                else "text"
+                if recipe.data.source == "stdlib"
+                else recipe.data.layout,
                 schedule=recipe.schedule.kind,
                 optimizer="adafactor" if "adafactor" in recipe.techniques else "lion",
-            )  # fmt: skip
+            )
             yield rule.key, f"{quoted(values[rule.key], 60)} changes nothing: {why}"
 
 

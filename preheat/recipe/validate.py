@@ -29,9 +29,9 @@ def _adapter(cls: type) -> Any:
 
     def bounded(bound: Bound) -> pydantic.AfterValidator:
         def check(value: Any) -> Any:
-            words = bound.problem(value) if isinstance(value, int | float) else None
-            if words and not isinstance(value, bool):
-                raise ValueError(words)
+            problem = bound.problem(value) if isinstance(value, int | float) else None
+            if problem and not isinstance(value, bool):
+                raise ValueError(problem)
             return value
 
         return pydantic.AfterValidator(check)
@@ -117,8 +117,8 @@ class RecipeReader:
     def place(self, at: tuple[str, ...]) -> str:
         """Where a key, or the nearest one around it, was given."""
         for n in range(len(at), 0, -1):
-            if words := self.assigned.get(at[:n]):
-                return words
+            if override := self.assigned.get(at[:n]):
+                return override
             if at[:n] in self.lines:
                 return f"{self.where}:{self.lines[at[:n]]}"
         return self.where
@@ -129,9 +129,9 @@ class RecipeReader:
             RecipeError: a problem was noted; a line each.
         """
         if self.found:
-            told = dict.fromkeys(f"{self.place(at)}: {text}" for at, text in self.found)
+            lines = dict.fromkeys(f"{self.place(at)}: {text}" for at, text in self.found)
             more = [f"{self.where}: and {self.more:,} more problems"] if self.more else []
-            raise RecipeError("\n".join([*told, *more]))
+            raise RecipeError("\n".join([*lines, *more]))
 
     def flat(self, cls: type, values: Any, at: tuple[str, ...]) -> Any:
         """One dataclass without nested ones, or None after saying why not."""
@@ -151,15 +151,16 @@ class RecipeReader:
                 json.dumps({key: value for key, value in values.items() if key in known}, default=str)
             )
         except pydantic.ValidationError as problem:
-            seen: dict[str, list[Any]] = {}
+            by_field: dict[str, list[Any]] = {}
             for error in problem.errors():
-                seen.setdefault(str(error["loc"][0]) if error["loc"] else "", []).append(error)
-            for key, errors in seen.items():
+                by_field.setdefault(str(error["loc"][0]) if error["loc"] else "", []).append(error)
+            for key, errors in by_field.items():
                 here = (*at, key)
-                words = " or ".join(dict.fromkeys(_words(e) for e in errors))
+                reasons = " or ".join(dict.fromkeys(_words(e) for e in errors))
                 self.say(
                     here,
-                    f"{'.'.join(here)}: {shorten(words, 300)}, got {quoted(values[key]) if key in values else 'nothing'}",
+                    f"{'.'.join(here)}: {shorten(reasons, 300)}, got "
+                    f"{quoted(values[key]) if key in values else 'nothing'}",
                 )
             return None
         if unknown:
@@ -173,14 +174,16 @@ class RecipeReader:
     def recipe(self, values: Any) -> Recipe:
         if values is None or values == {}:
             raise RecipeError(
-                f"{self.where}: is empty; write at least a model and an end, e.g. {{model: {{size: 15M}}, stop: {{steps: 100}}}}, "
+                f"{self.where}: is empty; write at least a model and an end, e.g. {{model: {{size: 15M}}, "
+                f"stop: {{steps: 100}}}}, "
                 "or begin with a copy: preheat init demo"
             )
         if not isinstance(values, Mapping):
             raise RecipeError(f"{self.where}: a recipe is a mapping of keys, got {quoted(values)}")
         if "chain" in values:
             raise RecipeError(
-                f"{self.where}: is a chain of steps over a trained model; run it with: preheat compress RUN --recipe {self.where}"
+                f"{self.where}: is a chain of steps over a trained model; run it with: preheat compress "
+                f"RUN --recipe {self.where}"
             )
         parts = {f.name: f for f in dataclasses.fields(Recipe)}
         top = _top_scalars()

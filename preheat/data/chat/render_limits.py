@@ -223,7 +223,8 @@ def require_template(name: str, text: str) -> None:
             parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", text))
         except jinja2.TemplateError:
             return  # told with its line when it is rendered
-    if found := next(parsed.find_all(nodes.Pow), None):
+    if power := next(parsed.find_all(nodes.Pow), None):
         raise TemplateLimit(
-            f"{name}, line {found.lineno}: computes a power ({quoted('**')}), which no chat template needs; write the number"
+            f"{name}, line {power.lineno}: computes a power ({quoted('**')}), which no chat template "
+            "needs; write the number"
         )

@@ -99,8 +99,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerFast | None) -> tuple[str, ...]
     """The special tokens of a tokenizer, the longest first; of one that is still to be trained with None."""
     if tokenizer is None:
         return (END, PAD)
-    found = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-    return tuple(sorted(found, key=lambda t: (-len(t), t)))
+    tokens = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+    return tuple(sorted(tokens, key=lambda t: (-len(t), t)))
 
 
 def template_for(setting: str | None, tokenizer: PreTrainedTokenizerFast | None, layout: str) -> Template:
@@ -168,19 +168,19 @@ class Template:
         Raises:
             DataError: the template does not render them, or it cannot be proven what the assistant wrote.
         """
-        whole, marks = self._render_marked(messages, tools)
+        text, marks = self._render_marked(messages, tools)
         if train_on == "all":
-            return (TextSpan(whole),)
+            return (TextSpan(text),)
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if marks is None:
-            spans = [self._proven(whole, messages, tools, n) for n in turns]
+            spans = [self._proven(text, messages, tools, n) for n in turns]
         else:
             spans = self._by_turn([mark for mark in marks if mark[0] < mark[1]], messages, tools, turns)
         if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
             raise DataError(f"{self.name}: the assistant's turns overlap in what it renders; use another template")
         wanted = turns[-1:] if train_on == "last" else turns
         trained = [s for n, s in zip(turns, spans, strict=True) if n in wanted and messages[n].get("weight") != 0]
-        return tuple(_cut_up(whole, trained))
+        return tuple(_cut_up(text, trained))
 
     @functools.cached_property
     def answers(self) -> bool:
@@ -192,8 +192,8 @@ class Template:
         """The special token that ends an assistant's turn; None: it writes none."""
         if not self._probe or _SEAL not in self._probe:
             return None
-        found = re.match(rf"\s*({self._any})", self._probe[self._probe.rindex(_SEAL) + len(_SEAL) :])
-        return found[1] if found else None
+        match = re.match(rf"\s*({self._any})", self._probe[self._probe.rindex(_SEAL) + len(_SEAL) :])
+        return match[1] if match else None
 
     @functools.cached_property
     def _probe(self) -> str | None:
@@ -238,12 +238,12 @@ class Template:
                     **self.variables,
                 )
             except jinja2.TemplateSyntaxError as error:
-                words = shorten(error.message or "", 200)
-                raise DataError(f"{self.name}, line {error.lineno}: not a Jinja template: {words}") from None
+                reason = shorten(error.message or "", 200)
+                raise DataError(f"{self.name}, line {error.lineno}: not a Jinja template: {reason}") from None
             except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 # In a sandbox, but with the errors of Python's own operators.
-                words = shorten(str(error), 200) or type(error).__name__
-                raise DataError(f"{self.name}{_line(error)}: does not render the row: {words}") from None
+                reason = shorten(str(error), 200) or type(error).__name__
+                raise DataError(f"{self.name}{_line(error)}: does not render the row: {reason}") from None
         require_small(self.name, texts[0], messages)
         return texts[0], marks[0] if marked else []
 
@@ -261,7 +261,8 @@ class Template:
         inside = "\0".join(text[a:b] for a, b in marks)
         if any(a in text and a not in inside for a in answers) or "?" in inside:
             raise DataError(
-                f"{self.name}: its {{% generation %}} marks do not hold what the assistant says (a mark inside a macro or a set "
+                f"{self.name}: its {{% generation %}} marks do not hold what the assistant says (a mark "
+                "inside a macro or a set "
                 "block has no place); take the marks out, so that the mask is found by rendering, or move them"
             )
 
@@ -269,48 +270,53 @@ class Template:
         """One span a turn, where a template marks a turn in several blocks or leaves one out."""
         if len(marks) == len(turns):
             return marks
-        made, before = [], 0
+        spans, before = [], 0
         for n in turns:
             upto = len([1 for a, b in self._rendered(messages[: n + 1], tools, False, True)[1] if a < b])
             if not before < upto <= len(marks):
                 raise DataError(
                     f"{self.name}: message {n + 1} has no {{% generation %}} mark; mark every assistant turn, or none"
                 )
-            made.append((marks[before][0], marks[upto - 1][1]))
+            spans.append((marks[before][0], marks[upto - 1][1]))
             before = upto
-        return made
+        return spans
 
     # --- proof by rendering
 
-    def _proven(self, whole: str, messages: Sequence[Message], tools: Tools, n: int) -> Span:
+    def _proven(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> Span:
         """Where the turn of message `n` begins and ends in `whole`."""
         before = self._render(messages[:n], tools, asks=True)
-        upto = whole if n == len(messages) - 1 else self._render(messages[: n + 1], tools)
-        start = len(before) if whole.startswith(before) else self._begin(whole, messages, tools, n)
+        upto = text if n == len(messages) - 1 else self._render(messages[: n + 1], tools)
+        start = len(before) if text.startswith(before) else self._begin(text, messages, tools, n)
         if start is None:
-            asked = self._render(messages[:n], tools)
-            if before.startswith(asked) and whole.startswith(asked):
+            history = self._render(messages[:n], tools)
+            if before.startswith(history) and text.startswith(history):
                 raise DataError(
-                    f"{self.name}: its generation prompt {quoted(before[len(asked) :][-60:])} is no beginning of message {n + 1} as it renders "
-                    f"it, {quoted(whole[len(asked) :][:60])}: what is trained on would never be asked for; write the answers as it asks for "
-                    "them (with an open <think>, say), mark the assistant's text with {% generation %}, or use another data.template"
+                    f"{self.name}: its generation prompt {quoted(before[len(history) :][-60:])} is no "
+                    f"beginning of message {n + 1} as it renders "
+                    f"it, {quoted(text[len(history) :][:60])}: what is trained on would never be asked for; "
+                    "write the answers as it asks for "
+                    "them (with an open <think>, say), mark the assistant's text with {% generation %}, "
+                    "or use another data.template"
                 )
             raise self._unproven(n, "begins")
-        end = self._cut(whole, start, len(upto)) if whole.startswith(upto) else self._end(whole, messages, tools, n)
+        end = self._cut(text, start, len(upto)) if text.startswith(upto) else self._end(text, messages, tools, n)
         if end is None:
             raise self._unproven(n, "ends")
         return start, max(start, end)
 
     def _unproven(self, n: int, what: str) -> DataError:
         return DataError(
-            f"{self.name}: where message {n + 1}, of the assistant, {what} cannot be proven: it renders history otherwise than the "
-            f"last turn; mark the assistant's text in it with {{% generation %}}, use another data.template ({SUGGESTIONS}), "
+            f"{self.name}: where message {n + 1}, of the assistant, {what} cannot be proven: it renders "
+            "history otherwise than the "
+            f"last turn; mark the assistant's text in it with {{% generation %}}, use another "
+            f"data.template ({SUGGESTIONS}), "
             "or data.train_on: all"
         )
 
-    def _cut(self, whole: str, start: int, stop: int) -> int:
+    def _cut(self, text: str, start: int, stop: int) -> int:
         """The end of a turn: after its end-of-turn token; what a template writes behind that is nobody's."""
-        turn = whole[start:stop]
+        turn = text[start:stop]
         run = re.search(rf"(?:(?:{self._any})\s*)+\Z", turn)
         if run is None:
             return start + len(turn.rstrip())
@@ -320,23 +326,23 @@ class Template:
         assert first
         return start + run.start() + first.end()
 
-    def _end(self, whole: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
+    def _end(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
         for changed in _sealed_behind(messages[n]):
-            place = self._place(whole, messages, tools, n, changed)
+            place = self._place(text, messages, tools, n, changed)
             if place is None:
                 continue
             if self.end_of_turn is None:
                 return None if messages[n].get("tool_calls") else place
-            found = whole.find(self.end_of_turn, place)
-            return found + len(self.end_of_turn) if found >= 0 else None
+            marker = text.find(self.end_of_turn, place)
+            return marker + len(self.end_of_turn) if marker >= 0 else None
         return None
 
-    def _begin(self, whole: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
+    def _begin(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
         message = messages[n]
-        asked, before = self._render(messages[:n], tools), self._render(messages[:n], tools, asks=True)
-        opening = before[len(asked) :] if before.startswith(asked) else ""
+        history, before = self._render(messages[:n], tools), self._render(messages[:n], tools, asks=True)
+        opening = before[len(history) :] if before.startswith(history) else ""
         for changed in _sealed_before(message):
-            place = self._place(whole, messages, tools, n, changed)
+            place = self._place(text, messages, tools, n, changed)
             if place is None:
                 continue
             # What the turn has before the seal: seen where it is the last, after what stands before it or after a mere question.
@@ -346,17 +352,17 @@ class Template:
                 if alone is None or not answered.startswith(prompt):
                     continue
                 lead = answered[len(prompt) : alone]
-                if whole.endswith(opening + lead, 0, place):
+                if text.endswith(opening + lead, 0, place):
                     return place - len(lead)
-                if opening and whole.endswith(opening, 0, place):
+                if opening and text.endswith(opening, 0, place):
                     return place
         return None
 
-    def _place(self, whole: str, messages: Sequence[Message], tools: Tools, n: int, changed: Message) -> int | None:
+    def _place(self, text: str, messages: Sequence[Message], tools: Tools, n: int, changed: Message) -> int | None:
         """Where the seal in a changed message stands, if nothing but the seal changes."""
         sealed = self._render([*messages[:n], changed, *messages[n + 1 :]], tools)
         place = sealed.find(_SEAL)
-        return place if place >= 0 and sealed[:place] + sealed[place + len(_SEAL) :] == whole else None
+        return place if place >= 0 and sealed[:place] + sealed[place + len(_SEAL) :] == text else None
 
 
 def _sealed_behind(message: Message) -> Iterator[Message]:
@@ -386,16 +392,16 @@ def _sealed_call(message: Message, which: int) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _cut_up(whole: str, spans: Sequence[Span]) -> Iterator[TextSpan]:
+def _cut_up(text: str, spans: Sequence[Span]) -> Iterator[TextSpan]:
     at = 0
     for start, end in spans:
         if start > at:
-            yield TextSpan(whole[at:start], False)
+            yield TextSpan(text[at:start], False)
         if end > start:
-            yield TextSpan(whole[start:end])
+            yield TextSpan(text[start:end])
         at = end
-    if at < len(whole):
-        yield TextSpan(whole[at:], False)
+    if at < len(text):
+        yield TextSpan(text[at:], False)
 
 
 def _line(error: BaseException) -> str:

@@ -12,8 +12,8 @@ __all__ = ["examples_of", "require_examples"]
 
 def examples_of(recipe: Recipe) -> ExampleKind:
     """What the rows of a recipe's data must hold."""
-    asked = (t.examples() for t in recipe.techniques.values())
-    return next((found for found in asked if found is not None), ExampleKind())
+    kinds = (t.examples() for t in recipe.techniques.values())
+    return next((kind for kind in kinds if kind is not None), ExampleKind())
 
 
 _HOLDS = {
@@ -39,28 +39,31 @@ def require_examples(recipe: Recipe, data: PreparedData, *, encoder: bool = Fals
     Raises:
         DataError: rows of another kind, or text to continue where an encoder is to read; RecipeError: too few classes in the recipe.
     """
-    asked = examples_of(recipe)
+    required = examples_of(recipe)
     owner = next(
         (f"techniques.{t.name()}" for t in recipe.techniques.values() if t.examples() is not None),
         "next-token training",
     )
     for side in (data.train, data.validation):
         if isinstance(side, Rows) and len(side.tokens.ends):
-            _compare(asked, side.tokens.examples, owner, data.source)
+            _compare(required, side.tokens.examples, owner, data.source)
             if encoder and side.tokens.trained is None:
                 raise DataError(
-                    f"{data.source}: is text to continue, all of it trained on, and an encoder-decoder reads a prompt and writes the answer; "
-                    "name data of both (data.layout: prompt_completion, alpaca, messages), and leave data.train_on: all out"
+                    f"{data.source}: is text to continue, all of it trained on, and an encoder-decoder "
+                    "reads a prompt and writes the answer; "
+                    "name data of both (data.layout: prompt_completion, alpaca, messages), and leave "
+                    "data.train_on: all out"
                 )
 
 
-def _compare(asked: ExampleKind, held: ExampleKind, owner: str, source: str) -> None:
-    if held.kind != asked.kind:
+def _compare(required: ExampleKind, actual: ExampleKind, owner: str, source: str) -> None:
+    if actual.kind != required.kind:
         raise DataError(
-            f"{source}: holds {_HOLDS[held.kind]}, but {owner} reads {_HOLDS[asked.kind]}; "
-            f"{_FIX[held.kind].format(technique=owner)}, or name other data"
+            f"{source}: holds {_HOLDS[actual.kind]}, but {owner} reads {_HOLDS[required.kind]}; "
+            f"{_FIX[actual.kind].format(technique=owner)}, or name other data"
         )
-    if held.classes > asked.classes:
+    if actual.classes > required.classes:
         raise RecipeError(
-            f"{owner}.classes: {asked.classes}, but the data has class {held.classes - 1} (they are numbered from 0); set it to {held.classes}"
+            f"{owner}.classes: {required.classes}, but the data has class {actual.classes - 1} (they are "
+            f"numbered from 0); set it to {actual.classes}"
         )

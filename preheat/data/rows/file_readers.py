@@ -86,8 +86,8 @@ def expanded(knob: str, name: str | Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         return path
     except (OSError, ValueError) as error:  # too long, not allowed, a link to itself; a NUL
-        words = getattr(error, "strerror", None) or error
-        raise DataError(f"{knob} {quoted(str(name))}: cannot be looked at ({words}); name another path") from None
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{knob} {quoted(str(name))}: cannot be looked at ({reason}); name another path") from None
     return path
 
 
@@ -141,7 +141,8 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
             raise DataError(f"{knob} {shown(path)}: is {_kind(path)}, neither a file nor a folder; name one of these")
         if path.suffix not in TEXT + ROWS:
             raise DataError(
-                f"{knob} {shown(path)}: preheat reads {', '.join(TEXT + ROWS)}, and no '{shown(path.suffix)}'; rename or convert the file"
+                f"{knob} {shown(path)}: preheat reads {', '.join(TEXT + ROWS)}, and no "
+                f"'{shown(path.suffix)}'; rename or convert the file"
             )
         if path.stat().st_size == 0:
             raise DataError(f"{knob} {shown(path)}: the file is empty")
@@ -151,7 +152,8 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
         chosen = [p for p in every if p.suffix in suffixes]
         if ".jsonl" not in suffixes and any(p.suffix == ".arrow" for p in every):
             raise DataError(
-                f"{knob} {shown(path)}: has .arrow files without the state.json that datasets.save_to_disk writes beside them; "
+                f"{knob} {shown(path)}: has .arrow files without the state.json that datasets.save_to_disk "
+                "writes beside them; "
                 "it is not whole: write it again, or as .parquet"
             )
         if chosen:
@@ -250,7 +252,8 @@ def read_file(path: Path, columns: Sequence[str] | None = None, *, whole: bool =
             for number, names, values in read_csv(path):
                 if len(values) != len(names):
                     raise DataError(
-                        f"{shown(path)}:{number}: has {len(values):,} fields where the first line names {len(names):,}; quote commas and line ends"
+                        f"{shown(path)}:{number}: has {len(values):,} fields where the first line names "
+                        f"{len(names):,}; quote commas and line ends"
                     )
                 yield f"{shown(path)}:{number}", dict(zip(names, values, strict=True))
         else:
@@ -288,7 +291,8 @@ def read_lines(path: Path, *, longest: int | None = LONGEST) -> Iterator[tuple[i
                 raise DataError(f"{where}: is {what[0]}, not text in UTF-8; {what[1]}")
             if longest is not None and len(raw) > longest:
                 raise DataError(
-                    f"{where}: the line has more than {longest // 2**20:,} MiB, and a row at most that; cut it into several rows"
+                    f"{where}: the line has more than {longest // 2**20:,} MiB, and a row at most that; "
+                    "cut it into several rows"
                 )
             if b"\0" in raw:
                 raise DataError(f"{where}: byte {offset + raw.index(0):,} is 0: a binary file, not text")
@@ -297,7 +301,8 @@ def read_lines(path: Path, *, longest: int | None = LONGEST) -> Iterator[tuple[i
             except UnicodeDecodeError as error:
                 bad = raw[error.start]
                 raise DataError(
-                    f"{where}: byte {offset + error.start:,} (0x{bad:02x}) is not text in UTF-8; convert the file or leave it out"
+                    f"{where}: byte {offset + error.start:,} (0x{bad:02x}) is not text in UTF-8; convert "
+                    "the file or leave it out"
                 ) from None
             offset += len(raw)
             yield number, line.removeprefix("\ufeff") if number == 1 else line
@@ -329,20 +334,20 @@ def parse_json(text: str, where: str, *, lines: bool = False, hint: str = "") ->
 
 def _cut(path: Path) -> Iterator[tuple[str, str]]:
     """One long text as documents of a few KB whose concatenation is the text."""
-    held: list[str] = []
+    parts: list[str] = []
     size = first = 0
     for number, line in read_lines(path, longest=None):
         for start in range(0, len(line), CUT_AT_ANY_LINE):
-            if not held:
+            if not parts:
                 first = number
             piece = line[start : start + CUT_AT_ANY_LINE]
-            held.append(piece)
+            parts.append(piece)
             size += len(piece)
             if size >= CUT_AT_ANY_LINE or (size >= CUT_AT and not line.strip()):
-                yield f"{shown(path)}:{first}", "".join(held)
-                held, size = [], 0
-    if held:
-        yield f"{shown(path)}:{first}", "".join(held)
+                yield f"{shown(path)}:{first}", "".join(parts)
+                parts, size = [], 0
+    if parts:
+        yield f"{shown(path)}:{first}", "".join(parts)
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:

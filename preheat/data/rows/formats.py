@@ -78,8 +78,8 @@ class Layout:
         template = (
             (self.template.text, self.template.with_tools, dict(self.template.variables)) if self.template else None
         )
-        seen = (self.eye.key(), str(self.folder)) if self.eye else None
-        return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, seen
+        images = (self.eye.key(), str(self.folder)) if self.eye else None
+        return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, images
 
     def require(self, names: Sequence[str], where: str) -> None:
         """Raises DataError when a field that all rows need is not among their names."""
@@ -101,14 +101,14 @@ class Layout:
                 row = {self.columns.get("text", "text"): row}
             if not isinstance(row, Mapping):
                 raise Unreadable("fields", f"is {kind_of(row)}, not an object with fields")
-            made = self._document(row, notes)
-            if (size := sum(len(piece.text) for sequence in made.sequences for piece in sequence)) > LONGEST:
+            document = self._document(row, notes)
+            if (size := sum(len(piece.text) for sequence in document.sequences for piece in sequence)) > LONGEST:
                 raise Unreadable(
                     "fields", f"has {size:,} characters of text, and a row at most {LONGEST:,}; cut it into several"
                 )
         except Unreadable as problem:
             return Document((), where=where, notes=((problem.check, problem.words),))
-        return made._replace(
+        return document._replace(
             where=where, notes=tuple(dict(reversed(notes)).items())
         )  # the first of each check: rows are counted
 
@@ -134,8 +134,8 @@ class Layout:
         if isinstance(answers, str):
             prompt = before if isinstance(before, str) else ""
             return Document(((*([TextSpan(prompt, False)] if prompt else []), TextSpan(answers)),), label=label)
-        made = self._chat([*before, *answers], self._tools(row), notes, read=len(before))
-        return self._judged(made)._replace(label=label) if self.kind == "unpaired" else made
+        chat = self._chat([*before, *answers], self._tools(row), notes, read=len(before))
+        return self._judged(chat)._replace(label=label) if self.kind == "unpaired" else chat
 
     # --- fields
 
@@ -171,9 +171,11 @@ class Layout:
                 raise Unreadable(
                     "encoding", f"{where} holds half a surrogate pair at character {error.start}, which is not text"
                 ) from None
-            if found := _BROKEN.search(text):
-                words = f"{where} holds {found[0]!r} at character {found.start()}, as text read in a wrong encoding has"
-                notes.append(("encoding", words))
+            if match := _BROKEN.search(text):
+                message = (
+                    f"{where} holds {match[0]!r} at character {match.start()}, as text read in a wrong encoding has"
+                )
+                notes.append(("encoding", message))
         if any(first in text for first in self._firsts):
             token = next((t for t in self.special if t in text), None)
             if token is not None:
@@ -194,7 +196,8 @@ class Layout:
             return self.classes.index(class_name(value))
         raise Unreadable(
             "fields",
-            f"field '{self.columns['label']}' is {quoted(value)}, none of the classes {', '.join(shorten(c, 40) for c in self.classes[:12])}",
+            f"field '{self.columns['label']}' is {quoted(value)}, none of the classes "
+            f"{', '.join(shorten(c, 40) for c in self.classes[:12])}",
         )
 
     def _liked(self, row: Mapping[str, Any]) -> int:
@@ -210,11 +213,11 @@ class Layout:
     # --- conversations
 
     def _talk(self, row: Mapping[str, Any], role: str) -> list[Message]:
-        found: list[Message] = list(messages_of(self._value(row, role), self.columns[role]))
+        messages: list[Message] = list(messages_of(self._value(row, role), self.columns[role]))
         system = self._optional(row, "system")
-        if isinstance(system, str) and system.strip() and (not found or found[0]["role"] != "system"):
-            found = [{"role": "system", "content": system}, *found]
-        return found
+        if isinstance(system, str) and system.strip() and (not messages or messages[0]["role"] != "system"):
+            messages = [{"role": "system", "content": system}, *messages]
+        return messages
 
     def _instruction(self, row: Mapping[str, Any]) -> list[Message]:
         values = {role: self._value(row, role) for role in ("instruction", "output")}
@@ -223,7 +226,7 @@ class Layout:
         more = self._optional(row, "input")
         if more is not None and not isinstance(more, str):
             raise Unreadable("fields", f"field '{self.columns['input']}' is {kind_of(more)}, not text")
-        asked = values["instruction"] + (f"\n\n{more}" if more and more.strip() else "")
+        question = values["instruction"] + (f"\n\n{more}" if more and more.strip() else "")
         talk: list[Message] = []
         if isinstance(system := self._optional(row, "system"), str) and system.strip():
             talk.append({"role": "system", "content": system})
@@ -236,7 +239,7 @@ class Layout:
             ):
                 raise Unreadable("fields", f"field '{self.columns['history']}' is no list of pairs of texts")
             talk += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-        return [*talk, {"role": "user", "content": asked}, {"role": "assistant", "content": values["output"]}]
+        return [*talk, {"role": "user", "content": question}, {"role": "assistant", "content": values["output"]}]
 
     def _chat(
         self,
@@ -255,8 +258,8 @@ class Layout:
             raise DataError(self.lacking)
         for where, text in texts_of(talk):
             self._look(where, text, notes)
-        if words := order_problem(talk):
-            notes.append(("roles", words))
+        if problem := order_problem(talk):
+            notes.append(("roles", problem))
         talk, pictures = resolve_images(talk, images, self.eye, self.folder)
         if pictures and self.train_on == "all":
             raise Unreadable("images", "has images, and data.train_on: all would train on their places; use assistant")
@@ -291,8 +294,8 @@ class Layout:
         before: Any = None
         for asks in ("messages", "conversations", "prompt"):
             needed = asks in LAYOUTS[self.kind][0]
-            if (found := self._value(row, asks) if needed else self._optional(row, asks)) is not None or needed:
-                chat = isinstance(found, list | Mapping)
+            if (value := self._value(row, asks) if needed else self._optional(row, asks)) is not None or needed:
+                chat = isinstance(value, list | Mapping)
                 before = self._talk(row, asks) if chat else self._text(row, asks, notes, empty=True)
                 break
         if isinstance(answer, str) and (before is None or isinstance(before, str)) and not (self.wraps and before):
@@ -318,8 +321,8 @@ class Layout:
             cut = 0 if before else len(shared)
             if not good[cut:].strip() or not bad[cut:].strip():
                 raise Unreadable("fields", "one of the two answers is the beginning of the other")
-            asked = (TextSpan(shared, False),) if shared else ()
-            return Document(((*asked, TextSpan(good[cut:])), (*asked, TextSpan(bad[cut:]))))
+            prompt = (TextSpan(shared, False),) if shared else ()
+            return Document(((*prompt, TextSpan(good[cut:])), (*prompt, TextSpan(bad[cut:]))))
         shared = _alike(*([answer_of([m]) + m["role"] for m in talk] for talk in (good, bad)))
         chats = [self._chat([*before, *talk], self._tools(row), notes, len(before) + shared) for talk in (good, bad)]
         return Document(tuple(self._judged(chat).sequences[0] for chat in chats), complete=True)
@@ -359,26 +362,27 @@ def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: 
     kinds = get_args(get_type_hints(Data)["layout"])
     if data.layout not in kinds:
         raise DataError(f"{where}: data.layout {data.layout}: no such layout; {nearest(str(data.layout), list(kinds))}")
-    stated = {k: v for k in ("prompt", "completion") if (v := getattr(data, k))} | dict(data.columns)
+    named = {k: v for k in ("prompt", "completion") if (v := getattr(data, k))} | dict(data.columns)
     if data.text != "text":
-        stated.setdefault("text", data.text)
-    for role in stated:
+        named.setdefault("text", data.text)
+    for role in named:
         roles = sorted({r for needs, reads in LAYOUTS.values() for r in (*needs, *reads)})
         if role not in roles:
             raise DataError(f"data.columns.{role}: no layout has such a field; {nearest(role, roles)}")
-    kind, why = (data.layout, "stated") if data.layout != "auto" else _recognised(stated, names, first)
+    kind, why = (data.layout, "stated") if data.layout != "auto" else _recognised(named, names, first)
     needs, reads = LAYOUTS[kind]
-    for role in stated:
+    for role in named:
         if data.columns.get(role) and role not in (*needs, *reads):
             raise DataError(
-                f"data.columns.{role}: the layout {kind} ({why}) has no such field, only {', '.join((*needs, *reads))}; state data.layout"
+                f"data.columns.{role}: the layout {kind} ({why}) has no such field, only "
+                f"{', '.join((*needs, *reads))}; state data.layout"
             )
-    columns = {role: stated.get(role, role) for role in needs}
-    if kind == "sharegpt" and "conversations" not in names and "messages" in names and "conversations" not in stated:
+    columns = {role: named.get(role, role) for role in needs}
+    if kind == "sharegpt" and "conversations" not in names and "messages" in names and "conversations" not in named:
         columns["conversations"] = "messages"
-    if kind == "messages" and "messages" not in names and "conversations" in names and "messages" not in stated:
+    if kind == "messages" and "messages" not in names and "conversations" in names and "messages" not in named:
         columns["messages"] = "conversations"
-    columns |= {role: stated.get(role, role) for role in reads if role in stated or role in names}
+    columns |= {role: named.get(role, role) for role in reads if role in named or role in names}
     if "images" in reads and "images" not in columns and "image" in names:
         columns["images"] = "image"  # as LLaVA's rows have it
     special = tuple(more.pop("special", ()))
@@ -388,35 +392,35 @@ def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: 
     )
 
 
-def _recognised(stated: Mapping[str, str], names: Sequence[str], first: Any) -> tuple[str, str]:
+def _recognised(named: Mapping[str, str], names: Sequence[str], first: Any) -> tuple[str, str]:
     """The layout that fields are of, and by which."""
     if not isinstance(first, Mapping):
         return "text", "recognised by text without fields"
 
     def has(*roles: str) -> bool:
-        return all(stated.get(role, role) in names for role in roles)
+        return all(named.get(role, role) in names for role in roles)
 
     def fields(*roles: str) -> str:
         return f"recognised by the field{'s' * (len(roles) > 1)} " + " and ".join(
-            stated.get(role, role) for role in roles
+            named.get(role, role) for role in roles
         )
 
     for kind in ("preference", "unpaired", "classes", "prompt", "alpaca"):
         needs = LAYOUTS[kind][0]
-        if kind == "classes" and "label" not in stated:  # a field of this name beside a text may be anything
+        if kind == "classes" and "label" not in named:  # a field of this name beside a text may be anything
             continue
-        if kind == "unpaired" and "label" not in stated and not isinstance(first.get("label"), bool):
+        if kind == "unpaired" and "label" not in named and not isinstance(first.get("label"), bool):
             continue
         if has(*needs):
             return kind, fields(*needs)
-    if "text" in stated:
+    if "text" in named:
         return "text", fields("text")
     for role in ("messages", "conversations"):
-        value = first.get(stated.get(role, role))
+        value = first.get(named.get(role, role))
         if isinstance(value, Sequence) and value and isinstance(value[0], Mapping):
             return "sharegpt" if "from" in value[0] else "messages", fields(role)
         if has(role) and not isinstance(value, str):
             return {"messages": "messages", "conversations": "sharegpt"}[role], fields(role)
-    if "prompt" in stated or "completion" in stated:
+    if "prompt" in named or "completion" in named:
         return "prompt", "stated by data.prompt"
     return "text", fields("text")

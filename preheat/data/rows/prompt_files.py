@@ -26,17 +26,17 @@ def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Mapping
         raise missing(knob, path)
     if not path.is_file():
         raise DataError(f"{knob} {shown(path)}: is no file; name one with a prompt a line")
-    made: list[str | list[Mapping[str, Any]]] = []
+    prompts: list[str | list[Mapping[str, Any]]] = []
     try:
         if path.suffix == ".jsonl":
-            made = [_prompt(row, where) for where, row in read_jsonl(path)]
+            prompts = [_prompt(row, where) for where, row in read_jsonl(path)]
         else:
-            made = [text for _, line in read_lines(path) for text in line.splitlines() if text.strip()]
+            prompts = [text for _, line in read_lines(path) for text in line.splitlines() if text.strip()]
     except OSError as error:
         raise DataError(f"{knob} {shown(path)}: cannot be read ({error.strerror or error})") from None
-    if not made:
+    if not prompts:
         raise DataError(f"{knob} {shown(path)}: holds no prompt; write one a line")
-    return made
+    return prompts
 
 
 def _prompt(row: Any, where: str) -> str | list[Mapping[str, Any]]:
@@ -53,7 +53,8 @@ def _prompt(row: Any, where: str) -> str | list[Mapping[str, Any]]:
         )
     ):
         raise DataError(
-            f'{where}: is no prompt; write {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}'
+            f'{where}: is no prompt; write {{"prompt": "..."}} or {{"messages": [{{"role": "user", '
+            f'"content": "..."}}]}}'
         )
     if row[-1]["role"] == "assistant":
         raise DataError(

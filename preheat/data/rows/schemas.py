@@ -46,7 +46,10 @@ def said_by_columns(known: Sequence[str]) -> str:
     if len(known) == 1:
         return f"set data.text: {known[0]}"
     pair = f"data.columns={{prompt: {known[0]}, completion: {known[1]}}}"
-    return f"say what they are: {pair} where the one is asked and the other answers, or data.text: {known[0]} for plain text"
+    return (
+        f"say what they are: {pair} where the one is asked and the other answers, or data.text: {known[0]} for "
+        "plain text"
+    )
 
 
 def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
@@ -55,17 +58,18 @@ def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
     Raises:
         DataError: they are fewer than two, or too many to be classes.
     """
-    found = {v for v in values if isinstance(v, str | int) and (not isinstance(v, str) or v.strip())}
-    if not 2 <= len(found) <= 10_000:
+    distinct = {v for v in values if isinstance(v, str | int) and (not isinstance(v, str) or v.strip())}
+    if not 2 <= len(distinct) <= 10_000:
         some = (
             "has one value"
-            if len(found) == 1
+            if len(distinct) == 1
             else "has no value"
-            if not found
-            else f"has {len(found):,} different values"
+            if not distinct
+            else f"has {len(distinct):,} different values"
         )
         raise DataError(
-            f"{where}: the field of the label {some} in all rows; classes are 2 or more, name their field by data.columns.label"
+            f"{where}: the field of the label {some} in all rows; classes are 2 or more, name their field "
+            "by data.columns.label"
         )
-    numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in found)
-    return tuple(map(str, sorted(found))) if numbers else tuple(sorted(map(class_name, found)))  # type: ignore[type-var]
+    numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in distinct)
+    return tuple(map(str, sorted(distinct))) if numbers else tuple(sorted(map(class_name, distinct)))  # type: ignore[type-var]
