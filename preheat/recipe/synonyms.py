@@ -1,4 +1,4 @@
-"""Which key of ours somebody meant who wrote another: the names that other trainers use, and keys at the wrong level. No torch."""
+"""Suggestions for unknown keys: the names that other trainers use, and keys at the wrong level. No torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ NAMES: Mapping[str, str] = {
             "validation_split val_split eval_split validation_file"
         ),
         "data.vocabulary": "vocab_size",
-        "data.workers": "dataloader_num_workers num_workers preprocessing_num_workers dataset_processes dataset_num_proc",
+        "data.workers": (
+            "dataloader_num_workers num_workers preprocessing_num_workers dataset_processes dataset_num_proc"
+        ),
         "evaluate.every": (
             "eval_steps eval_interval evals_per_epoch eval_every val_interval val_every_steps run_val_every_n_steps"
         ),
@@ -96,7 +98,9 @@ NAMES: Mapping[str, str] = {
         "sample.tokens": "max_new_tokens",
         "schedule.decay": "cooldown decay_steps lr_decay_steps decay_ratio",
         "schedule.floor": "min_lr_ratio min_lr cosine_min_lr_ratio lr_min",
-        "schedule.kind": "lr_scheduler lr_scheduler_type scheduler decay_type scheduler_type lr_schedule lr_decay_style",
+        "schedule.kind": (
+            "lr_scheduler lr_scheduler_type scheduler decay_type scheduler_type lr_schedule lr_decay_style"
+        ),
         "schedule.warmup": (
             "warmup_ratio warmup_steps warmup num_warmup_steps lr_warmup_steps lr_warmup_fraction warmup_fraction"
         ),
@@ -137,7 +141,9 @@ NAMES: Mapping[str, str] = {
         "techniques.lora.targets": "lora_target_modules lora_target target_modules lora_attn_modules",
         "techniques.mixed_precision": "bf16 fp16 bfloat16 precision dtype torch_dtype mixed_precision_dtype tf32 amp",
         "techniques.nf4": "load_in_4bit quantization_bit bnb_4bit_quant_type quantize load_in_8bit qlora",
-        "techniques.pipeline_parallel": "pipeline_parallel_size pipeline_parallel_degree pp_size pipeline_model_parallel_size",
+        "techniques.pipeline_parallel": (
+            "pipeline_parallel_size pipeline_parallel_degree pp_size pipeline_model_parallel_size"
+        ),
         "techniques.preference": "rl dpo dpo_beta pref_beta pref_loss",
         "techniques.regularized_loss.label_smoothing": "label_smoothing_factor",
         "techniques.tensor_parallel": "tensor_parallel_size tensor_parallel_degree tp_size tensor_model_parallel_size",
@@ -145,7 +151,7 @@ NAMES: Mapping[str, str] = {
     for key in keys.split()
 }
 """Another trainer's name -> our key."""
-# Keys that a recipe does not have, and what does it.
+# Settings of other trainers that are no keys of a recipe, with what to use in their place.
 _FOLDER = "the folder is the command's: preheat train RECIPE --out FOLDER"
 _RESUME = "it is the command's: preheat train RECIPE --out FOLDER --resume"
 _MICRO = (
@@ -170,7 +176,7 @@ _ELSEWHERE = {
 
 @functools.cache
 def _places() -> dict[str, list[str]]:
-    """The last part of every key -> the whole keys that end in it."""
+    """Returns the last component of every key -> the dotted keys that end in it."""
     places: dict[str, list[str]] = {}
     for part in dataclasses.fields(Recipe):
         places.setdefault(part.name, []).append(part.name)
@@ -185,11 +191,11 @@ def _places() -> dict[str, list[str]]:
 
 
 def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
-    """The message of a key that is not known, with the key that was probably meant.
+    """Returns the message for an unknown key, with the key that was probably meant.
 
     Args:
         path: the key, from the recipe's root.
-        known: the keys that stand beside it.
+        known: the valid keys at its level.
 
     Example:
         >>> unknown_key(("learning_rate",), ["optimizer"])
@@ -222,7 +228,7 @@ def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
 
 
 def option_hint(name: str) -> str:
-    """How the command line sets what an unknown option named, if that is a recipe's key; "" if it is none.
+    """Returns how to set the recipe key that an unknown option names, or "" if it names none.
 
     Example:
         >>> option_hint("--learning-rate")

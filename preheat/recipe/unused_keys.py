@@ -1,6 +1,6 @@
-"""Keys of a recipe whose effect depends on another key: what is stated and read by nothing is refused or named. No torch.
+"""Rejects keys of a recipe that have no effect because of another key, or warns of them. No torch.
 
-Keys that need more than the recipe to tell (the model's configuration, the data, the device) are checked where that is known.
+Checks that need the model's configuration, the data or the device are made when these are known.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["RULES", "Rule", "refused", "stated", "warned"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One key, and when something reads it.
+    """A condition under which a key has an effect.
 
     Attributes:
-        key: dotted, `techniques.NAME.KEY` for one of a technique.
-        read: whether something does, by the recipe.
-        why: what it is for and what to do, as the message ends. Names in braces are filled in by the recipe.
-        refuse: the recipe contradicts itself with it; else it may have been left on purpose, and a warning names it.
+        key: dotted; `techniques.NAME.KEY` for a key of a technique.
+        read: takes the recipe, returns true if the key has an effect.
+        why: end of the message: the key's purpose and the fix. Names in braces are filled in from the recipe.
+        refuse: reject the recipe, which contradicts itself; else warn, since the key may have been left on purpose.
     """
 
     key: str
@@ -49,14 +49,14 @@ def _trains_tokenizer(recipe: Recipe) -> bool:
 
 
 def _only(recipe: Recipe) -> str | None:
-    """The source of a recipe that names one, and no other text that is read by the same keys; else None."""
+    """Returns the source if the recipe has only one and no other text is read by the same keys; else None."""
     data = recipe.data
     one = isinstance(data.source, str) and not isinstance(data.validation, str) and recipe.evaluate.forgetting is None
     return str(data.source) if one else None
 
 
 def _has_fields(recipe: Recipe) -> bool:
-    """Whether the rows may have fields that the recipe names."""
+    """Returns True if the rows may have fields that the recipe names."""
     return _only(recipe) not in _BUILT_IN
 
 
@@ -117,7 +117,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "model.tie_embeddings",
-        lambda r: _new(r) or "tied_embeddings" in r.techniques,  # which says itself that the two contradict each other
+        lambda r: _new(r) or "tied_embeddings" in r.techniques,  # the technique itself rejects the combination
         f"{_READY_MADE} choice; leave it out, or use techniques.tied_embeddings",
         refuse=True,
     ),
@@ -276,7 +276,7 @@ def _defaults(cls: type[Any]) -> dict[str, Any]:
 
 
 def stated(recipe: Recipe) -> dict[str, Any]:
-    """The keys of a recipe that are not at their defaults, dotted, and their values; of techniques their names alone, at least.
+    """Returns dotted key -> value for all keys that differ from their defaults; a technique has at least its name.
 
     Example:
         >>> from preheat.recipe import Batch, Recipe, Stop
@@ -323,10 +323,10 @@ def _unread(recipe: Recipe, *, refuse: bool) -> Iterator[tuple[str, str]]:
 
 
 def refused(recipe: Recipe) -> list[tuple[str, str]]:
-    """What a recipe contradicts itself with, as (key, words)."""
+    """Returns keys without effect that contradict the recipe, as (key, message)."""
     return list(_unread(recipe, refuse=True))
 
 
 def warned(recipe: Recipe) -> list[tuple[str, str]]:
-    """What nothing in the recipe reads, though it may have been left on purpose, as (key, words)."""
+    """Returns keys without effect that may have been left on purpose, as (key, message)."""
     return list(_unread(recipe, refuse=False))
