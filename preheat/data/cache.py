@@ -50,7 +50,8 @@ def _seal(files: dict[str, str], values: dict[str, Any]) -> str:
 
 
 def entry(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
-    """Returns the folder of an entry and its content; on a miss, `build(folder)` writes the files and returns the values.
+    """Returns the folder of an entry and its content; on a miss, `build(folder)` writes the files and returns the
+    values.
 
     Raises:
         DataError: the cache cannot be written. Exceptions of `build` pass through and leave nothing behind.

@@ -1,11 +1,11 @@
-"""Data loader: batches of torch tensors in an order set by the seed and the committed samples, for any number of workers.
+"""Data loader: batches of torch tensors in an order that depends only on the seed and the committed samples.
 
-Sample n is position n % len(rows) of epoch n // len(rows), and each epoch has its own permutation. So one number resumes a
-run, and another batch size or micro-batch changes how samples are grouped, but not which come next.
+Sample n is position n % len(rows) of epoch n // len(rows), and each epoch has its own permutation. So one number
+resumes a run, and another batch size or micro-batch changes how samples are grouped, but not which come next.
 
-A step consumes whole rows of the data. If its shape is shorter than the rows, these are concatenated and cut, and the last
-sequence of the step may end in padding. So every token is trained once whatever the lengths, and a resumed run can count
-samples.
+A step consumes whole rows of the data. If its shape is shorter than the rows, these are concatenated and cut, and the
+last sequence of the step may end in padding. So every token is trained once whatever the lengths, and a resumed run can
+count samples.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from preheat.errors import DataError, RunError
 from preheat.hardware.child_processes import ended_by
 
 PATIENCE = 300.0
-"""Seconds without a micro-batch after which the workers are killed: only a hanging network file system takes that long."""
+"""Seconds without a micro-batch after which workers are killed: only a hanging network file system takes as long."""
 
 __all__ = [
     "batches",
@@ -67,8 +67,8 @@ def batches(
     """Yields global batches without end, each as a list of micro-batches.
 
     Close the iterator to end the workers (`close()`, or drop the last reference). They are forked from a server process
-    that has imported torch once: forking this process would copy the locks of its threads, and spawning would import torch
-    in each worker. A streamed source uses at most one worker, since the tokenizer has threads of its own.
+    that has imported torch once: forking this process would copy the locks of its threads, and spawning would import
+    torch in each worker. A streamed source uses at most one worker, since the tokenizer has threads of its own.
 
     Args:
         rows: the training rows.
@@ -87,8 +87,8 @@ def batches(
         RunError: a worker was killed, or returned nothing for `PATIENCE`.
 
     Yields:
-        ceil(rows / shape.micro) micro-batches for the device's part of `shape.rows`, the last perhaps smaller. All devices
-        get the same number; a device with fewer rows may get a micro-batch of padding.
+        ceil(rows / shape.micro) micro-batches for the device's part of `shape.rows`, the last perhaps smaller. All
+        devices get the same number; a device with fewer rows may get a micro-batch of padding.
 
     Example:
         >>> step = next(batches(rows, seed=0, committed=0, shape=lambda step: Shape(32, 256, 8)))  # doctest: +SKIP
@@ -134,7 +134,7 @@ def batches(
 
 
 def evaluation_rows(total: int, limit: int) -> list[int]:
-    """Returns at most `limit` of `total` row numbers, spread evenly, since the first rows all come from the first files.
+    """Returns at most `limit` of `total` row numbers, spread evenly: the first rows come from the first files alone.
 
     Example:
         >>> evaluation_rows(10, 4), evaluation_rows(3, 4)
@@ -384,7 +384,7 @@ class _Loader:
 
 @contextmanager
 def _blocked() -> Iterator[None]:
-    """Blocks signals sent to the whole process group in processes started within; the main process ends these itself."""
+    """Blocks signals to the process group in processes started within the block; the main process ends them itself."""
     numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -404,8 +404,8 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    # DataLoader's workers check that their parent is alive, but that is the fork server, which lives as long as they do:
-    # after `kill -9` of the main process both would stay forever.
+    # DataLoader's workers check that their parent is alive, but that is the fork server, which lives as long as they
+    # do: after `kill -9` of the main process both would stay forever.
     threading.Thread(target=_end_with_main, daemon=True).start()
 
 

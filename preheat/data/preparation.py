@@ -1,4 +1,4 @@
-"""From sources to rows: the tokenizer, the tokens (cached by content), the packing, the checks, and what was counted."""
+"""Data preparation from sources to packed rows: tokenizer, tokens (cached by content), packing, checks and counts."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["PreparedData", "prepare"]
 
 FORMAT = 4
-"""Counted up when the tokens of equal documents, or the way they are stored, change: older entries are then not used."""
+"""Version of the cache entries: raised when the tokens of equal documents, or their storage, change."""
 
 STREAM_LOOK = 1000
-"""Documents at the beginning of a streamed source that the checks see before training."""
+"""Documents at the beginning of a streamed source that are checked before training."""
 
 
 @dataclass
@@ -52,19 +52,20 @@ class PreparedData:
     """Data that is ready to train on.
 
     Attributes:
-        tokenizer: of transformers; its chat template is the one that was used.
-        train, validation: rows. With data.validation 0 there are no validation rows.
-        source: what was read, in words.
-        counts: {"read", "dropped": {reason: documents}, "train": {...}, "validation": {...}}; each side has documents, tokens,
-            rows, trained (labels), efficiency (share of the rows' places that are not padding), truncated, no_room (examples), longer (than a row), cut
-            (examples that lose a part of what is trained on) and duplicates; "sources": what each gave; "repeated": documents of a
-            source are read more than once by its weight. Of a streamed source only what is known before training.
-        fingerprint: content hash of everything that decides the rows; a checkpoint keeps it.
-        layout: of the rows, or of the first source's.
-        classes: names of the classes, in order; empty where there are none.
-        told: what the checks found that does not block, a line each.
-        blocked: what they found that does, where it was not to be refused.
-        streams: what was read, to read it again.
+        tokenizer: tokenizer of transformers, with the chat template that was used.
+        train, validation: packed rows. With data.validation 0 there are no validation rows.
+        source: description of the sources.
+        counts: {"read", "dropped": {reason: documents}, "train": {...}, "validation": {...}, "sources": counts of each,
+            "repeated": a source's weight repeats its documents}. Each side has documents, tokens, rows, trained
+            (labels), efficiency (fraction of positions that are not padding), truncated and no_room (examples), longer
+            (than a row), cut (examples that lose trained tokens) and duplicates. Of a streamed source only what is
+            known before training.
+        fingerprint: content hash of everything that decides the rows; checkpoints carry it.
+        layout: layout of the rows, of the first source if there are several.
+        classes: names of the classes, in order; empty without classes.
+        told: warnings of the checks, one line each.
+        blocked: errors of the checks, if `prepare` was called with `refuse=False`.
+        streams: the sources, to read them again.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -80,7 +81,7 @@ class PreparedData:
     streams: list[Stream] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
-        """What a run keeps of it (data.json)."""
+        """Returns the content of the run's data.json."""
         template = self.layout.template
         return {
             "source": self.source,
@@ -111,26 +112,26 @@ def prepare(
     vision: Vision | None = None,
     processor: Mapping[str, Any] | None = None,
 ) -> PreparedData:
-    """Reads, tokenizes, checks and packs what `data` names.
+    """Reads, tokenizes, checks and packs the data of a recipe.
 
     Args:
         data: the recipe's settings.
-        length: tokens in a row; no part of the cache's key.
-        seed: for streamed sources, whose rows are shuffled block by block.
-        tokenizer: folder of the model's own tokenizer, used when `data.tokenizer` is not stated. With neither, a byte-level
-            BPE of `data.vocabulary` pieces is trained on the training documents.
-        add_tokens: special tokens that the tokenizer is given besides.
-        cache: folder for tokens and trained tokenizers; $PREHEAT_CACHE or ~/.cache/preheat when not stated.
-        progress: called now and then with what is done, how much of it, and of how much (None: not known).
-        embedding: rows of the model's embedding, where known.
-        refuse: raise for what the checks block; else it stands in `blocked`, to be looked at.
-        partial: what does not fill a last row of running text is a row too (`Rows.partial`).
-        knob: what names the data, for messages.
-        vision, processor: how the model reads images, and its image processor's settings; None: it reads text alone.
+        length: tokens in a row; not part of the cache key.
+        seed: seed of streamed sources, whose rows are shuffled block by block.
+        tokenizer: folder of the model's own tokenizer, used if `data.tokenizer` is not set. Without either, a
+            byte-level BPE of `data.vocabulary` tokens is trained on the training documents.
+        add_tokens: special tokens to add to the tokenizer.
+        cache: folder for tokens and trained tokenizers; by default $PREHEAT_CACHE or ~/.cache/preheat.
+        progress: called regularly with the current activity, the items done, and their total (None if unknown).
+        embedding: rows of the model's embedding, if known.
+        refuse: raise errors of the checks; else return them as `blocked`.
+        partial: make a row of the tokens that do not fill the last row of running text (`Rows.partial`).
+        knob: setting that names the data, for messages.
+        vision, processor: the model's vision settings and those of its image processor; None for a text-only model.
 
     Raises:
-        DataError: something in the data is wrong; the message has the file and the row.
-        RecipeError: `data.preflight` names a check that there is not.
+        DataError: the data has an error; the message names the file and the row.
+        RecipeError: `data.preflight` names an unknown check.
 
     Example:
         >>> prepared = prepare(Data(source="stdlib"), length=256, seed=0)  # doctest: +SKIP
@@ -196,7 +197,7 @@ def prepare(
     check_template(sources, template, findings)
     check_prompts(sources, encoder, findings)
     if template is not None and own.chat_template != template.text and not isinstance(own.chat_template, dict):
-        own.chat_template = template.text  # so that the run's tokenizer asks as it was trained
+        own.chat_template = template.text  # so that generation renders prompts as in training
 
     if data.streaming:
         return _stream(
@@ -252,7 +253,7 @@ def prepare(
 
 
 def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: ImageProcessor | None, knob: str) -> list[Source]:
-    """All sources, read alike where that decides what is trained."""
+    """Opens all sources and gives them the same classes."""
     sources = [open_source(part, tokenizer=own, weight=weight, eye=eye, knob=knob) for part, weight in data.parts()]
     first = sources[0].layout
     names = sorted({name for source in sources for name in source.layout.classes})
@@ -271,7 +272,7 @@ def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: ImageProcessor |
 
 
 def _ends(own: PreTrainedTokenizerFast, template: Template | None) -> list[int]:
-    """Tokens that end a text or a turn."""
+    """Returns the tokens that end a text or a turn."""
     end = template.end_of_turn if template else None
     return sorted({own.eos_token_id, *([own.convert_tokens_to_ids(end)] if end else [])})
 

@@ -27,9 +27,9 @@ def preview(prepared: PreparedData, *, rows: int, seed: int) -> dict[str, Any]:
         seed: seed of the recipe, which decides that order.
 
     Returns:
-        Keys of `PreparedData.record`, and lengths, packing, blocked, and examples: [{row, documents: [{where, spans: [[text,
-        trained, tokens]], tokens, trained, label}], padding}]; row: index of the packed row, where: the document's file and
-        row.
+        Keys of `PreparedData.record`, and lengths, packing, blocked, and examples: [{row, documents: [{where, spans:
+        [[text, trained, tokens]], tokens, trained, label}], padding}]; row: index of the packed row, where: the
+        document's file and row.
 
     Raises:
         DataError: the source is streamed.
@@ -114,7 +114,7 @@ def _shortened(text: str, rows: Rows) -> str:
 
 
 def _spans(tokenizer: Any, tokens: list[int], marks: list[bool]) -> list[list[Any]]:
-    """Returns [text, trained, tokens] of runs of tokens with equal marks; each text is what the run adds to the decoded text."""
+    """Returns [text, trained, tokens] of each run of equal marks; the text is what the run adds when decoded."""
     spans: list[list[Any]] = []
     borders = [n for n in range(1, len(tokens)) if marks[n] != marks[n - 1]]
     before, start = "", 0

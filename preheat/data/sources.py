@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library, pairs drawn from it, files and folders, `datasets`."""
+"""Sources of documents: the standard library, pairs drawn from it, files and folders, `datasets`."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ __all__ = ["Source", "digest", "open_source"]
 
 BUILT_IN = ("stdlib", "docstrings")
 HASHED_WHOLE = 256 * 2**20
-"""A larger file (bytes) is known by its size, time and both ends: reading it all at every start would take too long."""
+"""Bytes up to which a file is hashed completely. Of larger ones size, time and both ends are: more would slow every start."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents that can be read again and again in the same order.
+    """Documents that can be read repeatedly in the same order.
 
     Attributes:
-        words: what it is, for messages and reports.
-        layout: how its rows are read.
-        key: content hash of all that it reads, and how; taken when called, since that reads the files.
-        rows: (where, row), lazily, from the first.
-        count: how many, where that is known before reading.
+        words: description for messages and reports.
+        layout: layout of its rows.
+        key: returns the content hash of the files and of how they are read; a function, since it reads the files.
+        rows: returns a lazy iterator over (where, row) from the first row.
+        count: number of rows, if known before reading.
         weight: how often its documents are read in an epoch.
     """
 
@@ -55,38 +55,38 @@ class Source:
     count: int | None = None
     weight: float = 1.0
     left: str = ""
-    """What of its folder is not read, in words."""
+    """Description of the files in its folder that are not read."""
 
     @property
     def paired(self) -> bool:
-        """Whether its rows are examples, to be packed whole, and not running text."""
+        """True if its rows are examples, to be packed whole, and not running text."""
         return self.layout.kind != "text"
 
     def read(self, start: int = 0) -> Iterator[Document]:
-        """The documents from row `start` on, lazily."""
+        """Yields the documents from row `start` on."""
         for where, row in itertools.islice(self.rows(), start, None):
             yield self.layout.document(row, where)
 
 
 @dataclass(frozen=True)
 class _Raw:
-    """Rows before it is known what their fields mean."""
+    """Rows of a source whose layout is not known yet."""
 
     words: str
     key: Callable[[], str]
     rows: Callable[[Sequence[str] | None], Iterator[tuple[str, Any]]]
     names: list[str] | None = None
-    """Of the fields, where they are known before any row."""
+    """Names of the fields, if known before any row is read."""
     count: int | None = None
     classes: tuple[str, ...] = ()
-    """What a `datasets` label's numbers mean."""
+    """Names of the classes of a `datasets.ClassLabel`."""
     folder: Path = Path()
-    """From which rows name other files."""
+    """Base of relative paths in rows."""
     left: str = ""
 
 
 def digest(*parts: object) -> str:
-    """A short content hash of values that print alike when they are alike."""
+    """Returns a short content hash of values, taken over their `repr`."""
     return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -100,18 +100,18 @@ def open_source(
     eye: ImageProcessor | None = None,
     knob: str = "",
 ) -> Source:
-    """The source of training documents that `data` names, or with `validation` the one that `data.validation` names.
+    """Opens the source of `data.source`, or with `validation` that of `data.validation`.
 
-    Read are the names of files and the first row; for classes whose names are not stated, all labels.
+    This reads the names of files and the first row, and all labels if there are classes without given names.
 
     Args:
-        tokenizer: whose chat template and special tokens are used; None: one is still to be trained.
-        layout: how rows are read, where that is known already.
-        eye: how images are read; None: the model reads text alone.
-        knob: what names the source, for messages; by default the recipe's key.
+        tokenizer: tokenizer whose chat template and special tokens are used; None if it is still to be trained.
+        layout: layout of the rows, if already known.
+        eye: image processor; None for text-only models.
+        knob: setting that names the source, for messages; by default the recipe's key.
 
     Raises:
-        DataError: there is no such source, or its rows have no layout.
+        DataError: there is no such source, or its rows have no known layout.
     """
     key, name = ("data.validation", str(data.validation)) if validation else ("data.source", str(data.source))
     knob = knob or key
@@ -144,7 +144,7 @@ def open_source(
 
 
 def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, eye: ImageProcessor | None) -> Layout:
-    """The layout of rows that are seen for the first time."""
+    """Detects the layout of a source from its first row."""
     where, first = next(raw.rows(None), (raw.words, None))
     names = raw.names or ([str(k) for k in first] if isinstance(first, Mapping) else [])
     template, lacking = None, ""
@@ -175,7 +175,7 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
 
 
 def _is_path(knob: str, name: str) -> bool:
-    """Whether a name means a place on this machine: it stands there, or no `datasets` name looks like it."""
+    """Returns True if a name is a path on this machine: it exists, or does not look like a name of `datasets`."""
     path = expanded(knob, name)
     return (
         path.exists()
@@ -228,7 +228,7 @@ NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", 
 
 
 def _stdlib_files() -> list[Path]:
-    """The library's .py files in order of name; tests (and their deliberately broken data) and build settings left out."""
+    """Returns the library's .py files sorted by name, without tests (some deliberately broken) and build settings."""
     root = Path(sysconfig.get_path("stdlib"))
     return sorted(
         p
@@ -241,10 +241,8 @@ def _stdlib_texts(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
     for path in files:
         try:
             yield str(path), path.read_bytes().decode("utf-8")
-        except (
-            UnicodeDecodeError
-        ):  # a few old modules are in Latin-1: not the user's files, and not worth a second codec
-            continue
+        except UnicodeDecodeError:
+            continue  # a few old modules are in Latin-1
 
 
 def _stdlib() -> _Raw:
@@ -256,7 +254,7 @@ def _stdlib() -> _Raw:
 
 
 def _docstrings() -> _Raw:
-    """Pairs: what a function is to do, in words, and its head; its body."""
+    """Returns prompt-completion pairs: a function's docstring and signature, and its body."""
     files = _stdlib_files()
     description = (
         f"docstring -> function pairs from Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
@@ -278,7 +276,7 @@ def _pairs(text: str) -> Iterator[Document]:
             warnings.simplefilter("ignore", SyntaxWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             tree = ast.parse(text)
-    except SyntaxError:  # templates that are named .py
+    except SyntaxError:  # templates with the suffix .py
         return
     lines = text.splitlines(keepends=True)
     for node in ast.walk(tree):
@@ -303,7 +301,7 @@ def _pairs(text: str) -> Iterator[Document]:
 
 
 def _broken() -> tuple[type[BaseException], ...]:
-    """What `datasets` and Arrow raise where a data set is not whole, is of another kind, or the network is gone."""
+    """Returns what `datasets` and Arrow raise for damaged data sets, other formats, and network failures."""
     import datasets
     import pyarrow
 
@@ -342,13 +340,13 @@ def _from_dataset(dataset: Any, data: Data, where: str) -> _Raw:
     names: list[str] | None = list(dataset.column_names) if dataset.column_names else None
 
     def rows(columns: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
-        # Images and audio beside the text are not decoded.
+        # Unused columns, such as images and audio, are not decoded.
         chosen = (
             dataset.select_columns([n for n in names if n in columns]) if names and columns is not None else dataset
         )
         return _rows(chosen, where)
 
-    # `datasets` names a table's content and history by a fingerprint; a streamed one is known by its name alone.
+    # The fingerprint of `datasets` covers a table's content and history; a streamed one has only its name.
     mark = dataset._fingerprint if isinstance(dataset, datasets.Dataset) else ""
     label = (dataset.features or {}).get(data.columns.get("label", "label"))
     classes = tuple(label.names) if isinstance(label, datasets.ClassLabel) else ()
@@ -369,7 +367,7 @@ def _saved_dataset(knob: str, path: Path, data: Data) -> _Raw:
 
 
 def _is_format(name: str) -> bool:
-    """Whether `datasets` takes the name for a format of files rather than a dataset: text, json, csv ..."""
+    """Returns True if `datasets` takes the name for a file format (text, json, csv, ...) and not for a dataset."""
     from datasets import packaged_modules
 
     known: Mapping[str, Any] = packaged_modules._PACKAGED_DATASETS_MODULES
@@ -379,7 +377,7 @@ def _is_format(name: str) -> bool:
 def _datasets(knob: str, name: str, data: Data) -> _Raw:
     import datasets
 
-    if _is_format(name):  # `datasets` would read whatever lies in the present folder
+    if _is_format(name):  # `datasets` would read the working directory
         raise DataError(
             f"{knob} {name}: no such file or folder here, and {name} is a format and no dataset; name a "
             "file or a folder"

@@ -36,7 +36,8 @@ def near_hash(document: Document) -> int:
 
 @dataclass(frozen=True)
 class Split:
-    """Train/validation split. It is independent of the seed, so that runs with other seeds are measured on the same text.
+    """Train/validation split. It is independent of the seed, so that runs with other seeds are measured on the same
+    text.
 
     Attributes:
         share: fraction of the documents to validate on.

@@ -28,7 +28,7 @@ from preheat.recipe import Data
 __all__ = ["StreamRows", "encode_all"]
 
 BLOCK = 1024
-"""Rows that are shuffled together and held in memory as tokens. Tokens at the end of a block that fill no row are dropped."""
+"""Rows that are shuffled together, in memory as tokens. Tokens at the end of a block that fill no row are dropped."""
 HELD_OUT, HELD_OUT_DOCUMENTS = 256, 100_000
 """Number of validation rows taken from the beginning of the stream, and the documents read for them at most."""
 
