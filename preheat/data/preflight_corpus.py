@@ -1,4 +1,4 @@
-"""What the checks find once all is read: in the template, in the tokens, and between the sides."""
+"""Checks that need the whole corpus: the template, the tokens, and overlap of training and validation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def check_template(sources: Sequence[Source], template: Template | None, findings: Findings) -> None:
-    """What is wrong with a template in itself, where conversations are rendered with it."""
+    """Checks a template for faults that are independent of the rows, if conversations are rendered with it."""
     if template is None or not any(source.layout.chat_template for source in sources):
         return
     if not template.answers:
@@ -48,15 +48,15 @@ def check_template(sources: Sequence[Source], template: Template | None, finding
 
 
 LOOKED_AT = 8
-"""Rows of each source that are asked for as generation asks: a template treats all rows of a kind alike."""
+"""Rows of each source whose prompts are compared with generation: a template treats all rows of a kind alike."""
 
 
 LONG = 100_000
-"""Characters of a row that is left aside there: it would be tokenized twice more."""
+"""Characters above which `check_prompts` skips a row, which it would tokenize twice more."""
 
 
 def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Findings) -> None:
-    """Whether what the model reads before an answer is the same in training and when it is asked, token by token."""
+    """Checks that the tokens before an answer are the same in training and in generation."""
     differs = False
     for source in sources:
         layout, template = source.layout, source.layout.chat_template
@@ -69,14 +69,14 @@ def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Finding
         noting = _Noting.of(template) if template is not None else None
         layout = replace(layout, template=noting) if noting is not None else layout
         for where, row in itertools.islice(source.rows(), LOOKED_AT):
-            if differs:  # one finding is enough, of whatever source: it warns and never blocks
+            if differs:  # one finding of any source is enough, since it only warns
                 break
             if noting is not None:
                 noting.given.clear()
             document = layout.document(row, where)
             if not document.sequences or len(document.text) > LONG:
                 continue
-            rendered = noting is not None and noting.given  # a row without a question is laid out without the template
+            rendered = noting is not None and noting.given  # rows without a question do not use the template
             message = _gap(noting, encoder, document) if noting and rendered else _cut_otherwise(encoder, document)
             if message:
                 findings.add("generation_prompt", noting.name if noting and rendered else where, message, of=1)
@@ -85,7 +85,7 @@ def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Finding
 
 @dataclass(frozen=True)
 class _Noting(Template):
-    """A template that keeps what it is given to render as training rows."""
+    """A template that records the conversations it renders as training rows."""
 
     given: list[tuple[Sequence[Message], Any, TrainOn]] = field(default_factory=list)
 
@@ -104,11 +104,11 @@ _ANSWER = "zqANSWERqz"
 
 
 def _open_turn(template: Template) -> str:
-    """What a template writes behind a whole conversation that opens another turn of the assistant; '': nothing."""
+    """Returns the text after a complete conversation that opens another turn of the assistant, or ''."""
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         text, prompt = template.text_of(talk), template.prompt(talk)
-    except DataError:  # it may want more than a question and an answer: the rows then say what is wrong
+    except DataError:  # it may require more than a question and an answer; faults then show in the rows
         return ""
     before, answer, behind = text.rpartition(_ANSWER)
     opening = before[len(before) - _shared(before[::-1], behind[::-1]) :]
@@ -119,7 +119,7 @@ def _open_turn(template: Template) -> str:
 
 
 def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
-    """How what training reads before an answer differs from what generation does, in words; '': it does not."""
+    """Returns how the text before an answer differs between training and generation, or ''."""
     messages, tools, train_on = template.given[-1]
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
     for n in dict.fromkeys((*turns[:1], *turns[-1:])):
@@ -127,7 +127,7 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
             prompt = template.prompt(messages[:n], tools)
             pieces = Template.pieces(template, messages[: n + 1], tools, train_on)
         except DataError:
-            continue  # the template wants more than this: told of the row, if it is wrong there
+            continue  # the template requires more; faults then show in the row
         text = "".join(piece.text for piece in pieces)
         if not text:
             continue
@@ -141,7 +141,7 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
         between = text[len(prompt) : _first_trained(pieces, len(prompt))]
         content = (messages[n].get("content") or "").strip()
         if not between.strip() and content and prompt == template.text_of(messages[:n], tools):
-            between = text[len(prompt) :].partition(content)[0]  # trained on, as if the model should write it
+            between = text[len(prompt) :].partition(content)[0]  # trained on, as if the model had to generate it
         if between.strip():
             return (
                 f"message {n + 1}: {quoted(between)} stands before the answer in training, and the generation "
@@ -154,13 +154,13 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
 
 
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items two sequences share at their beginning."""
+    """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 def _first_trained(pieces: Sequence[TextSpan], start: int) -> int:
-    """The first place from `start` on that is trained on; `start` where none is."""
+    """Returns the first trained position from `start` on, or `start` if there is none."""
     at = 0
     for piece in pieces:
         if piece.trained and at + len(piece.text) > start:
@@ -170,7 +170,7 @@ def _first_trained(pieces: Sequence[TextSpan], start: int) -> int:
 
 
 def _cut_otherwise(encoder: Encoder, document: Document) -> str:
-    """As `_gap`, of a prompt that is mere text."""
+    """As `_gap`, for prompts that are plain text."""
     pieces = document.sequences[0]
     if document.complete or len(pieces) < 2 or pieces[0].trained or document.label is not None:
         return ""
@@ -197,7 +197,7 @@ def check_tokens(
     embedding: int | None,
     length: int,
 ) -> None:
-    """What shows when all is read."""
+    """Checks the counts and tokens of the whole corpus."""
     documents, source = values["documents"], sources[0].words
     kind = sources[0].layout.kind
     if not values["labels"] and values["dropped"].get("untrained"):
@@ -238,11 +238,11 @@ def check_tokens(
 def places_of(
     streams: Sequence[Stream], wanted: Sequence[tuple[int, int]], *, held: bool
 ) -> dict[tuple[int, int], str]:
-    """File and row of documents, found by reading again until all are.
+    """Returns the file and row of documents, by reading the sources again until all are found.
 
     Args:
-        wanted: (content hash (64 bits), how many of equal content were read before it) of each.
-        held: of the documents to validate on.
+        wanted: (64-bit content hash, number of earlier documents with equal content) of each document.
+        held: search the validation documents, else the training documents.
     """
     marks, read, places = {mark for mark, _ in wanted}, Counter[int](), dict[tuple[int, int], str]()
     missing = set(wanted)
@@ -255,13 +255,13 @@ def places_of(
                 read[mark] += 1
                 if not missing:
                     return places
-    for mark, number in missing:  # read more than once by its source's weight
+    for mark, number in missing:  # repeated by the weight of its source
         places[mark, number] = places.get((mark, max(read[mark] - 1, 0)), "")
     return places
 
 
 def _wheres(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterator[str]:
-    """File and row of the documents with these content hashes (64 bits), found by reading again."""
+    """Yields the file and row of the documents with these 64-bit content hashes, by reading the sources again."""
     for stream in streams:
         for side, mark, document in stream.read(Counter(), Findings()):
             if (side == "validation") == held and int(mark[:16], 16) in marks:
@@ -272,7 +272,7 @@ def _wheres(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterat
 
 
 def _first_beyond(streams: Sequence[Stream], encoder: Encoder, embedding: int) -> tuple[str, int]:
-    """File and row of the first document with a token that the embedding has no row for, and the token."""
+    """Returns the file and row of the first document with a token beyond the embedding, and the token."""
     for stream in streams:
         for portion in chunks(stream.read(Counter(), Findings())):
             documents = [document for _, _, document in portion]
@@ -284,11 +284,11 @@ def _first_beyond(streams: Sequence[Stream], encoder: Encoder, embedding: int) -
 
 
 def refuse_longer(rows: Mapping[str, Rows], folder: Path, streams: Sequence[Stream]) -> None:
-    """Raises DataError where a document is longer than a row, with the first of them and how many there are.
+    """Raises DataError if documents are longer than a row, with the first one and their number.
 
     Args:
-        rows: train and validation.
-        folder: where their tokens are stored.
+        rows: train and validation rows.
+        folder: folder of their stored tokens.
     """
     for side, of in rows.items():
         longer = longer_than_a_row(of)
@@ -303,12 +303,12 @@ def refuse_longer(rows: Mapping[str, Rows], folder: Path, streams: Sequence[Stre
 
 
 def longer_than_a_row(rows: Rows) -> np.ndarray:
-    """Numbers of the sequences that have more tokens than a row."""
+    """Returns the indices of sequences longer than a row."""
     return np.flatnonzero(np.diff(rows.tokens.ends, prepend=0) > rows.length)
 
 
 def cut_answers(rows: Rows) -> np.ndarray:
-    """Numbers of the examples that lose a part of what is trained on, since they are longer than a row (`whole`)."""
+    """Returns the indices of examples that lose trained tokens, since they are longer than a row (`whole`)."""
     tokens = rows.tokens
     if rows.packing == "stream" or not len(tokens.ends) or tokens.labels is not None:
         return np.zeros(0, np.int64)

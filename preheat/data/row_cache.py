@@ -166,7 +166,7 @@ class RowCache:
         micro: int,
         progress: Callable[[str, float, float], None],
     ) -> None:
-        """Caches the outputs of `forward` for these rows, `micro` at a time: tensors [rows, ...] in the arrays' order."""
+        """Caches `forward`'s outputs for these rows, `micro` at a time: tensors [rows, ...] in the arrays' order."""
         from preheat.data.loader import collate
 
         for start in range(0, len(numbers), micro):

@@ -32,7 +32,7 @@ __all__ = ["Source", "digest", "open_source"]
 
 BUILT_IN = ("stdlib", "docstrings")
 HASHED_WHOLE = 256 * 2**20
-"""Bytes up to which a file is hashed completely. Of larger ones size, time and both ends are: more would slow every start."""
+"""Bytes up to which a file is hashed completely; of larger ones only size, time and both ends, since each run hashes."""
 
 
 @dataclass(frozen=True)

@@ -358,7 +358,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def unlike_folders(own: str, other: str, *, knob: str, add_tokens: tuple[str, ...] = ()) -> str | None:
-    """Compares the tokenizers of two folders by `unlike`, the first with `add_tokens`; errors name the second `knob`."""
+    """Compares the tokenizers of two folders by `unlike`. `add_tokens` is for the first, `knob` for the second."""
     return _unlike_folders(own, other, knob, add_tokens, (_stamps(Path(own)), _stamps(Path(other))))
 
 
@@ -599,7 +599,7 @@ class Encoder:
         return Encoded([*begin, *tokens, *end], bytes(marks), document.label)
 
     def alone(self, text: str, *, first: bool = True) -> list[int]:
-        """Returns a span's tokens, without the blank that some tokenizers prepend to a text unless it is the `first`."""
+        """Returns a span's tokens; unless it is the `first`, without the blank that some tokenizers prepend to texts."""
         if first:
             return cast("list[int]", self.backend.encode(text, add_special_tokens=False).ids)
         line, behind = (self.backend.encode(t, add_special_tokens=False).ids for t in ("\n", "\n" + text))

@@ -1,7 +1,8 @@
-"""Images beside text: found and looked at when rows are read, turned into patches when a micro-batch is made.
+"""Image inputs: validated when rows are read, turned into patches when a micro-batch is made.
 
-In the text an image is so many tokens as the model's processor makes of its size; what is stored with the tokens is its path and its size in patches.
-A file is decoded twice: once when the rows are read, so that a broken one stops the run before it starts, and then each time it is trained on.
+In the text an image is replaced by image tokens, as many as the model's processor makes of its size; its path and its
+size in patches are stored with the tokens. A file is decoded when the rows are read, so that a broken one stops the run
+before it starts, and again each time it is trained on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["ImageProcessor", "ImageRef", "ImageTable", "gathered", "mrope_positi
 
 
 class ImageRef(NamedTuple):
-    """An image that stands in a document: its file, rows and columns of its patches."""
+    """An image of a document: its file, and the rows and columns of its patches."""
 
     path: str
     rows: int
@@ -40,12 +41,13 @@ class ImageRef(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """How images become patches and tokens; cheap to send to another process.
+    """Turns images into patches and tokens; cheap to pickle.
 
     Attributes:
-        vision: what the model reads.
-        processor: settings of transformers' Qwen2VLImageProcessorPil, the pixels at most that are read among them (`size.longest_edge`).
-        marks: the texts of the tokens for a piece of an image, its start and its end.
+        vision: the model's vision settings.
+        processor: settings of transformers' Qwen2VLImageProcessorPil, including the maximum number of pixels
+            (`size.longest_edge`).
+        marks: texts of the image token and of the tokens at the start and end of an image.
     """
 
     vision: Vision
@@ -54,7 +56,7 @@ class ImageProcessor:
 
     @classmethod
     def of(cls, vision: Vision, processor: Mapping[str, Any], pixels: int, tokenizer: Any) -> ImageProcessor:
-        """With at most so many pixels of an image.
+        """Returns a processor that scales images down to at most `pixels`.
 
         Raises:
             DataError: the tokenizer has no tokens for images.
@@ -74,7 +76,7 @@ class ImageProcessor:
         return cls(vision, {**processor, "size": size}, marks)  # type: ignore[arg-type]
 
     def key(self) -> str:
-        """All that decides how many tokens an image has."""
+        """Returns everything that decides the number of tokens of an image, as a cache key."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def dump(self) -> dict[str, Any]:
@@ -85,15 +87,15 @@ class ImageProcessor:
         return cls(Vision(**values["vision"]), values["processor"], tuple(values["marks"]))
 
     def text(self, picture: ImageRef) -> str:
-        """What stands for an image in the text that is tokenized."""
+        """Returns the text of an image's tokens."""
         piece, start, end = self.marks
         return f"{start}{piece * (picture.patches // self.vision.merge**2)}{end}"
 
     def look(self, path: Path) -> ImageRef:
-        """An image's size in patches; the file is decoded, which finds what is broken in it.
+        """Returns an image's size in patches, and validates the file by decoding it.
 
         Raises:
-            Unreadable: it is missing, corrupt, or of a size that is not read.
+            Unreadable: the file is missing, corrupt, or of an unsupported size.
         """
         image = _decoded(path)
         return ImageRef(str(path), *self._grid(image.height, image.width, path))
@@ -113,10 +115,10 @@ class ImageProcessor:
         return height // self.vision.patch, width // self.vision.patch
 
     def patches(self, picture: ImageRef) -> np.ndarray:
-        """[patches, values of a patch] fp32, as transformers' processor makes them.
+        """Returns [patches, values per patch] in fp32 from transformers' processor.
 
         Raises:
-            DataError: the file is not the one that was there when the rows were read.
+            DataError: the file has changed since the rows were read.
         """
         try:
             features = self._processor.preprocess(images=[_decoded(Path(picture.path))], return_tensors="np")
@@ -139,17 +141,18 @@ class ImageProcessor:
 def resolve_images(
     talk: Sequence[Mapping[str, Any]], files: Sequence[Any] | None, eye: ImageProcessor | None, folder: Path
 ) -> tuple[list[Mapping[str, Any]], tuple[ImageRef, ...]]:
-    """A conversation with the text of its tokens in each image's place, and the images in order.
+    """Replaces the placeholders of a conversation by the text of the images' tokens; also returns the images in order.
 
     Args:
-        talk: messages; where an image stands, `PLACE` in the text and its file (or None) among the message's `images`; `<image>` too, where the
-            row has a field of its own for files.
-        files: of that field, for places that name none themselves; None: there is no such field.
-        eye: None: the model reads text alone.
-        folder: where files stand that are not named from the root.
+        talk: messages; an image is `PLACE` in the text, with its file (or None) in the message's `images`; or
+            `<image>`, if the row has a field for files.
+        files: files of that field, for placeholders without a file; None if there is no such field.
+        eye: image processor; None for text-only models.
+        folder: base of relative paths.
 
     Raises:
-        Unreadable: more images than places or fewer, a place where none may be, or an image that cannot be read.
+        Unreadable: the numbers of images and placeholders differ, a placeholder is in an answer, or an image is
+            unreadable.
     """
     if eye is None:
         if files or any(m.get("images") for m in talk):
@@ -193,7 +196,7 @@ def _file(name: Any, folder: Path) -> Path:
 
 
 def _decoded(path: Path) -> Any:
-    """An image in RGB, turned as its camera says."""
+    """Decodes an image as RGB, rotated by its EXIF orientation."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     if not path.is_file():
@@ -207,7 +210,7 @@ def _decoded(path: Path) -> Any:
         raise Unreadable(
             "images", f"image {path}: has more than the {Image.MAX_IMAGE_PIXELS:,} pixels that are read; shrink it"
         ) from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:  # what Pillow's decoders raise
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:  # raised by Pillow's decoders
         raise Unreadable(
             "images", f"image {path}: is corrupt or no image ({str(error).splitlines()[0][:120]})"
         ) from None
@@ -218,10 +221,10 @@ class ImageTable:
     """The images of stored documents.
 
     Attributes:
-        eye: how they are read.
-        of: [images] int64, the sequence that each stands in, rising.
+        eye: image processor.
+        of: [images] int64, the sequence of each image, ascending.
         grids: [images, 2] int64, rows and columns of patches.
-        paths: of the files.
+        paths: paths of the files.
     """
 
     eye: ImageProcessor
@@ -231,7 +234,7 @@ class ImageTable:
 
     @classmethod
     def write(cls, folder: Path, side: str, eye: ImageProcessor, lines: Sequence[str]) -> None:
-        """Stores the images of documents, a line of JSON each: [[path, rows, columns], ...]."""
+        """Stores the images of documents, given as one line of JSON per document: [[path, rows, columns], ...]."""
         listed = [json.loads(line) for line in lines]
         rows = [(n, *picture) for n, pictures in enumerate(listed) for picture in pictures]
         np.save(folder / f"{side}-images.npy", np.array([(n, r, c) for n, _, r, c in rows], np.int64).reshape(-1, 3))
@@ -246,17 +249,18 @@ class ImageTable:
         return cls(ImageProcessor.load(stored["eye"]), table[:, 0], table[:, 1:], stored["paths"])
 
     def within(self, sequence: int) -> tuple[ImageRef, ...]:
-        """The images of a sequence, in order."""
+        """Returns the images of a sequence, in order."""
         first, last = (int(np.searchsorted(self.of, n)) for n in (sequence, sequence + 1))
         return tuple(ImageRef(self.paths[n], *map(int, self.grids[n])) for n in range(first, last))
 
     def tokens(self) -> np.ndarray:
-        """[images] tokens of each."""
+        """Returns [images], the number of tokens of each image."""
         counts: np.ndarray = self.grids.prod(axis=1) // self.eye.vision.merge**2
         return counts
 
     def room(self, sequence: int, ids: np.ndarray, used: int) -> tuple[int, int]:
-        """How many of a sequence's first `used` tokens can stand in a row, and how many of its images then do: no image is cut.
+        """Returns how many of a sequence's first `used` tokens fit without cutting an image, and how many images these
+        have.
 
         Args:
             ids: tokens of the whole sequence.
@@ -270,13 +274,14 @@ class ImageTable:
 
 
 def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vision) -> np.ndarray:
-    """Positions of a document along time, height and width, [tokens, 3]: text counts on along all three at once, an image stands at one time.
+    """Returns M-RoPE positions of a document along time, height and width, [tokens, 3].
 
-    What follows an image counts on from its longer side. Source: Wang et al. 2024, "Qwen2-VL" (arXiv:2409.12191), section 2.1.
+    Text advances all three together. An image has one time, and the text after it continues from its longer side.
+    Source: Wang et al. 2024, "Qwen2-VL" (arXiv:2409.12191), section 2.1.
 
     Example:
-        >>> seen = Vision(2, 16, 2, 3, 2, 48, 3, image=9, start=7, end=8)
-        >>> mrope_positions(np.array([1, 7, 9, 9, 8]), [Picture("a.png", 2, 4)], seen).tolist()
+        >>> vision = Vision(2, 16, 2, 3, 2, 48, 3, image=9, start=7, end=8)
+        >>> mrope_positions(np.array([1, 7, 9, 9, 8]), [ImageRef("a.png", 2, 4)], vision).tolist()
         [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [4, 4, 4]]
     """
     places = np.flatnonzero(tokens == vision.image)
@@ -300,10 +305,10 @@ def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vi
 
 
 def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Any) -> Images:
-    """The images of a micro-batch, read from their files; where there are none a blank one, which has no place.
+    """Reads the images of a micro-batch from their files; without images it returns a blank one without a position.
 
     Args:
-        tokens: [rows, length] of the micro-batch.
+        tokens: [rows, length], tokens of the micro-batch.
     """
     import torch
     from transformers import vision_utils
