@@ -32,7 +32,7 @@ __all__ = ["Source", "digest", "open_source"]
 
 BUILT_IN = ("stdlib", "docstrings")
 HASHED_WHOLE = 256 * 2**20
-"""Bytes up to which a file is hashed completely; of larger ones only size, time and both ends, since each run hashes."""
+"""Bytes up to which a file is hashed completely. Larger ones are identified by size, time and both ends, for speed."""
 
 
 @dataclass(frozen=True)

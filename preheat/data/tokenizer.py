@@ -599,7 +599,7 @@ class Encoder:
         return Encoded([*begin, *tokens, *end], bytes(marks), document.label)
 
     def alone(self, text: str, *, first: bool = True) -> list[int]:
-        """Returns a span's tokens; unless it is the `first`, without the blank that some tokenizers prepend to texts."""
+        """Returns the tokens of a span; the blank that some tokenizers prepend is kept for the `first` one only."""
         if first:
             return cast("list[int]", self.backend.encode(text, add_special_tokens=False).ids)
         line, behind = (self.backend.encode(t, add_special_tokens=False).ids for t in ("\n", "\n" + text))

@@ -1,4 +1,4 @@
-"""What rows hold and objectives read: text, pairs of answers, liked answers or classes; and whether the two fit."""
+"""Kinds of examples (text, pairs of answers, liked answers, classes), and the check that data fits the objective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["examples_of", "require_examples"]
 
 
 def examples_of(recipe: Recipe) -> ExampleKind:
-    """What the rows of a recipe's data must hold."""
+    """Returns the kind of examples that a recipe's objective requires."""
     kinds = (t.examples() for t in recipe.techniques.values())
     return next((kind for kind in kinds if kind is not None), ExampleKind())
 
@@ -31,13 +31,14 @@ _FIX = {
 
 
 def require_examples(recipe: Recipe, data: PreparedData, *, encoder: bool = False) -> None:
-    """Refuses data of another kind than the objective reads, and more classes than it has.
+    """Checks that the data has the kind of examples, and the classes, that the objective reads.
 
     Args:
-        encoder: the model has one, which reads what is not trained on.
+        encoder: the model has an encoder, which reads the untrained tokens.
 
     Raises:
-        DataError: rows of another kind, or text to continue where an encoder is to read; RecipeError: too few classes in the recipe.
+        DataError: the rows are of another kind, or plain text for an encoder-decoder.
+        RecipeError: the recipe has too few classes.
     """
     required = examples_of(recipe)
     owner = next(

@@ -1,4 +1,4 @@
-"""Layouts: what the fields of a row mean, recognised by their names or stated, and the document that a row becomes."""
+"""Detects the layout of rows from their fields, or takes it from the recipe, and converts rows to documents."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ __all__ = ["Layout", "class_names", "layout_of"]
 
 _LIKED = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0, True: 1, False: 0}
 _BROKEN = re.compile("[ÂÃ][\x80-\xbf]|â€[\x80-\xff\u0152-\u2122]|ï»¿|ðŸ|[\ufffd\x80-\x9f]")
-"""UTF-8 that was read as Latin-1 or Windows-1252, replacement characters, and controls that no text has."""
+"""Signs of a wrong encoding: UTF-8 read as Latin-1 or Windows-1252, replacement characters, C1 controls."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How rows are read.
+    """The layout of rows: the meaning of their fields and how they become documents.
 
     Attributes:
-        kind: of `LAYOUTS`.
-        columns: its fields by role -> what the file calls them.
-        reason: by what it was recognised, for people.
-        template: the chat template; None: there is none, or why not stands in `lacking`.
-        lacking: the message for rows that need a template.
-        wraps: put the template around prompts and completions that are mere text.
-        train_on: which turns of a conversation.
+        kind: key of `LAYOUTS`.
+        columns: role -> name of the field in the file.
+        reason: how the layout was detected, for users.
+        template: the chat template; None if there is none, or if it failed with the message in `lacking`.
+        lacking: error message for rows that need a template.
+        wraps: apply the template to prompts and completions that are plain text.
+        train_on: turns of a conversation to train on.
         classes: names of the classes, in order.
-        special: special tokens of the tokenizer, looked for in the text of rows.
-        eye: how images are read; None: the model reads text alone.
-        folder: where the files of images stand that are not named from the root.
-        strange: the first row's fields are of no layout.
+        special: special tokens of the tokenizer, searched for in the text of rows.
+        eye: image processor; None for text-only models.
+        folder: base of relative paths of images.
+        strange: the fields of the first row match no layout.
     """
 
     kind: str
@@ -60,21 +60,21 @@ class Layout:
 
     @property
     def chat_template(self) -> Template | None:
-        """The template that the rows are laid out by; None: they are texts, whatever the tokenizer has."""
+        """The template that renders the rows; None for plain text, even if the tokenizer has a template."""
         chats = self.kind in ("alpaca", "messages", "sharegpt") or (self.wraps and self.kind not in ("classes", "text"))
         return self.template if chats else None
 
     def names(self) -> list[str]:
-        """The fields of a file that are read."""
+        """Returns the fields of the file that are read."""
         return list(dict.fromkeys(self.columns.values()))
 
     @property
     def words(self) -> str:
-        """The layout and by what it was recognised, for people."""
+        """The layout and how it was detected, for users."""
         return f"{self.kind}, {self.reason}"
 
     def key(self) -> tuple[object, ...]:
-        """All that decides what a row becomes."""
+        """Returns everything that decides the document of a row, as a cache key."""
         template = (
             (self.template.text, self.template.with_tools, dict(self.template.variables)) if self.template else None
         )
@@ -82,13 +82,13 @@ class Layout:
         return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, images
 
     def require(self, names: Sequence[str], where: str) -> None:
-        """Raises DataError when a field that all rows need is not among their names."""
+        """Raises DataError if a required field is missing."""
         for role in LAYOUTS[self.kind][0]:
             if self.columns[role] not in names:
                 raise DataError(f"{where}: {self._absent(role, names)}")
 
     def document(self, row: Any, where: str) -> Document:
-        """The document of a row; where it cannot be read, one without sequences whose notes say why.
+        """Converts a row to a document; an unreadable row gives one without sequences, with the reason in its notes.
 
         Raises:
             DataError: the layout needs a chat template and there is none.
@@ -163,7 +163,7 @@ class Layout:
         return value
 
     def _look(self, where: str, text: str, notes: list[tuple[str, str]]) -> None:
-        """Notes what is wrong with a text in itself."""
+        """Checks a text for a wrong encoding and for special tokens, and notes the findings."""
         if not text.isascii():
             try:
                 text.encode()
@@ -190,7 +190,7 @@ class Layout:
     def _class(self, row: Mapping[str, Any]) -> int:
         value = self._value(row, "label")
         if isinstance(value, int) and not isinstance(value, bool) and str(value) not in self.classes:
-            if 0 <= value < len(self.classes):  # the number of a class whose names are stated
+            if 0 <= value < len(self.classes):  # the index of a class with a given name
                 return value
         elif value is not None and class_name(value) in self.classes:
             return self.classes.index(class_name(value))
@@ -222,7 +222,7 @@ class Layout:
     def _instruction(self, row: Mapping[str, Any]) -> list[Message]:
         values = {role: self._value(row, role) for role in ("instruction", "output")}
         for role in values:
-            self._text(row, role, [], empty=False)  # its text is looked at as a message
+            self._text(row, role, [], empty=False)  # their notes are dropped: `_chat` checks the texts again
         more = self._optional(row, "input")
         if more is not None and not isinstance(more, str):
             raise Unreadable("fields", f"field '{self.columns['input']}' is {kind_of(more)}, not text")
@@ -249,10 +249,10 @@ class Layout:
         read: int = 0,
         images: Sequence[Any] | None = None,
     ) -> Document:
-        """A conversation; the first `read` messages are only read.
+        """Renders a conversation; the first `read` messages are not trained on.
 
         Args:
-            images: files of the row's own field; None: it has no such field.
+            images: files of the row's image field; None without such a field.
         """
         if self.template is None:
             raise DataError(self.lacking)
@@ -275,8 +275,8 @@ class Layout:
     # --- images
 
     def _images(self, row: Mapping[str, Any]) -> Sequence[Any] | None:
-        """The files that a row names in a field of its own; None: no row has such a field."""
-        names = (self.columns.get("images", "images"), "image")  # which the first row may lack
+        """Returns the files in a row's image field, or None if the layout has no such field."""
+        names = (self.columns.get("images", "images"), "image")  # which may be missing in the first row
         value = next((row[name] for name in names if row.get(name) is not None), None)
         if value is None:
             return [] if "images" in self.columns else None
@@ -285,7 +285,7 @@ class Layout:
     # --- answers that are compared or judged
 
     def _asked(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]]) -> tuple[Any, Any]:
-        """What was asked, and the answer: both text, or both messages."""
+        """Returns the prompt and the answer, either both as text or both as messages."""
         answer: Any = self._value(row, role)
         if isinstance(answer, str):
             answer = self._text(row, role, notes, empty=False)
@@ -336,28 +336,28 @@ class Layout:
 
 
 def _shared(one: str, other: str) -> str:
-    """The beginning that two texts share, up to the last white space in it."""
+    """Returns the common prefix of two texts, up to its last white space."""
     same = one[: _alike(one, other)]
     return same[: len(same) - len(re.split(r"\s", same)[-1])]
 
 
 def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items two sequences share at their beginning."""
+    """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: Any) -> Layout:
-    """The layout of a source, from what the recipe states or from its fields.
+    """Returns the layout of a source, as set by the recipe or detected from its fields.
 
     Args:
-        names: of the fields.
+        names: names of the fields.
         first: the first row.
         where: the source, for messages.
-        more: the other attributes of `Layout`.
+        more: other attributes of `Layout`.
 
     Raises:
-        DataError: the fields are of no layout, or lack what the stated one needs.
+        DataError: the recipe's layout or columns are invalid.
     """
     kinds = get_args(get_type_hints(Data)["layout"])
     if data.layout not in kinds:
@@ -384,7 +384,7 @@ def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: 
         columns["messages"] = "conversations"
     columns |= {role: named.get(role, role) for role in reads if role in named or role in names}
     if "images" in reads and "images" not in columns and "image" in names:
-        columns["images"] = "image"  # as LLaVA's rows have it
+        columns["images"] = "image"  # the field's name in LLaVA's data
     special = tuple(more.pop("special", ()))
     strange = kind == "text" and data.layout == "auto" and isinstance(first, Mapping) and columns["text"] not in names
     return Layout(
@@ -393,7 +393,7 @@ def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: 
 
 
 def _recognised(named: Mapping[str, str], names: Sequence[str], first: Any) -> tuple[str, str]:
-    """The layout that fields are of, and by which."""
+    """Detects the layout from field names; returns it and the reason."""
     if not isinstance(first, Mapping):
         return "text", "recognised by text without fields"
 
@@ -407,7 +407,7 @@ def _recognised(named: Mapping[str, str], names: Sequence[str], first: Any) -> t
 
     for kind in ("preference", "unpaired", "classes", "prompt", "alpaca"):
         needs = LAYOUTS[kind][0]
-        if kind == "classes" and "label" not in named:  # a field of this name beside a text may be anything
+        if kind == "classes" and "label" not in named:  # a field of this name may mean anything
             continue
         if kind == "unpaired" and "label" not in named and not isinstance(first.get("label"), bool):
             continue

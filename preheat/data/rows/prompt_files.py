@@ -1,4 +1,4 @@
-"""Prompts from a file: a text's lines, or JSONL rows that are text, {"prompt": text} or {"messages": [...]}."""
+"""Reads prompts from a file: lines of text, or JSONL rows that are text, {"prompt": text} or {"messages": [...]}."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ __all__ = ["read_prompts"]
 
 
 def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Mapping[str, Any]]]:
-    """The prompts of a file, in order; lines without text are left out.
+    """Reads the prompts of a file, in order, without blank lines.
 
     Args:
-        path: `.jsonl` holds a JSON value a line; any other file a prompt a line.
+        path: `.jsonl` with one JSON value per line; any other file with one prompt per line.
+        knob: setting that names the file, for messages.
 
     Raises:
-        DataError: no such file, no text in UTF-8, no prompt in it, or a row that is none; with the line.
+        DataError: the file is missing, not in UTF-8 or without prompts, or a row is not a prompt; with the line.
     """
     path = expanded(knob, path)
     if not path.exists():

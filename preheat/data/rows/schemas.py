@@ -1,4 +1,4 @@
-"""The layouts by name, and their fields; classes by what stands in the field of a label."""
+"""Layouts of rows with their fields, and classes from the values of a label field."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unpaired": (("completion", "label"), ("prompt", "conversations", "messages", "system", "tools")),
     "classes": (("text", "label"), ()),
 }
-"""Layout -> the fields that it needs, and those that it reads where they stand."""
+"""Layout -> (required fields, optional fields)."""
 
 
 def class_name(value: Any) -> str:
-    """The name of a class as a field has it: text, a number, true or false."""
+    """Returns the name of the class that a label field names by text, a number, or true or false."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def said_by_columns(known: Sequence[str]) -> str:
-    """How to say what fields are that no layout has: by the one that is nearly a layout's, else by an example.
+    """Returns advice for unknown fields: the setting for one that resembles a layout's field, else an example.
 
     Example:
         >>> said_by_columns(["mesages"])
@@ -53,10 +53,10 @@ def said_by_columns(known: Sequence[str]) -> str:
 
 
 def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
-    """The distinct values of a label's field as names of classes: numbers by size, else by alphabet.
+    """Returns the distinct values of a label field as class names, in numeric or alphabetic order.
 
     Raises:
-        DataError: they are fewer than two, or too many to be classes.
+        DataError: there are fewer than two, or too many to be classes.
     """
     distinct = {v for v in values if isinstance(v, str | int) and (not isinstance(v, str) or v.strip())}
     if not 2 <= len(distinct) <= 10_000:
@@ -72,4 +72,6 @@ def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
             "by data.columns.label"
         )
     numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in distinct)
-    return tuple(map(str, sorted(distinct))) if numbers else tuple(sorted(map(class_name, distinct)))  # type: ignore[type-var]
+    if numbers:
+        return tuple(map(str, sorted(distinct)))  # type: ignore[type-var]
+    return tuple(sorted(map(class_name, distinct)))
