@@ -154,11 +154,11 @@ def weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
     Raises:
         RecipeError: there are no weights, or the index names a missing file; the message begins with `knob`.
     """
-    there = sorted(p.name for p in folder.glob("*.safetensors"))
-    if any(_SHARD.fullmatch(name) for name in there):
+    present = sorted(p.name for p in folder.glob("*.safetensors"))
+    if any(_SHARD.fullmatch(name) for name in present):
         raise RecipeError(
             f"{knob}: {folder} holds a distributed checkpoint of transformers "
-            f"({next(filter(_SHARD.fullmatch, there))}); load it there "
+            f"({next(filter(_SHARD.fullmatch, present))}); load it there "
             f"and write it again by save_pretrained, which makes {WEIGHTS}"
         )
     if stated is not None:
@@ -173,11 +173,11 @@ def weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
     elif (folder / INDEX).is_file():
         main = folder / INDEX
     else:
-        raise RecipeError(f"{knob}: {folder} {_lacking(folder, there)}")
+        raise RecipeError(f"{knob}: {folder} {_lacking(folder, present)}")
     files = _shards(folder, main, knob) if main.name.endswith(".json") else [main]
     # Many published folders also have the same weights in Mistral's own layout (consolidated*.safetensors).
-    left = [name for name in there if folder / name not in files and not name.startswith("consolidated")]
-    notes = [f"{folder}: {listed(left)} not read; transformers reads {main.name}"] if left else []
+    unread = [name for name in present if folder / name not in files and not name.startswith("consolidated")]
+    notes = [f"{folder}: {listed(unread)} not read; transformers reads {main.name}"] if unread else []
     return Weights(files, notes)
 
 
@@ -185,8 +185,8 @@ def _inside(folder: Path, name: Any, what: str) -> Path:
     """Returns the path of a file that the folder's settings name; it must lie inside the folder."""
     if not isinstance(name, str) or not name or "\0" in name:
         raise RecipeError(f"{what} names {quoted(name)}, which is no file's name")
-    file, home = Path(os.path.abspath(folder / name)), Path(os.path.abspath(folder))
-    if home not in file.parents:
+    file, root = Path(os.path.abspath(folder / name)), Path(os.path.abspath(folder))
+    if root not in file.parents:
         raise RecipeError(f"{what} names {quoted(name)}, which stands outside the folder; nothing there is read")
     return folder / name
 
@@ -207,16 +207,16 @@ def _shards(folder: Path, index: Path, knob: str) -> list[Path]:
     return files
 
 
-def _lacking(folder: Path, there: list[str]) -> str:
+def _lacking(folder: Path, present: list[str]) -> str:
     """Explains why transformers finds no weights in a folder, and what to do."""
-    if variant := next((name for name in there if re.fullmatch(r"model\.[\w-]+\.safetensors", name)), None):
+    if variant := next((name for name in present if re.fullmatch(r"model\.[\w-]+\.safetensors", name)), None):
         return (
             f"has no {WEIGHTS}, only {variant}, which transformers reads as a variant; rename it to {WEIGHTS}, "
             "or set model.weights: random"
         )
-    if there:
+    if present:
         return (
-            f"has neither {WEIGHTS} nor {INDEX}, which transformers reads, but {listed(there)}; rename the "
+            f"has neither {WEIGHTS} nor {INDEX}, which transformers reads, but {listed(present)}; rename the "
             "file, or put back the index "
             "(or set model.weights: random)"
         )

@@ -239,8 +239,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = Counter(name for name, _ in pairs)
-        twice = next(name for name, count in names.items() if count > 1)
-        raise BadJson(f"names the field {quoted(twice, 40)} twice; leave one of the two out")
+        duplicate = next(name for name, count in names.items() if count > 1)
+        raise BadJson(f"names the field {quoted(duplicate, 40)} twice; leave one of the two out")
     return fields
 
 
@@ -648,14 +648,14 @@ class Reader:
             self.damaged[name] = f"left out: it holds {quoted(content)} in place of keys"
             return {}
         checks = _FILES[name]
-        wrong = [
+        invalid = [
             key
             for key in content
             if (check := checks.get(key) or checks.get("")) is not None and not check(content[key])
         ]
-        if wrong:
-            self.damaged[name] = f"left out {_some(wrong)}, whose values are not what belongs there"
-        return {key: value for key, value in content.items() if key not in wrong}
+        if invalid:
+            self.damaged[name] = f"left out {_some(invalid)}, whose values are not what belongs there"
+        return {key: value for key, value in content.items() if key not in invalid}
 
     def all_damaged(self) -> list[str]:
         """Reads every file of the run and returns the damage, one line per file."""
@@ -729,7 +729,7 @@ class Reader:
 
     def _lines(self, name: str, check: _Check) -> Iterator[dict[str, Any]]:
         """Yields the valid lines of a JSONL file, without a last line that is still being written."""
-        file, wrong = self.path / name, list[str]()
+        file, invalid = self.path / name, list[str]()
         if not file.exists():
             return
         if not file.is_file():
@@ -743,24 +743,24 @@ class Reader:
                     if len(line) == _LINE and not line.endswith(b"\n"):
                         while (more := stream.readline(_LINE)) and not more.endswith(b"\n"):
                             pass
-                        wrong.append(f"line {number} (longer than {_LINE >> 20} MiB)")
+                        invalid.append(f"line {number} (longer than {_LINE >> 20} MiB)")
                         continue
                     if not line.endswith(b"\n") or line.isspace():
                         continue
                     try:
                         value = parse_json(line)
                     except ValueError as error:
-                        wrong.append(f"line {number} ({error})")
+                        invalid.append(f"line {number} ({error})")
                         continue
                     if check(value):
                         yield value
                     else:
-                        wrong.append(f"line {number} ({quoted(line.decode('utf-8').strip(), 60)})")
+                        invalid.append(f"line {number} ({quoted(line.decode('utf-8').strip(), 60)})")
         except OSError as error:
-            wrong.append(f"the rest, which cannot be read ({error.strerror})")
-        if wrong:
-            others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            self.damaged[name] = f"left out {shorten(wrong[0], 160)}{others}"
+            invalid.append(f"the rest, which cannot be read ({error.strerror})")
+        if invalid:
+            others = f" and {len(invalid) - 1} more" if len(invalid) > 1 else ""
+            self.damaged[name] = f"left out {shorten(invalid[0], 160)}{others}"
 
     def _rows(self, steps: bool) -> list[dict[str, Any]]:
         by_step = {line["step"]: line for line in self._lines("metrics.jsonl", _METRIC) if ("loss" in line) is steps}
@@ -781,10 +781,10 @@ class Reader:
         return self._rows(False)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        def right(event: Any) -> bool:
+        def is_valid(event: Any) -> bool:
             return _EVENT(event) and _EVENTS.get(event["kind"], _may_have())(event)
 
-        return [e for e in self._lines("events.jsonl", right) if kind is None or e["kind"] == kind]
+        return [e for e in self._lines("events.jsonl", is_valid) if kind is None or e["kind"] == kind]
 
     def samples(self) -> list[dict[str, Any]]:
         """Returns the last samples as [{prompt, before, text, expected}]; a missing text is None.
@@ -879,22 +879,22 @@ def check_folder(path: Path, *, resume: bool) -> None:
         RunError: the folder holds a run or foreign files, or no run to resume, or is not writable.
     """
     try:
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        if not there.is_dir():
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not existing.is_dir():
             raise _unwritable(path, "Not a directory")
-        if not os.access(there, os.W_OK | os.X_OK | os.R_OK):
+        if not os.access(existing, os.W_OK | os.X_OK | os.R_OK):
             raise _unwritable(path, "Permission denied")
-        holds = (path / "recipe.yaml").exists()
+        has_recipe = (path / "recipe.yaml").exists()
         if resume:
-            if not holds:
+            if not has_recipe:
                 raise RunError(f"{path}: holds no run to resume; run it without --resume first")
             _ = Reader(path).id
             return
-        if holds and _mark_of(path) is not None:
+        if has_recipe and _mark_of(path) is not None:
             raise RunError(
                 f"{path}: holds a run already; add --resume to go on with it, or name another folder with --out"
             )
-        if there == path and (names := _strangers(path)):
+        if existing == path and (names := _strangers(path)):
             raise RunError(
                 f"{path}: holds files of something else ({_some(names)}), which a run could overwrite; "
                 "name an empty or new folder with --out"

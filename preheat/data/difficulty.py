@@ -103,13 +103,13 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
             f"techniques.difficulty_curriculum.scores: {path}: cannot be read ({error.strerror or error})"
         ) from None
     if scores.ndim != 1 or not np.isfinite(scores).all():
-        bad = (
+        problem = (
             f"line {int(np.argmin(np.isfinite(scores))) + 1} is no finite number"
             if scores.ndim == 1
             else f"has shape {scores.shape}"
         )
         raise DataError(
-            f"techniques.difficulty_curriculum.scores: {path}: {bad}; write one finite number for each document or row"
+            f"techniques.difficulty_curriculum.scores: {path}: {problem}; write one finite number for each document or row"
         )
     documents = len(rows.tokens.ends)
     if len(scores) == documents:

@@ -101,10 +101,10 @@ def batches(
 
     if isinstance(rows, StreamRows):
         with closing(_Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False)) as stream:
-            for now in shapes():
-                read = [_unless_error(stream.next()) for _ in range(rows_consumed(now, rows.length))]
+            for current in shapes():
+                read = [_unless_error(stream.next()) for _ in range(rows_consumed(current, rows.length))]
                 by_number = dict(read)
-                parts = _parts(list(by_number), now, rows.length, share)
+                parts = _parts(list(by_number), current, rows.length, share)
                 micro_batches = [
                     _read_part(part, by_number.__getitem__, rows.length, rows.encoder.pad) for part in parts
                 ]
@@ -113,8 +113,10 @@ def batches(
     order = sample_order(rows, seed, committed) if order is None else order
     parts = (
         part
-        for now in shapes()
-        for part in _parts(list(itertools.islice(order, rows_consumed(now, rows.length))), now, rows.length, share)
+        for current in shapes()
+        for part in _parts(
+            list(itertools.islice(order, rows_consumed(current, rows.length))), current, rows.length, share
+        )
     )
     requested = deque[_Part]()  # from the workers, not received yet
 
@@ -129,8 +131,8 @@ def batches(
         return batch  # type: ignore[no-any-return]
 
     with closing(_Loader(_Keyed(rows), keys(), workers, prefetch, pin)) as loaded:
-        for now in shapes():
-            yield [micro_batch() for _ in range(_micro_batches(now, share[1]))]
+        for current in shapes():
+            yield [micro_batch() for _ in range(_micro_batches(current, share[1]))]
 
 
 def evaluation_rows(total: int, limit: int) -> list[int]:
@@ -374,8 +376,8 @@ class _Loader:
     def _watch(self) -> None:
         """Kills the workers after `PATIENCE` seconds without an item, which torch then reports."""
         while not self._over.wait(min(5.0, PATIENCE / 4)):
-            begun = self.waits
-            if begun is not None and time.monotonic() - begun > PATIENCE:
+            since = self.waits
+            if since is not None and time.monotonic() - since > PATIENCE:
                 self.hung = True
                 for worker in self.workers:
                     worker.kill()

@@ -264,7 +264,7 @@ class Rows:
         labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
         sizes, at, kind = [], 0, self.tokens.examples.kind
         liked, images, table = [], list[ImageRef](), self.tokens.images
-        places: np.ndarray = np.empty((self.length, 3), np.int64)
+        mrope: np.ndarray = np.empty((self.length, 3), np.int64)
         for n in self._order[self._bounds[index] : self._bounds[index + 1]]:
             start, size = int(self.tokens.ends[n - 1]) if n else 0, int(self._used[n])
             ids = np.asarray(self.tokens.ids[start : start + size]).astype(np.int64)
@@ -280,14 +280,14 @@ class Rows:
             if table is not None:
                 _, image_count = table.room(n, np.asarray(self.tokens.ids[start : self.tokens.ends[n]]), size)
                 images += table.within(n)[:image_count]
-                places[at : at + size] = mrope_positions(ids, table.within(n)[:image_count], table.eye.vision)
+                mrope[at : at + size] = mrope_positions(ids, table.within(n)[:image_count], table.eye.vision)
             sizes.append(size)
             at += size
         if at < self.length:
             sizes.append(self.length - at)
-            places[at:] = np.arange(self.length - at)[:, None]
+            mrope[at:] = np.arange(self.length - at)[:, None]
         packed = _row(tokens, labels, np.array(sizes))._replace(group=self.tokens.group, liked=tuple(liked))
-        return packed if table is None else packed._replace(positions=places, images=tuple(images), eye=table.eye)
+        return packed if table is None else packed._replace(positions=mrope, images=tuple(images), eye=table.eye)
 
 
 def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowData:
@@ -322,13 +322,13 @@ def cut(
     sequences = []
     for start in range(0, len(tokens), length)[:pieces]:
         stop = min(start + length, len(tokens))
-        lacking = start + length - stop
+        padding = start + length - stop
         inside = ends[(ends > start) & (ends < stop)] - start
-        bounds = [0, *inside.tolist(), stop - start, *([length] if lacking else [])]
+        bounds = [0, *inside.tolist(), stop - start, *([length] if padding else [])]
         sequences.append(
             _row(
-                np.concatenate([tokens[start:stop], np.full(lacking, pad, np.int64)]),
-                np.concatenate([labels[start:stop], np.full(lacking, IGNORED, np.int64)]),
+                np.concatenate([tokens[start:stop], np.full(padding, pad, np.int64)]),
+                np.concatenate([labels[start:stop], np.full(padding, IGNORED, np.int64)]),
                 np.diff(bounds),
             )
         )

@@ -221,18 +221,18 @@ def check_tokens(
             findings.add(
                 "near_validation", where, "stands in the training data, but for case, punctuation or spaces", count=0
             )
-        entry_ = findings.found.get("near_validation")
-        if entry_:
-            entry_ |= {"count": values["near_count"], "of": documents["validation"]}
+        finding = findings.found.get("near_validation")
+        if finding:
+            finding |= {"count": values["near_count"], "of": documents["validation"]}
     if len(cut):
         marks = np.load(folder / "train-marks.npy")
         for where in _wheres(streams, {int(mark) for mark in marks[cut[:5]]}, held=False):
             findings.add(
                 "truncated", where, f"is longer than a row of {length} tokens, so that its answer is cut", count=0
             )
-        entry_ = findings.found.get("truncated")
-        if entry_:
-            entry_ |= {"count": len(cut), "of": documents["train"]}
+        finding = findings.found.get("truncated")
+        if finding:
+            finding |= {"count": len(cut), "of": documents["train"]}
 
 
 def places_of(
@@ -313,5 +313,5 @@ def cut_answers(rows: Rows) -> np.ndarray:
     if rows.packing == "stream" or not len(tokens.ends) or tokens.labels is not None:
         return np.zeros(0, np.int64)
     starts = tokens.starts()
-    all_, used = tokens.targets(starts, tokens.ends), tokens.targets(starts, starts + rows._used)
-    return np.flatnonzero((all_ > used).reshape(-1, tokens.group).any(axis=1))
+    wanted, used = tokens.targets(starts, tokens.ends), tokens.targets(starts, starts + rows._used)
+    return np.flatnonzero((wanted > used).reshape(-1, tokens.group).any(axis=1))

@@ -371,10 +371,10 @@ def _stream(
     findings: Findings,
     notes: list[str],
 ) -> PreparedData:
-    look = Counter[str]()
-    for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), look, findings):
-        look["read"] += 1
-    verdict: Verdict = judge(findings.found, data.preflight, sum(look.values()))
+    seen_rows = Counter[str]()
+    for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), seen_rows, findings):
+        seen_rows["read"] += 1
+    verdict: Verdict = judge(findings.found, data.preflight, sum(seen_rows.values()))
     verdict.refuse()
     train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
     tokens = (

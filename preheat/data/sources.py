@@ -204,22 +204,22 @@ def _path(knob: str, path: Path, data: Data) -> _Raw:
 
 
 def _files_key(files: Iterable[Path]) -> str:
-    known = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for path in files:
         try:
             size = path.stat().st_size
-            known.update(f"{path.suffix} {size};".encode())
+            hasher.update(f"{path.suffix} {size};".encode())
             with path.open("rb") as file:
                 if size <= HASHED_WHOLE:
                     while chunk := file.read(2**20):
-                        known.update(chunk)
+                        hasher.update(chunk)
                 else:
-                    known.update(str(path.stat().st_mtime_ns).encode() + file.read(2**20))
+                    hasher.update(str(path.stat().st_mtime_ns).encode() + file.read(2**20))
                     file.seek(-(2**20), 2)
-                    known.update(file.read())
+                    hasher.update(file.read())
         except OSError as error:
             raise DataError(f"{shown(path)}: cannot be read ({error.strerror})") from None
-    return known.hexdigest()
+    return hasher.hexdigest()
 
 
 # --- the standard library -----------------------------------------------------------------------------------------

@@ -199,10 +199,10 @@ class _Writer:
             for portion in chunks(stream.read(dropped, findings, counted())):
                 say("tokenizing", rows, stream.source.count)
                 encoded = pool.submit(self.encoder, [document for _, _, document in portion])
-                now = _Portion(portion, encoded, rows, Counter(dropped), copy.deepcopy(findings.found))
+                submitted = _Portion(portion, encoded, rows, Counter(dropped), copy.deepcopy(findings.found))
                 if waiting is not None:
                     self._write(stream, waiting, about)
-                waiting = now
+                waiting = submitted
             if waiting is not None:
                 self._write(stream, waiting, about)
         self._count(about, rows, dropped, findings.found)

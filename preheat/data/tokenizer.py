@@ -166,20 +166,20 @@ def _unlike_by_class(name: str, file: Path, _changed: tuple[tuple[int, int, int]
     import transformers
     from tokenizers import Tokenizer
 
-    right, whys = Tokenizer.from_file(str(file)), list[str]()
+    reference, reasons = Tokenizer.from_file(str(file)), list[str]()
     for reader in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
         try:
             rebuilt: Any = reader.from_pretrained(name, trust_remote_code=False)
         except _unreadable() as error:
-            whys.append(f"transformers cannot read it by its class: {fault(error, 200)}")
+            reasons.append(f"transformers cannot read it by its class: {fault(error, 200)}")
             continue
         if not rebuilt.is_fast:
             return ""  # `load_tokenizer` reports it
-        difference = _unlike_backends(right, rebuilt)
+        difference = _unlike_backends(reference, rebuilt)
         if difference is None:
-            return whys[0] if whys else ""
-        whys.append(f"transformers builds a {type(rebuilt).__name__} of it, in which {difference}")
-    raise DataError(f"{file}: {whys[-1]}; save the tokenizer again with the transformers that is installed here")
+            return reasons[0] if reasons else ""
+        reasons.append(f"transformers builds a {type(rebuilt).__name__} of it, in which {difference}")
+    raise DataError(f"{file}: {reasons[-1]}; save the tokenizer again with the transformers that is installed here")
 
 
 def rebuilt_by_transformers(folder: str | Path) -> str | None:
@@ -219,12 +219,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str | No
             file = folder / "tokenizer_config.json"
             settings = {**json.loads(file.read_bytes()), "tokenizer_class": "PreTrainedTokenizerFast"}
             file.write_text(to_json(settings, indent=2), encoding="utf-8")
-        back = load_tokenizer(str(folder))
+        reloaded = load_tokenizer(str(folder))
     except OSError as error:
         raise RunError(f"{folder}: the tokenizer cannot be saved ({error.strerror or error})") from None
     except DataError as error:
         raise RunError(f"{folder}: the saved tokenizer cannot be read back: {error}") from None
-    if difference := unlike(tokenizer, back):
+    if difference := unlike(tokenizer, reloaded):
         raise RunError(f"{folder}: the saved tokenizer is not the one that was used: {difference}")
     return rebuilt_by_transformers(folder)
 
@@ -233,15 +233,15 @@ def _add(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
     known = tokenizer.get_vocab()
     # Special tokens are matched first and as a whole, and left out of decoded text.
     tokenizer.add_tokens(list(tokens), special_tokens=True)
-    got = tokenizer.convert_tokens_to_ids(list(tokens))
-    if got == list(range(len(tokenizer) - len(tokens), len(tokenizer))):  # they index rows of the embedding
+    ids = tokenizer.convert_tokens_to_ids(list(tokens))
+    if ids == list(range(len(tokenizer) - len(tokens), len(tokenizer))):  # they index rows of the embedding
         return
-    if there := [token for token in tokens if token in known]:
+    if existing := [token for token in tokens if token in known]:
         raise DataError(
-            f"model.add_tokens: the tokenizer has {there[0]!r} already (number {known[there[0]]}); leave it out"
+            f"model.add_tokens: the tokenizer has {existing[0]!r} already (number {known[existing[0]]}); leave it out"
         )
     raise DataError(
-        f"model.add_tokens: the tokenizer's numbers have gaps (the new tokens got {got}), so it cannot be added to"
+        f"model.add_tokens: the tokenizer's numbers have gaps (the new tokens got {ids}), so it cannot be added to"
     )
 
 
@@ -431,7 +431,7 @@ def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
-def _unlike_backends(right: Any, built: Any) -> str | None:
+def _unlike_backends(reference: Any, built: Any) -> str | None:
     """Returns the difference between tokenizer.json and the tokenizer built by transformers; extra special tokens are
     allowed.
 
@@ -440,34 +440,34 @@ def _unlike_backends(right: Any, built: Any) -> str | None:
     from tokenizers import Tokenizer
 
     # Copies, since they are changed below.
-    right, other = (Tokenizer.from_str(t.to_str()) for t in (right, built.backend_tokenizer))
-    pieces, numbers = right.get_vocab(with_added_tokens=True), other.get_vocab(with_added_tokens=True)
+    reference, other = (Tokenizer.from_str(t.to_str()) for t in (reference, built.backend_tokenizer))
+    pieces, numbers = reference.get_vocab(with_added_tokens=True), other.get_vocab(with_added_tokens=True)
     if pieces.items() - numbers.items():
         piece, number = min(pieces.items() - numbers.items(), key=lambda pair: pair[1])
         return f"{piece!r}, token {number} of tokenizer.json, is {numbers.get(piece, 'no token')}"
-    special = [token.content for token in right.get_added_tokens_decoder().values()][:64]
+    special = [token.content for token in reference.get_added_tokens_decoder().values()][:64]
     texts = [*_SEVERAL_KINDS, *(f"a {token} b{token}c\n" for token in special)]
-    for tokenizer in (right, other):
+    for tokenizer in (reference, other):
         tokenizer.no_truncation()
         tokenizer.no_padding()
     explicit = {"add_bos_token", "add_eos_token"} & built.init_kwargs.keys()
     for add in (False,) if explicit else (False, True):
-        one, two = (t.encode_batch(texts, add_special_tokens=add) for t in (right, other))
-        if (difference := _unlike_encodings(right, other, one, two)) is not None:
+        one, two = (t.encode_batch(texts, add_special_tokens=add) for t in (reference, other))
+        if (difference := _unlike_encodings(reference, other, one, two)) is not None:
             return difference
     return None
 
 
-def _unlike_encodings(right: Any, other: Any, one: Sequence[Any], two: Sequence[Any]) -> str | None:
+def _unlike_encodings(reference: Any, other: Any, one: Sequence[Any], two: Sequence[Any]) -> str | None:
     """Returns the first difference between two encodings of the same texts, in ids or in decoded text, or None."""
     for a, b in zip(one, two, strict=True):
         if a.ids != b.ids:
             at = _first_difference(a.ids, b.ids)
             return f"{a.tokens[at : at + 3]} of tokenizer.json becomes {b.tokens[at : at + 3]}"
-        if right.decode(a.ids, skip_special_tokens=False) != other.decode(a.ids, skip_special_tokens=False):
+        if reference.decode(a.ids, skip_special_tokens=False) != other.decode(a.ids, skip_special_tokens=False):
             return (
                 f"{a.tokens[:3]} is read as {other.decode(a.ids[:3])!r}, by tokenizer.json as "
-                f"{right.decode(a.ids[:3])!r}"
+                f"{reference.decode(a.ids[:3])!r}"
             )
     return None
 

@@ -284,12 +284,12 @@ def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vi
         >>> mrope_positions(np.array([1, 7, 9, 9, 8]), [ImageRef("a.png", 2, 4)], vision).tolist()
         [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [4, 4, 4]]
     """
-    places = np.flatnonzero(tokens == vision.image)
+    image_tokens = np.flatnonzero(tokens == vision.image)
     positions: np.ndarray = np.empty((len(tokens), 3), np.int64)
     at = begun = next_position = 0
     for picture in pictures:
         rows, columns = picture.rows // vision.merge, picture.columns // vision.merge
-        start = int(places[at])
+        start = int(image_tokens[at])
         text = start - begun
         positions[begun:start] = (next_position + np.arange(text))[:, None]
         next_position += text
@@ -299,7 +299,7 @@ def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vi
         positions[start:begun, 2] = next_position + np.tile(np.arange(columns), rows)
         next_position += max(rows, columns)
         at += rows * columns
-    assert at == len(places), f"{len(places)} places for {at} pieces of images"
+    assert at == len(image_tokens), f"{len(image_tokens)} places for {at} pieces of images"
     positions[begun:] = (next_position + np.arange(len(tokens) - begun))[:, None]
     return positions
 
@@ -320,11 +320,11 @@ def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Any) -> 
     else:
         patches = np.zeros((vision.merge**2, vision.values), np.float32)
         grids = torch.tensor([(1, vision.merge, vision.merge)])
-    places = (tokens.flatten() == vision.image).nonzero().flatten()
+    positions = (tokens.flatten() == vision.image).nonzero().flatten()
     expected = sum(p.patches for p in pictures) // vision.merge**2
-    assert len(places) == expected, f"{len(places)} places for {expected} pieces of images"
+    assert len(positions) == expected, f"{len(positions)} places for {expected} pieces of images"
     taps, shares = vision_utils.get_vision_interpolation_indices_and_weights(
         grids, num_grid_per_side=vision.side, mode="bilinear", align_corners=True, spatial_merge_size=vision.merge
     )
     grid = vision_utils.get_vision_position_ids(grids, vision.merge)
-    return Images(torch.from_numpy(patches), taps, shares, grid, places, tuple(grids.prod(-1).tolist()))
+    return Images(torch.from_numpy(patches), taps, shares, grid, positions, tuple(grids.prod(-1).tolist()))

@@ -73,7 +73,8 @@ def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[s
     }
     techniques = {}
     for name, technique in recipe.techniques.items():
-        keys = [field.name for field in dataclasses.fields(technique) if field.name in _OF_TECHNIQUES]  # type: ignore[arg-type]
+        names = [field.name for field in dataclasses.fields(technique)]  # type: ignore[arg-type]
+        keys = [key for key in names if key in _OF_TECHNIQUES]
         moved = {key: changed(getattr(technique, key), of_path) for key in keys}
         techniques[name] = replace(technique, **moved) if moved else technique  # type: ignore[type-var]
     return replace(recipe, techniques=techniques, **changes)

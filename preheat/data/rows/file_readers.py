@@ -119,14 +119,14 @@ def listed(names: Iterable[Any], most: int = 8) -> str:
         ("'a', 'b'", "'0', '1' and 10 more")
     """
     names = [str(name) for name in names]
-    some = ", ".join(quoted(name, 40) for name in names[:most])
-    return some + (f" and {len(names) - most:,} more" if len(names) > most else "")
+    first = ", ".join(quoted(name, 40) for name in names[:most])
+    return first + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def closest(word: str, known: Sequence[str]) -> str:
     """Returns `nearest` for names in a user's file, which may be many and long."""
-    few = [shorten(name, 40) for name in known[:100]]
-    near = nearest(shorten(word, 40), few)
+    candidates = [shorten(name, 40) for name in known[:100]]
+    near = nearest(shorten(word, 40), candidates)
     return near if near.startswith("did") else f"known: {listed(known)}" if known else "there are none here"
 
 

@@ -223,10 +223,10 @@ class Layout:
         values = {role: self._value(row, role) for role in ("instruction", "output")}
         for role in values:
             self._text(row, role, [], empty=False)  # their notes are dropped: `_chat` checks the texts again
-        more = self._optional(row, "input")
-        if more is not None and not isinstance(more, str):
-            raise Unreadable("fields", f"field '{self.columns['input']}' is {kind_of(more)}, not text")
-        question = values["instruction"] + (f"\n\n{more}" if more and more.strip() else "")
+        extra = self._optional(row, "input")
+        if extra is not None and not isinstance(extra, str):
+            raise Unreadable("fields", f"field '{self.columns['input']}' is {kind_of(extra)}, not text")
+        question = values["instruction"] + (f"\n\n{extra}" if extra and extra.strip() else "")
         talk: list[Message] = []
         if isinstance(system := self._optional(row, "system"), str) and system.strip():
             talk.append({"role": "system", "content": system})

@@ -60,7 +60,7 @@ def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
     """
     distinct = {v for v in values if isinstance(v, str | int) and (not isinstance(v, str) or v.strip())}
     if not 2 <= len(distinct) <= 10_000:
-        some = (
+        amount = (
             "has one value"
             if len(distinct) == 1
             else "has no value"
@@ -68,7 +68,7 @@ def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
             else f"has {len(distinct):,} different values"
         )
         raise DataError(
-            f"{where}: the field of the label {some} in all rows; classes are 2 or more, name their field "
+            f"{where}: the field of the label {amount} in all rows; classes are 2 or more, name their field "
             "by data.columns.label"
         )
     numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in distinct)
