@@ -109,7 +109,8 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
             else f"has shape {scores.shape}"
         )
         raise DataError(
-            f"techniques.difficulty_curriculum.scores: {path}: {problem}; write one finite number for each document or row"
+            f"techniques.difficulty_curriculum.scores: {path}: {problem}; write one finite number for each "
+            "document or row"
         )
     documents = len(rows.tokens.ends)
     if len(scores) == documents:
