@@ -1,10 +1,10 @@
-"""preheat: know that it fits and how fast it will run before you train; then train it, and see the evidence.
+"""preheat predicts if a training run fits and how fast it is, trains it, and reports what was measured.
 
 from preheat import load_recipe, plan, train
 
 recipe = load_recipe("demo", ["stop.steps=50"])
 print(plan(recipe)["peak_gib"])
-train(recipe, out="runs/first")  # progress=False: without lines about its progress
+train(recipe, out="runs/first")  # progress=False: no progress lines
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when first used, so that `import preheat` takes no time."""
+    """Imports public names on first use, so that `import preheat` is fast."""
     if name not in _HOME:
         raise AttributeError(f"module 'preheat' has no attribute {name!r}")
     import importlib

@@ -1,19 +1,19 @@
-"""The errors that a user can cause, and the exit code each ends the command with.
+"""Errors that a user can cause, and the exit code of the command for each.
 
-    PreheatError (ValueError)      the user's to mend; printed as one line, without a traceback
+    PreheatError (ValueError)      the user can fix it; printed as one line, without a traceback
     ├── RecipeError      exit 2    the command or the recipe is wrong
     ├── DoesNotFit       exit 3    the run needs more memory than the device has
     ├── DataError        exit 4    the data is wrong; the message has the file and the row
     └── RunError         exit 1    the run failed, or a run folder cannot be used
 
-Anything else that is raised is a fault of preheat itself and keeps its traceback.
+Any other exception is a bug in preheat and keeps its traceback.
 """
 
 __all__ = ["DataError", "DoesNotFit", "PreheatError", "RecipeError", "RunError", "SettingError", "nearest"]
 
 
 class PreheatError(ValueError):
-    """A fault that the user can mend: the message names the knob, the value and the fix."""
+    """An error that the user can fix: the message names the setting, the value and the fix."""
 
     exit_code = 1
 
@@ -25,7 +25,7 @@ class RecipeError(PreheatError):
 
 
 class DoesNotFit(PreheatError):
-    """The run needs more memory than there is."""
+    """The run needs more memory than the device has."""
 
     exit_code = 3
 
@@ -37,16 +37,16 @@ class DataError(PreheatError):
 
 
 class RunError(PreheatError):
-    """The run failed, or its folder cannot be used as asked."""
+    """The run failed, or its folder cannot be used."""
 
     exit_code = 1
 
 
 class SettingError(ValueError):
-    """A plain function refuses one of its arguments; a technique turns it into a `RecipeError` with its own key.
+    """A function rejects one of its arguments; a technique turns this into a `RecipeError` with its own key.
 
     Attributes:
-        setting: the argument.
+        setting: name of the argument.
     """
 
     def __init__(self, setting: str, message: str):
@@ -55,13 +55,13 @@ class SettingError(ValueError):
 
 
 def nearest(word: str, known: "list[str] | tuple[str, ...]") -> str:
-    """' Did you mean …?' with the known word nearest to `word`, or the list of known words when none is near."""
+    """Returns "did you mean ...?" with the known word closest to `word`, or a list of known words if none is close."""
     import difflib
 
-    # Comparing a word of a megabyte takes minutes, and no name is that long.
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.55) if len(word) <= 100 else []
-    if found:
-        return f"did you mean '{found[0]}'?"
+    # Comparing a word of a megabyte takes minutes, and names are short.
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.55) if len(word) <= 100 else []
+    if matches:
+        return f"did you mean '{matches[0]}'?"
     names = sorted(known)
     more = f" and {len(names) - 12} more" if len(names) > 40 else ""
     return "known: " + ", ".join(names[:12] if more else names) + more if names else "there are none here"

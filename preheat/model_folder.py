@@ -1,6 +1,6 @@
-"""A model's folder, which others wrote: its JSON objects and safetensors, and what its tokenizer begins a text with.
+"""Readers for foreign model folders: JSON objects, safetensors files and the beginning-of-text token.
 
-torch is imported when a tensor is looked at.
+torch is imported with the first tensor.
 """
 
 from __future__ import annotations
@@ -36,33 +36,44 @@ __all__ = [
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RecursionError, RuntimeError, TypeError, ValueError)  # fmt: skip
-"""What libraries raise for settings that contradict themselves or lack a key: they do not check all that they read."""
+FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Exceptions that libraries raise for inconsistent or incomplete settings, which they validate only in part."""
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
 def fault(error: BaseException, limit: int = 240) -> str:
-    """A library's error in one line, with its kind where the words alone say nothing.
+    """Returns a library's error as one line, with the exception's type if the message alone is unclear.
 
     Example:
         >>> fault(KeyError("factor")), fault(ValueError("no such thing\\nat all"))
         ("KeyError: 'factor'", 'no such thing')
     """
     while isinstance(error, ValueError) and error.__cause__ is not None:
-        error = error.__cause__  # a check that wraps what it found
+        error = error.__cause__  # a validator that wraps the original error
     lines = [line for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else ""
     if len(lines) > 1 and first.rstrip().endswith(":"):
         first = f"{first} {lines[1].strip()}"
-    words = shorten(first, limit)
-    return words if words and isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {words}"
+    message = shorten(first, limit)
+    return message if message and isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {message}"
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within, transformers logs errors alone: what it would warn of is said in our own words."""
+    """Silences transformers' warnings within the block; our own messages cover them."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -74,39 +85,37 @@ def quiet() -> Iterator[None]:
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """The beginning-of-text token, if a fast tokenizer's own rules put one before every text, as documents have it in training; else [].
+    """Returns [beginning-of-text token] if a fast tokenizer's own rules prepend one, as in training; else [].
 
     Example:
         >>> beginning(AutoTokenizer.from_pretrained("hf-internal-testing/llama-tokenizer"))  # doctest: +SKIP
         [1]
     """
     firsts = []
-    for own in (
-        True,
-        False,
-    ):  # by the Rust library: transformers' encode would turn the tokenizer's truncation and padding off
+    for own in (True, False):
+        # by the Rust library: transformers' encode would turn the tokenizer's truncation and padding off
         encoding = tokenizer.backend_tokenizer.encode("a", add_special_tokens=own)
         firsts.append([token for token, read in zip(encoding.ids, encoding.attention_mask, strict=True) if read][:1])
     return firsts[0] if firsts[0] == [tokenizer.bos_token_id] != firsts[1] else []
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first three names and how many more there are.
+    """Returns the first three names and the number of the others.
 
     Example:
         >>> listed(["a", "b", "c", "d", "e"])
         'a, b, c and 2 more'
     """
-    found = [shorten(name, 120) for name in names]
-    more = f" and {len(found) - 3:,} more" if len(found) > 3 else ""
-    return ", ".join(found[:3]) + more
+    shortened = [shorten(name, 120) for name in names]
+    more = f" and {len(shortened) - 3:,} more" if len(shortened) > 3 else ""
+    return ", ".join(shortened[:3]) + more
 
 
 def read_object(file: Path, knob: str) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Returns the JSON object in a file.
 
     Raises:
-        RecipeError: it cannot be read, or holds something else; the message begins with `knob` and names the file.
+        RecipeError: the file cannot be read or holds no object; the message begins with `knob` and names the file.
     """
     try:
         value = read_value(file.read_bytes())
@@ -128,8 +137,8 @@ class Weights(NamedTuple):
     """The files that hold a model's weights.
 
     Attributes:
-        files: in the order in which they are read: of a name in two the later is taken.
-        notes: what a user should hear of the other files, in words.
+        files: in reading order; if two files have a tensor of one name, the later one wins.
+        notes: messages for the user about files that are not read.
     """
 
     files: list[Path]
@@ -137,45 +146,47 @@ class Weights(NamedTuple):
 
 
 def weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
-    """The files that transformers reads of a folder: `model.safetensors`, or else what `model.safetensors.index.json` names.
+    """Returns the weight files that transformers reads: `model.safetensors`, else the shards of its index.
 
     Args:
         stated: `transformers_weights` of config.json, which names another file of the folder.
 
     Raises:
-        RecipeError: there are none, or the index names what is not there; the message begins with `knob`.
+        RecipeError: there are no weights, or the index names a missing file; the message begins with `knob`.
     """
-    there = sorted(p.name for p in folder.glob("*.safetensors"))
-    if any(_SHARD.fullmatch(name) for name in there):
+    present = sorted(p.name for p in folder.glob("*.safetensors"))
+    if any(_SHARD.fullmatch(name) for name in present):
         raise RecipeError(
-            f"{knob}: {folder} holds a distributed checkpoint of transformers ({next(filter(_SHARD.fullmatch, there))}); load it there "
+            f"{knob}: {folder} holds a distributed checkpoint of transformers "
+            f"({next(filter(_SHARD.fullmatch, present))}); load it there "
             f"and write it again by save_pretrained, which makes {WEIGHTS}"
         )
     if stated is not None:
         main = _inside(folder, stated, f"{knob}: {folder / 'config.json'}: transformers_weights")
         if not main.is_file() or not main.name.endswith((".safetensors", ".safetensors.index.json")):
             raise RecipeError(
-                f"{knob}: {folder / 'config.json'} names {quoted(stated)} as transformers_weights, which is no safetensors file of the folder"
+                f"{knob}: {folder / 'config.json'} names {quoted(stated)} as transformers_weights, which "
+                "is no safetensors file of the folder"
             )
     elif (folder / WEIGHTS).is_file():
         main = folder / WEIGHTS
     elif (folder / INDEX).is_file():
         main = folder / INDEX
     else:
-        raise RecipeError(f"{knob}: {folder} {_lacking(folder, there)}")
+        raise RecipeError(f"{knob}: {folder} {_lacking(folder, present)}")
     files = _shards(folder, main, knob) if main.name.endswith(".json") else [main]
-    # The same weights in Mistral's own layout stand beside transformers' in many published folders.
-    left = [name for name in there if folder / name not in files and not name.startswith("consolidated")]
-    notes = [f"{folder}: {listed(left)} not read; transformers reads {main.name}"] if left else []
+    # Many published folders also have the same weights in Mistral's own layout (consolidated*.safetensors).
+    unread = [name for name in present if folder / name not in files and not name.startswith("consolidated")]
+    notes = [f"{folder}: {listed(unread)} not read; transformers reads {main.name}"] if unread else []
     return Weights(files, notes)
 
 
 def _inside(folder: Path, name: Any, what: str) -> Path:
-    """A file that a folder's own settings name, which must stand in the folder."""
+    """Returns the path of a file that the folder's settings name; it must lie inside the folder."""
     if not isinstance(name, str) or not name or "\0" in name:
         raise RecipeError(f"{what} names {quoted(name)}, which is no file's name")
-    file, home = Path(os.path.abspath(folder / name)), Path(os.path.abspath(folder))
-    if home not in file.parents:
+    file, root = Path(os.path.abspath(folder / name)), Path(os.path.abspath(folder))
+    if root not in file.parents:
         raise RecipeError(f"{what} names {quoted(name)}, which stands outside the folder; nothing there is read")
     return folder / name
 
@@ -190,18 +201,23 @@ def _shards(folder: Path, index: Path, knob: str) -> list[Path]:
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise RecipeError(
-            f"{knob}: {index} names {listed(absent)}, not in the folder ({len(absent)} of {len(files)} files); download the rest"
+            f"{knob}: {index} names {listed(absent)}, not in the folder ({len(absent)} of {len(files)} "
+            "files); download the rest"
         )
     return files
 
 
-def _lacking(folder: Path, there: list[str]) -> str:
-    """Why a folder without weights that transformers reads has none, and what to do."""
-    if variant := next((name for name in there if re.fullmatch(r"model\.[\w-]+\.safetensors", name)), None):
-        return f"has no {WEIGHTS}, only {variant}, which transformers reads as a variant; rename it to {WEIGHTS}, or set model.weights: random"
-    if there:
+def _lacking(folder: Path, present: list[str]) -> str:
+    """Explains why transformers finds no weights in a folder, and what to do."""
+    if variant := next((name for name in present if re.fullmatch(r"model\.[\w-]+\.safetensors", name)), None):
         return (
-            f"has neither {WEIGHTS} nor {INDEX}, which transformers reads, but {listed(there)}; rename the file, or put back the index "
+            f"has no {WEIGHTS}, only {variant}, which transformers reads as a variant; rename it to {WEIGHTS}, "
+            "or set model.weights: random"
+        )
+    if present:
+        return (
+            f"has neither {WEIGHTS} nor {INDEX}, which transformers reads, but {listed(present)}; rename the "
+            "file, or put back the index "
             "(or set model.weights: random)"
         )
     others = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
@@ -215,10 +231,10 @@ def _lacking(folder: Path, there: list[str]) -> str:
 
 
 def open_tensors(file: Path, knob: str) -> Any:
-    """A safetensors file, opened by `safe_open`.
+    """Opens a safetensors file by `safe_open`.
 
     Raises:
-        RecipeError: it is no whole one, or cannot be read.
+        RecipeError: the file is truncated, of another format, or cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -233,22 +249,23 @@ def open_tensors(file: Path, knob: str) -> Any:
 
 
 def finite(value: Tensor, name: str, file: Path, knob: str) -> Tensor:
-    """The tensor itself, which holds neither NaN nor infinity.
+    """Returns the tensor after checking that all of its values are finite.
 
     Raises:
-        RecipeError: it does.
+        RecipeError: the tensor holds NaN or infinity.
     """
     import torch
 
     if value.is_floating_point() and value.numel():
-        whole = value if value.element_size() > 1 else value.float()  # of 8 bits nothing is reduced
-        low, high = torch.aminmax(whole)  # which NaN goes through; a fortieth of the time of isfinite().all()
+        values = value if value.element_size() > 1 else value.float()  # torch has no reductions for 8-bit floats
+        low, high = torch.aminmax(values)  # propagates NaN, in a fortieth of the time of isfinite().all()
         if not bool(
-            torch.isfinite(high - low if whole.element_size() > 2 else high.float() - low.float())
-        ) and not bool(whole.isfinite().all()):
-            count = int((~whole.isfinite()).sum())
+            torch.isfinite(high - low if values.element_size() > 2 else high.float() - low.float())
+        ) and not bool(values.isfinite().all()):
+            count = int((~values.isfinite()).sum())
             raise RecipeError(
-                f"{knob}: {file}: {shorten(name, 120)} holds {count:,} values that are not finite (NaN or infinity) of {value.numel():,}; "
+                f"{knob}: {file}: {shorten(name, 120)} holds {count:,} values that are not finite (NaN or "
+                f"infinity) of {value.numel():,}; "
                 "the file is damaged, or the model diverged: use another copy"
             )
     return value

@@ -1,7 +1,7 @@
-"""Consent to run Python code that comes with a model's folder. No torch.
+"""Consent to run Python code from a model's folder. No torch.
 
-It belongs to the person at this command (`--trust-remote-code`) or in this program (`trust_remote_code=True`), never to a recipe or a
-folder, which may be somebody else's: these can only ask for it.
+Only the caller can give it, by `--trust-remote-code` or `trust_remote_code=True`. Recipes and folders may come from
+somebody else, so they can only request it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ __all__ = ["OPTION", "VARIABLE", "allowed", "consent", "may_run", "names_of_code
 
 OPTION = "--trust-remote-code"
 VARIABLE = "PREHEAT_TRUST_REMOTE_CODE"
-"""Of the environment: how the processes that a command starts have its consent."""
+"""Environment variable that passes the consent of a command to its child processes."""
 
 _consent: ContextVar[bool] = ContextVar("consent", default=False)
 
 
 def allowed() -> bool:
-    """Whether whoever started this command or called this function allowed code from model folders to run."""
+    """Returns True if the user of this command or the caller allowed code from model folders to run."""
     return _consent.get() or os.environ.get(VARIABLE) == "1"
 
 
 @contextlib.contextmanager
 def consent() -> Iterator[None]:
-    """Within, `trusting` may be called for this process and those that it starts; on leaving, all is as it was."""
+    """Restores the consent of this process and of its environment when the block ends, whatever was set within it."""
     before, mark = os.environ.get(VARIABLE), _consent.set(False)
     try:
         yield
@@ -45,7 +45,7 @@ def consent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def trusting(given: bool) -> Iterator[None]:
-    """Within, code from model folders may run if `given`, or if it was allowed before.
+    """Allows code from model folders within the block if `given`, or if it was allowed before.
 
     Example:
         >>> with trusting(True):
@@ -60,29 +60,31 @@ def trusting(given: bool) -> Iterator[None]:
 
 
 def names_of_code(settings: Mapping[str, Any]) -> list[str]:
-    """The classes that a configuration (config.json, tokenizer_config.json) takes from code beside it, [] without any.
+    """Returns the classes that a configuration (config.json, tokenizer_config.json) loads from the folder's own code.
 
     Example:
-        >>> names_of_code({"auto_map": {"AutoConfig": "configuration_x.XConfig", "AutoTokenizer": ["tokenizer_x.X", None]}})
+        >>> classes = {"AutoConfig": "configuration_x.XConfig", "AutoTokenizer": ["tokenizer_x.X", None]}
+        >>> names_of_code({"auto_map": classes})
         ['configuration_x.XConfig', 'tokenizer_x.X']
     """
     places = settings.get("auto_map")
     if not isinstance(places, Mapping):
         return []
-    found = [name for value in places.values() for name in (value if isinstance(value, list | tuple) else [value])]
-    return [name for name in found if isinstance(name, str)]
+    names = [name for value in places.values() for name in (value if isinstance(value, list | tuple) else [value])]
+    return [name for name in names if isinstance(name, str)]
 
 
 def may_run(knob: str, folder: str, code: list[str]) -> bool:
-    """Whether transformers may run this code of a folder, which cannot be opened otherwise; False where there is none.
+    """Returns True if transformers may run this code, without which the folder cannot be loaded; False without code.
 
     Raises:
-        RecipeError: nobody allowed it.
+        RecipeError: the code was not allowed.
     """
     if code and not allowed():
         more = f" and {len(code) - 1} more" if len(code) > 1 else ""
         raise RecipeError(
-            f"{knob}: {shorten(folder, 200)} wants to run its own code ({quoted(code[0])}{more}), which a recipe or a folder cannot "
+            f"{knob}: {shorten(folder, 200)} wants to run its own code ({quoted(code[0])}{more}), which a "
+            "recipe or a folder cannot "
             f"allow; read that code and add {OPTION} (in Python: trust_remote_code=True) if you trust its author"
         )
     return bool(code)

@@ -1,26 +1,32 @@
-"""The run folder: the only interface between running and reporting. Append-only, readable while the run goes on. No torch.
+"""The run folder: the only interface between running and reporting. Append-only and readable during the run. No torch.
 
-preheat.json      marks the folder as preheat's: {kind, id, files}; `id` is the run's identity, which its checkpoints carry, `files` those of tokenizer/
-recipe.yaml       the recipe with every default written out; `preheat train recipe.yaml` runs it again
-plan.json         what was predicted (see `PLAN_KEYS`)
+preheat.json      marks the folder as written by preheat: {kind, id, files}; checkpoints carry the run's `id`,
+                  `files` lists the files of tokenizer/
+recipe.yaml       the recipe with every default written out; `preheat train recipe.yaml` repeats the run
+plan.json         the prediction (see `PLAN_KEYS`)
 environment.json  machine, versions, threads, command
 changes.json      {technique: [{what, count, kernel, detail}]}
-data.json         what the rows are and how they were laid out
-metrics.jsonl     a line a step (see `METRIC_KEYS`, what the objective scores: accuracy, what techniques count: recompilations,
-                  and where there are experts expert_load, experts_idle, expert_loads and balance_loss: engine/moe_aux_loss.py) and a line an evaluation
-                  ({step, validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as far as measured; tokens: what the loss is the mean over)
-before.json       what was measured before the first step, row by row: {texts, tasks}
-evaluation.json   the newest evaluation: {step, after, before, difference}, each {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
-events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated, out_of_memory, rung, stopping, notice, measured,
-                  sample, baseline, finished, failed; of out_of_memory and rung: training/recovery/fallback_log.py
+data.json         source, layout and counts of the data
+metrics.jsonl     one line per step (see `METRIC_KEYS`; also the objective's scores, such as accuracy; counters of
+                  techniques, such as recompilations; and, for mixtures of experts, expert_load, experts_idle,
+                  expert_loads and balance_loss: engine/moe_aux_loss.py), and one line per evaluation ({step,
+                  validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as far as measured; tokens:
+                  those the loss is averaged over)
+before.json       the evaluation before the first step, row by row: {texts, tasks}
+evaluation.json   the newest evaluation: {step, after, before, difference}, the last three of the form
+                  {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
+events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated, out_of_memory, rung,
+                  stopping, notice, measured, sample, baseline, finished, failed; for out_of_memory and rung see
+                  training/recovery/fallback_log.py
 samples.json      [{prompt, before, text}] (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
-tokenizer/        the tokenizer as transformers reads it
+tokenizer/        the tokenizer in transformers' format
 report.html, report.json
 lock              held by the process that writes the run
 
-A new run begins in a folder that is new, empty, or holds only what an interrupted beginning left there. JSON never holds NaN or
-infinities (`to_json`). Each file is checked as it is read (`Reader`): a damaged line or key is left out and named in `Reader.damaged`.
+A new run needs a folder that is new, empty, or holds only the files of a run that was interrupted before it began.
+JSON never holds NaN or infinities (`to_json`). `Reader` validates every file: it skips damaged lines and keys and lists
+them in `Reader.damaged`.
 """
 
 from __future__ import annotations
@@ -73,7 +79,10 @@ MARK = "preheat.json"
 METRIC_KEYS = {
     "step": "optimizer steps committed, from 1",
     "tokens": "tokens read so far",
-    "loss": "mean loss of this step: a trained token in nats, or a pair, answer or document where the objective judges those",
+    "loss": (
+        "mean loss of this step: a trained token in nats, or a pair, answer or document where the objective "
+        "judges those"
+    ),
     "lr": "learning rate of this step",
     "gradient_norm": "before clipping",
     "seconds": "wall-clock seconds of this step",
@@ -88,11 +97,19 @@ PLAN_KEYS = {
     "peak_gib_interval": "[low, high]: nine in ten measured peaks lay between",
     "available_gib": "what the device has",
     "memory": "{category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead",
-    "overhead": "{what: GiB} of memory.overhead: rounding, gathered weights, communication buffers, what the allocator keeps, context, workspaces, process, kernels, saving",
+    "overhead": (
+        "{what: GiB} of memory.overhead: rounding, gathered weights, communication buffers, what the "
+        "allocator keeps, context, workspaces, process, kernels, saving"
+    ),
     "overhead_sources": "{what: where its figure is from}",
     "allocated_gib": "of it tensors alone",
-    "reserved_gib": "tensors, and what the allocator keeps of freed ones: on a GPU torch's max_memory_reserved less the workspaces",
-    "phases": "{phase: GiB}, the peak of each: load, forward, head and loss, backward, update, saving, evaluation, generation (where there are samples)",
+    "reserved_gib": (
+        "tensors, and what the allocator keeps of freed ones: on a GPU torch's max_memory_reserved less the workspaces"
+    ),
+    "phases": (
+        "{phase: GiB}, the peak of each: load, forward, head and loss, backward, update, saving, evaluation, "
+        "generation (where there are samples)"
+    ),
     "phase_memory": "{phase: {category: GiB}} at the peak of each phase, categories as of memory",
     "export": "{category: GiB} at the peak of `preheat export`, a command of its own; None for several devices",
     "peak_phase": "the one that is the peak of all",
@@ -100,14 +117,19 @@ PLAN_KEYS = {
     "tokens_per_second": "predicted",
     "tokens_per_second_interval": "[low, high]: nine in ten measured speeds lay between",
     "mfu": "model FLOPs utilisation, predicted, of the measured matrix rate",
-    "fp32_rate": "FLOP/s of products in fp32, where the recipe computes in bf16 and this device is slower in it; None otherwise",
+    "fp32_rate": (
+        "FLOP/s of products in fp32, where the recipe computes in bf16 and this device is slower in it; None otherwise"
+    ),
     "flops_per_step": "counted by the dry run",
     "parameters": "{total, trained}",
     "steps": "steps of the run",
     "seconds_to_start": "what the run takes once, before its first step: compiling, taken as a minute on a GPU",
     "seconds_total": "predicted time to finish",
     "contended": "whether the machine was busy when its rates were measured, and is still",
-    "pace": "how many times as long as by this machine's rates steps of earlier runs took, in the median of the last nine of 20 s and more: in the predicted seconds; 1 where fewer than three are known",
+    "pace": (
+        "how many times as long as by this machine's rates steps of earlier runs took, in the median of the "
+        "last nine of 20 s and more: in the predicted seconds; 1 where fewer than three are known"
+    ),
     "gives_back": "whether a GPU's allocator must give back freed memory for it to fit, which takes time in each step",
     "heap": "why preheat's heap, whose memory is predicted, will not serve on this machine; None where it will",
     "watts": "of the device's board at most; None where none is known",
@@ -118,25 +140,28 @@ MEMORY_KEYS = {
     "peak_gib": "peak memory, GiB: resident on a CPU, reserved and the context on a GPU",
     "allocated_gib": "on a GPU, of it tensors, with cuBLAS's workspaces",
     "reserved_gib": "on a GPU, what torch's allocator has from the driver for them",
-    "context_gib": "on a GPU, what the process holds beside that, by the driver; left out if it does not tell (pip install nvidia-ml-py)",
+    "context_gib": (
+        "on a GPU, what the process holds beside that, by the driver; left out if it does not tell (pip "
+        "install nvidia-ml-py)"
+    ),
 }
-"""Memory that the event `measured` has, each beside the prediction of `expected_memory`."""
+"""Keys of measured memory in the event `measured`; `expected_memory` gives the prediction of each."""
 
 
 def expected_memory(plan: Mapping[str, Any]) -> dict[str, float | None]:
-    """The predictions that a plan has of `MEMORY_KEYS`; of a GPU's parts only if it was planned for one."""
+    """Returns a plan's predictions of `MEMORY_KEYS`; plans for a CPU have `peak_gib` alone."""
     lines: Mapping[str, float] = plan.get("overhead") or {}
     figures: dict[str, float | None] = {"peak_gib": plan.get("peak_gib")}
     if "context" not in lines:
         return figures
-    for key in ("allocated_gib", "reserved_gib"):  # torch takes the workspaces from its own allocator
+    for key in ("allocated_gib", "reserved_gib"):  # torch's allocator also serves the workspaces
         size = plan.get(key)
         figures[key] = None if size is None else size + (lines.get("workspaces") or 0.0)
     return {**figures, "context_gib": lines["context"]}
 
 
 def strict(value: Any) -> Any:
-    """The same data with null for NaN and infinities, which JSON has no word for.
+    """Returns the same data with None in place of NaN and infinities, which JSON cannot express.
 
     Example:
         >>> strict({"loss": float("nan"), "steps": (1, 2)})
@@ -150,7 +175,7 @@ def strict(value: Any) -> Any:
 
 
 def to_json(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
-    """JSON text of `strict` data: the one way in which preheat writes JSON.
+    """Returns the JSON text of `strict` data. All of preheat writes JSON through this function.
 
     Example:
         >>> to_json({"loss": float("inf"), "name": "ä"})
@@ -165,31 +190,32 @@ def to_json(value: Any, *, indent: int | None = None, default: Callable[[Any], A
 
 
 DEEPEST = 100
-"""Levels of lists and objects in JSON at most: what reads nested values (Python, Jinja, Arrow) gives up at a few hundred."""
+"""Maximum nesting of JSON: readers of nested values (Python, Jinja, Arrow) fail at a few hundred levels."""
 _LARGEST = 2**63
 
 
 class BadJson(ValueError):
-    """JSON that is not read.
+    """Rejected JSON.
 
     Attributes:
-        words: why not.
-        line: of the text, from 1; 0: of no line in particular.
+        words: the reason.
+        line: line of the text, from 1; 0 if the error belongs to no line.
     """
 
-    def __init__(self, words: str, line: int = 0):
-        super().__init__(words)
-        self.words, self.line = words, line
+    def __init__(self, message: str, line: int = 0):
+        super().__init__(message)
+        self.words, self.line = message, line
 
 
 def read_value(text: str | bytes, *, once: bool = False) -> Any:
-    """A value from JSON that a user or another program wrote: the one way in which preheat reads it, with its limits.
+    """Parses JSON of a user or another program, with limits. All of preheat reads foreign JSON through this function.
 
     Args:
-        once: an object that names a field twice is refused; else the last one is taken.
+        once: reject objects that name a field twice; by default the last value wins.
 
     Raises:
-        BadJson: it is no JSON or not UTF-8, is nested deeper than `DEEPEST`, or has a number of thousands of digits.
+        BadJson: the text is not JSON or not UTF-8, is nested deeper than `DEEPEST`, or has a number of thousands of
+            digits.
     """
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -210,16 +236,16 @@ def read_value(text: str | bytes, *, once: bool = False) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = Counter(name for name, _ in pairs)
-        twice = next(name for name, count in names.items() if count > 1)
-        raise BadJson(f"names the field {quoted(twice, 40)} twice; leave one of the two out")
-    return made
+        duplicate = next(name for name, count in names.items() if count > 1)
+        raise BadJson(f"names the field {quoted(duplicate, 40)} twice; leave one of the two out")
+    return fields
 
 
 def _deep(value: Any) -> bool:
-    """Whether a value is nested deeper than is read; without recursion."""
+    """Checks, without recursion, if a value is nested deeper than `DEEPEST`."""
     level = [value]
     for _ in range(DEEPEST + 1):
         level = [
@@ -235,10 +261,10 @@ def _deep(value: Any) -> bool:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Reads JSON of a run's file that may be damaged. NaN and infinities, which earlier versions wrote, become None.
+    """Parses JSON of a run file that may be damaged. NaN and infinities, which earlier versions wrote, become None.
 
     Raises:
-        BadJson: as of `read_value`, or it holds a number out of range.
+        BadJson: as `read_value`, or a number is out of range.
     """
     return _bounded(read_value(text))
 
@@ -256,31 +282,31 @@ def _bounded(value: Any) -> Any:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Writes a file beside, syncs it and renames: a reader never sees half of it, and no file of another name is touched."""
-    beside = path.with_name(f"{path.name[:200]}.{secrets.token_hex(4)}.writing")
+    """Writes a temporary file, syncs it and renames it, so that readers never see half of the text."""
+    temporary = path.with_name(f"{path.name[:200]}.{secrets.token_hex(4)}.writing")
     try:
-        with beside.open("x", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def require_own(path: str | Path, marks: Sequence[str]) -> None:
-    """Checks that writing a file the user named loses nothing: it is new, empty, or preheat wrote it.
+    """Checks that writing to a path the user named loses nothing: the file is new, empty, or was written by preheat.
 
     Args:
-        marks: What such files of preheat begin with, after a `#!` line if there is one; of a page, a tag in its head.
+        marks: beginnings of such files, after a `#!` line if there is one; for HTML, a tag in the head of the page.
 
     Raises:
-        RunError: another file exists there.
+        RunError: the path holds a foreign file.
     """
     path = Path(path)
     try:
-        if not path.exists() or not path.is_file():  # a folder is told when it is written; a device holds nothing
+        if not path.exists() or not path.is_file():  # writing reports a folder; a device loses nothing
             return
         with path.open("rb") as file:
             head = file.read(4096).decode("utf-8", "replace")
@@ -292,21 +318,21 @@ def require_own(path: str | Path, marks: Sequence[str]) -> None:
 
 
 def write_generated(path: str | Path, text: str, mark: str) -> Path:
-    """Writes a file that the user named and may edit afterwards, under a comment line with `mark` and the text's hash.
+    """Writes a file that the user named and may edit later, under a comment line with `mark` and the text's hash.
 
     Args:
-        text: may begin with a `#!` line, which stays the first.
-        mark: a comment, as in "# written by preheat plan".
+        text: may begin with a `#!` line, which stays the first line.
+        mark: a comment, such as "# written by preheat plan".
 
     Raises:
-        RunError: it cannot be written, preheat did not write the file that exists there, or somebody edited that since.
+        RunError: the file cannot be written, exists and was not written by preheat, or was edited since.
     """
     path = Path(path)
     require_own(path, [mark])
     shebang, body = re.fullmatch(r"(#![^\n]*\n)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     if path.is_file() and (old := path.read_text(encoding="utf-8", errors="replace")):
-        found = re.match(rf"(#![^\n]*\n)?{re.escape(mark)}(?: \((\w+)\))?\n", old)
-        if found and found[2] and found[2] != _digest(old[found.end() :]):
+        header = re.match(rf"(#![^\n]*\n)?{re.escape(mark)}(?: \((\w+)\))?\n", old)
+        if header and header[2] and header[2] != _digest(old[header.end() :]):
             raise RunError(f"{path}: was edited since preheat wrote it; name another file, or remove this one")
     return write_asked(path, f"{shebang or ''}{mark} ({_digest(body)})\n{body}")
 
@@ -318,13 +344,14 @@ def _digest(text: str) -> str:
 def write_asked(
     path: str | Path, text: str, *, marks: Sequence[str] = (), fix: str = "name a file in a folder that exists"
 ) -> Path:
-    """`write_atomic` of a file that the user named; returns its path.
+    """Writes a file that the user named by `write_atomic` and returns its path.
 
     Args:
-        marks: See `require_own`; not checked if empty.
+        marks: see `require_own`; no check if empty.
+        fix: advice at the end of the error message.
 
     Raises:
-        RunError: it cannot be written, or another file stands there; `fix` says what to do.
+        RunError: the file cannot be written, or the path holds a foreign file.
     """
     path = Path(path)
     if marks:
@@ -337,7 +364,7 @@ def write_asked(
 
 
 def _mark_of(folder: Path) -> dict[str, Any] | None:
-    """Returns a folder's mark, or None if it has none.
+    """Returns the mark of a folder, or None if it has none.
 
     Raises:
         RunError: the mark is damaged.
@@ -355,14 +382,14 @@ def _mark_of(folder: Path) -> dict[str, Any] | None:
 
 
 def claim(folder: str | Path, kind: str, files: Sequence[str]) -> None:
-    """Makes a folder ready for files of preheat that are written into it, and marks it.
+    """Creates a folder for results of preheat and marks it.
 
     Args:
-        kind: of result, as in "bench".
-        files: names that are written; a marked folder may hold others beside them.
+        kind: kind of result, such as "bench".
+        files: names of the files to be written; a marked folder may list more.
 
     Raises:
-        RunError: the folder holds other files than those an earlier call wrote, or cannot be written.
+        RunError: the folder holds files that no earlier call wrote, or cannot be written.
     """
     folder = Path(folder)
     mark = _mark_of(folder)
@@ -387,7 +414,7 @@ def _some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(shorten(name, 40) for name in names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-# Each check answers whether a value that was read is what its file should hold.
+# A check returns True if a value has the type and form that its file requires.
 _Check = Callable[[Any], bool]
 
 
@@ -420,14 +447,14 @@ def _map(check: _Check) -> _Check:
 
 
 def _has(**checks: _Check) -> _Check:
-    """A mapping that has each of these keys."""
+    """Checks for a mapping with all of these keys."""
     return lambda value: (
         isinstance(value, dict) and all(key in value and check(value[key]) for key, check in checks.items())
     )
 
 
 def _may_have(**checks: _Check) -> _Check:
-    """A mapping in which those of these keys that it has are right."""
+    """Checks for a mapping whose values are valid for every one of these keys that it has."""
     return lambda value: isinstance(value, dict) and all(check(value[k]) for k, check in checks.items() if k in value)
 
 
@@ -439,13 +466,13 @@ _real = _none_or(_number)
 
 
 def _parts(value: Any) -> bool:
-    """Parts of a result: their places, and a value each."""
+    """Checks the parts of a result: equal, known keys that locate each part, and a value each."""
     if not _list(_both(_map(_real), _has(value=_real)))(value):
         return False
     places = [{key for key in part if key not in ("low", "high", "value")} for part in value]
     known = ({"length", "depth"}, {"start", "end"}, {"length", "share"})
-    whole = all(part[key] is not None for part, place in zip(value, places, strict=True) for key in place)
-    return whole and all(place == places[0] and place in known for place in places)
+    complete = all(part[key] is not None for part, place in zip(value, places, strict=True) for key in place)
+    return complete and all(place == places[0] and place in known for place in places)
 
 
 _RESULT = _both(
@@ -502,7 +529,7 @@ _FILES: dict[str, dict[str, _Check]] = {
         "classes": _none_or(_list(_text)),
     },
 }
-"""File -> key -> check of its value; "" stands for every other key."""
+"""File -> key -> check of its value; the key "" applies to all other keys."""
 
 _EVENTS: dict[str, _Check] = {
     "resumed": _has(step=_count),
@@ -532,7 +559,7 @@ _EVENTS: dict[str, _Check] = {
     "baseline": _may_have(**dict.fromkeys(("vocabulary", "unigram", "bigram"), _real)),
 }
 is_failure = _EVENTS["out_of_memory"]
-"""Whether a value is a lack of memory as `training.recovery.fallback_log.Failure` has it."""
+"""Checks for an out-of-memory event in the form of `training.recovery.fallback_log.Failure`."""
 _EVENT = _both(_has(kind=_text), _may_have(time=_time, step=_count))
 _METRIC = _both(
     _has(step=_count),
@@ -548,16 +575,16 @@ def _sample(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _MOST = 1 << 28
-"""Bytes of a JSON file that is read: what a run writes is far smaller."""
+"""Maximum size of a JSON file in bytes; runs write far smaller ones."""
 _LINE = 16 << 20
-"""Bytes of a line that is read."""
+"""Maximum length of a line in bytes."""
 
 
 def _bytes(file: Path) -> bytes:
-    """A file's bytes.
+    """Returns the bytes of a file.
 
     Raises:
-        ValueError: it is no file, cannot be read, or is far larger than what a run writes.
+        ValueError: the path is not a file, cannot be read, or is larger than `_MOST`.
     """
     try:
         if not file.is_file():
@@ -570,10 +597,10 @@ def _bytes(file: Path) -> bytes:
 
 
 class Reader:
-    """Reads a run, finished or still going on. What is damaged is left out.
+    """Reads a finished or running run, leaving out damaged data.
 
     Attributes:
-        damaged: file -> what was left out of it and why, as far as was read.
+        damaged: file -> what was left out and why, for the files read so far.
 
     Example:
         >>> run = Reader("runs/demo")                                   # doctest: +SKIP
@@ -588,15 +615,15 @@ class Reader:
 
     @property
     def words(self) -> list[str]:
-        """What was damaged, a line each."""
+        """Damage found so far, one line per file."""
         return [f"{name}: {what}" for name, what in self.damaged.items()]
 
     @property
     def id(self) -> str:
-        """The identity that the run's checkpoints carry.
+        """The run's identity, which its checkpoints carry.
 
         Raises:
-            RunError: it has none, or the file is damaged.
+            RunError: the run has no identity, or the file is damaged.
         """
         mark = _mark_of(self.path)
         if mark is None:
@@ -613,23 +640,25 @@ class Reader:
         if not file.exists():
             return {}
         try:
-            found = parse_json(_bytes(file))
+            content = parse_json(_bytes(file))
         except ValueError as error:
             self.damaged[name] = f"left out: {error}"
             return {}
-        if not isinstance(found, dict):
-            self.damaged[name] = f"left out: it holds {quoted(found)} in place of keys"
+        if not isinstance(content, dict):
+            self.damaged[name] = f"left out: it holds {quoted(content)} in place of keys"
             return {}
         checks = _FILES[name]
-        wrong = [
-            key for key in found if (check := checks.get(key) or checks.get("")) is not None and not check(found[key])
+        invalid = [
+            key
+            for key in content
+            if (check := checks.get(key) or checks.get("")) is not None and not check(content[key])
         ]
-        if wrong:
-            self.damaged[name] = f"left out {_some(wrong)}, whose values are not what belongs there"
-        return {key: value for key, value in found.items() if key not in wrong}
+        if invalid:
+            self.damaged[name] = f"left out {_some(invalid)}, whose values are not what belongs there"
+        return {key: value for key, value in content.items() if key not in invalid}
 
     def all_damaged(self) -> list[str]:
-        """Reads every file of the run; what was damaged, a line each."""
+        """Reads every file of the run and returns the damage, one line per file."""
         _ = self.plan, self.environment, self.changes, self.evaluation, self.before, self.metrics(), self.events()
         return self.words
 
@@ -638,19 +667,21 @@ class Reader:
         """The recipe as YAML.
 
         Raises:
-            RunError: it cannot be read.
+            RunError: the file cannot be read.
         """
         file = self.path / "recipe.yaml"
         try:
             return _bytes(file).decode("utf-8")
         except UnicodeDecodeError:
-            words = "it is not text in UTF-8"
+            reason = "it is not text in UTF-8"
         except ValueError as error:
-            words = str(error)
-        raise RunError(f"{file}: is damaged ({words}); put back a whole copy of it, or train again into another folder")
+            reason = str(error)
+        raise RunError(
+            f"{file}: is damaged ({reason}); put back a whole copy of it, or train again into another folder"
+        )
 
     def recipe_shown(self) -> tuple[dict[str, Any], str]:
-        """The recipe as plain values, unchecked, and as text, for those who only show it. What cannot be read is left out."""
+        """Returns the recipe as unchecked plain values and as text, for display; empty if it cannot be read."""
         from preheat.recipe.yaml_io import compose
 
         text = ""
@@ -676,29 +707,29 @@ class Reader:
 
     @property
     def evaluation(self) -> dict[str, Any]:
-        """The newest evaluation with intervals and, after a first step, beside the one before it; empty without any."""
+        """The newest evaluation with intervals, compared with the one before training after a step; {} if none."""
         return self._json("evaluation.json")
 
     @property
     def before(self) -> dict[str, Any]:
-        """What was measured before the first step, as `evaluation.results.kept` wrote it; empty without any."""
+        """The evaluation before the first step, as written by `evaluation.results.kept`; {} if there is none."""
         return self._json("before.json")
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the rows are; empty where the run does not say.
+        """Source, layout and counts of the data; {} if the run has no data.json.
 
         Raises:
-            RunError: it is damaged: how chats are laid out and what the classes are cannot be left out.
+            RunError: the file is damaged. Readers need the layout of chats and the classes, so nothing may be left out.
         """
-        found = self._json("data.json")
+        values = self._json("data.json")
         if reason := self.damaged.get("data.json"):
             raise RunError(f"{self.path / 'data.json'}: is damaged ({reason}); put back a whole copy of it")
-        return found
+        return values
 
     def _lines(self, name: str, check: _Check) -> Iterator[dict[str, Any]]:
-        """The whole lines of a JSONL file; a last line that is still being written is left out."""
-        file, wrong = self.path / name, list[str]()
+        """Yields the valid lines of a JSONL file, without a last line that is still being written."""
+        file, invalid = self.path / name, list[str]()
         if not file.exists():
             return
         if not file.is_file():
@@ -712,52 +743,56 @@ class Reader:
                     if len(line) == _LINE and not line.endswith(b"\n"):
                         while (more := stream.readline(_LINE)) and not more.endswith(b"\n"):
                             pass
-                        wrong.append(f"line {number} (longer than {_LINE >> 20} MiB)")
+                        invalid.append(f"line {number} (longer than {_LINE >> 20} MiB)")
                         continue
                     if not line.endswith(b"\n") or line.isspace():
                         continue
                     try:
                         value = parse_json(line)
                     except ValueError as error:
-                        wrong.append(f"line {number} ({error})")
+                        invalid.append(f"line {number} ({error})")
                         continue
                     if check(value):
                         yield value
                     else:
-                        wrong.append(f"line {number} ({quoted(line.decode('utf-8').strip(), 60)})")
+                        invalid.append(f"line {number} ({quoted(line.decode('utf-8').strip(), 60)})")
         except OSError as error:
-            wrong.append(f"the rest, which cannot be read ({error.strerror})")
-        if wrong:
-            others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            self.damaged[name] = f"left out {shorten(wrong[0], 160)}{others}"
+            invalid.append(f"the rest, which cannot be read ({error.strerror})")
+        if invalid:
+            others = f" and {len(invalid) - 1} more" if len(invalid) > 1 else ""
+            self.damaged[name] = f"left out {shorten(invalid[0], 160)}{others}"
 
     def _rows(self, steps: bool) -> list[dict[str, Any]]:
         by_step = {line["step"]: line for line in self._lines("metrics.jsonl", _METRIC) if ("loss" in line) is steps}
         return [by_step[step] for step in sorted(by_step)]
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict a step. Steps that were taken again after a crash stand once, as last taken. A loss that was not finite is NaN."""
+        """Returns one dict per step; for a step repeated after a crash, the last. Non-finite losses are NaN."""
         not_finite = {"loss": math.nan, "gradient_norm": math.nan}
         return [
             line | {k: v for k, v in not_finite.items() if k in line and line[k] is None} for line in self._rows(True)
         ]
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """One dict an evaluation: {step, validation_loss, tokens, forgetting_loss, tasks: {name: {metric: value}}}, as far as measured."""
+        """Returns one dict per evaluation; keys that were not measured are missing.
+
+        Keys: {step, validation_loss, tokens, forgetting_loss, tasks: {name: {metric: value}}}.
+        """
         return self._rows(False)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        def right(event: Any) -> bool:
+        def is_valid(event: Any) -> bool:
             return _EVENT(event) and _EVENTS.get(event["kind"], _may_have())(event)
 
-        return [e for e in self._lines("events.jsonl", right) if kind is None or e["kind"] == kind]
+        return [e for e in self._lines("events.jsonl", is_valid) if kind is None or e["kind"] == kind]
 
     def samples(self) -> list[dict[str, Any]]:
-        """[{prompt, before, text, expected}]: the texts written last, each beside what the model wrote to that prompt before its first step.
+        """Returns the last samples as [{prompt, before, text, expected}]; a missing text is None.
 
-        expected: the answer of the validation row that the prompt is from, if it is from one. A text that is missing is None.
+        before: the text generated for the same prompt before the first step. expected: the answer of the validation row
+        that the prompt comes from, if it comes from one.
         """
-        found: dict[str, dict[str, Any]] = {}
+        by_prompt: dict[str, dict[str, Any]] = {}
         fresh = True
         for event in self.events():
             if event["kind"] in ("started", "resumed"):
@@ -765,38 +800,38 @@ class Reader:
             elif event["kind"] == "sample":
                 key = json.dumps(event.get("prompt"))
                 if event.get("step") == 0:
-                    found[key] = _sample(event) | {"before": event.get("text")}
+                    by_prompt[key] = _sample(event) | {"before": event.get("text")}
                     continue
-                if fresh:  # another session wrote after other prompts, perhaps
-                    found = {k: {**v, "text": None} for k, v in found.items() if v["before"] is not None}
+                if fresh:  # the session may have had other prompts
+                    by_prompt = {k: {**v, "text": None} for k, v in by_prompt.items() if v["before"] is not None}
                 fresh = False
-                found.setdefault(key, _sample(event))["text"] = event.get("text")
-        written = [v for v in found.values() if v["text"] is not None]
-        return written or list(found.values())
+                by_prompt.setdefault(key, _sample(event))["text"] = event.get("text")
+        written = [v for v in by_prompt.values() if v["text"] is not None]
+        return written or list(by_prompt.values())
 
     def measured(self) -> dict[str, Any]:
-        """{peak_gib, tokens_per_second, ...} of the last session; empty while the first goes on."""
-        found = self.events("measured")
-        return found[-1] if found else {}
+        """Returns {peak_gib, tokens_per_second, ...} of the last session; {} during the first one."""
+        events = self.events("measured")
+        return events[-1] if events else {}
 
     def finished(self) -> dict[str, Any] | None:
-        """The event that ended the run, where no session followed it."""
+        """Returns the event that ended the run, or None if it has not ended or was resumed since."""
         last = [e for e in self.events() if e["kind"] in ("started", "resumed", "finished")][-1:]
         return last[0] if last and last[0]["kind"] == "finished" else None
 
 
 _BEGINNING = ("plan.json", "changes.json", "data.json", "environment.json", "events.jsonl", "lock", MARK)
-"""What a run writes before it has a recipe.yaml, beside tokenizer/ and an empty checkpoints/."""
+"""Files that a run writes before recipe.yaml, in addition to tokenizer/ and an empty checkpoints/."""
 _PARTIAL = re.compile(
     rf"(?:{'|'.join(map(re.escape, (*_BEGINNING, 'recipe.yaml')))})\.[0-9a-f]{{8}}\.writing|tokenizer\.writing"
 )
 
 
 def _written(folder: Path, mark: Mapping[str, Any] | None) -> tuple[list[Path], list[Path]]:
-    """(files, folders) that the beginning of a run has written into its folder, as far as they are there."""
+    """Returns the existing (files, folders) that a run wrote into its folder before its recipe.yaml."""
 
     def is_own(place: Path) -> bool:
-        """Whether no link leads there, out of the folder: preheat makes none."""
+        """Returns False if the path goes through a symbolic link: preheat makes none, and it may lead elsewhere."""
         return not any(p.is_symlink() for p in (place, *place.parents) if p != folder and p.is_relative_to(folder))
 
     files = [folder / name for name in _BEGINNING if (folder / name).is_file()]
@@ -807,23 +842,23 @@ def _written(folder: Path, mark: Mapping[str, Any] | None) -> tuple[list[Path], 
         if place.is_relative_to(folder / "tokenizer") and ".." not in place.parts and place.is_file():
             files.append(place)
             folders += [above for above in place.parents if above.is_relative_to(folder / "tokenizer")]
-    beside = folder / "tokenizer.writing"
-    if mark and beside.is_dir() and is_own(beside):  # nobody else's: the folder was empty when it was marked
-        folders.append(beside)
-        for place in beside.rglob("*"):
+    unfinished = folder / "tokenizer.writing"
+    if mark and unfinished.is_dir() and is_own(unfinished):  # ours: the folder was empty when it was marked
+        folders.append(unfinished)
+        for place in unfinished.rglob("*"):
             (folders if place.is_dir() and not place.is_symlink() else files).append(place)
     return [*filter(is_own, files)], sorted(filter(is_own, set(folders)), key=lambda path: -len(path.parts))
 
 
 def _strangers(folder: Path) -> list[str]:
-    """Names in a folder that keep a new run from beginning there: all that is not left of an interrupted beginning.
+    """Returns the names in a folder that are not left from an interrupted start, and so rule out a new run there.
 
     Raises:
-        RunError: its mark is damaged, or it is marked as something else.
+        RunError: the mark of the folder is damaged.
     """
     names = sorted(os.listdir(folder))
     mark = _mark_of(folder)
-    if mark is None:  # a process may have ended between its first two files
+    if mark is None:  # the process may have ended between its first two files
         begun = [n for n in names if (n == "lock" or _PARTIAL.fullmatch(n)) and (folder / n).is_file()]
         return [
             n
@@ -838,28 +873,28 @@ def _strangers(folder: Path) -> list[str]:
 
 
 def check_folder(path: Path, *, resume: bool) -> None:
-    """Whether a run may begin in a folder, or go on there. Nothing is written.
+    """Checks that a run can start or resume in a folder, without writing anything.
 
     Raises:
-        RunError: it holds a run already or other files, or no run to resume, or it cannot be written there.
+        RunError: the folder holds a run or foreign files, or no run to resume, or is not writable.
     """
     try:
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        if not there.is_dir():
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not existing.is_dir():
             raise _unwritable(path, "Not a directory")
-        if not os.access(there, os.W_OK | os.X_OK | os.R_OK):
+        if not os.access(existing, os.W_OK | os.X_OK | os.R_OK):
             raise _unwritable(path, "Permission denied")
-        holds = (path / "recipe.yaml").exists()
+        has_recipe = (path / "recipe.yaml").exists()
         if resume:
-            if not holds:
+            if not has_recipe:
                 raise RunError(f"{path}: holds no run to resume; run it without --resume first")
             _ = Reader(path).id
             return
-        if holds and _mark_of(path) is not None:
+        if has_recipe and _mark_of(path) is not None:
             raise RunError(
                 f"{path}: holds a run already; add --resume to go on with it, or name another folder with --out"
             )
-        if there == path and (names := _strangers(path)):
+        if existing == path and (names := _strangers(path)):
             raise RunError(
                 f"{path}: holds files of something else ({_some(names)}), which a run could overwrite; "
                 "name an empty or new folder with --out"
@@ -873,16 +908,17 @@ def _unwritable(path: Path, why: str | None) -> RunError:
 
 
 class Writer:
-    """Writes a run. One writer a folder: a second one is refused while the first lives.
+    """Writes a run. A lock admits one writer per folder.
 
     Args:
-        path: the folder. A new run needs one that is new or empty; `resume` needs one that holds a run.
+        path: the folder; new or empty for a new run.
+        resume: continue the run that the folder holds.
 
     Attributes:
         id: the run's identity, which its checkpoints carry.
 
     Raises:
-        RunError: the folder holds a run already or other files, cannot be written, or another process writes it.
+        RunError: the folder holds a run or foreign files, cannot be written, or is locked by another process.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False):
@@ -894,7 +930,7 @@ class Writer:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._locked()
             try:
-                check_folder(self.path, resume=resume)  # another process may have begun a run there by now
+                check_folder(self.path, resume=resume)  # again under the lock: another process may have started a run
                 if not resume:
                     self._remove()
                     self._mark = {"kind": "run", "id": uuid.uuid4().hex, "files": list[str]()}
@@ -908,7 +944,7 @@ class Writer:
             raise _unwritable(self.path, error.strerror) from None
 
     def _locked(self) -> TextIO:
-        """The open file whose lock keeps other processes away; the system frees it when this process ends, however it does."""
+        """Returns the locked file, which keeps other writers away; the system releases it when this process ends."""
         file = self.path / "lock"
         while True:
             lock = file.open("a")
@@ -919,32 +955,33 @@ class Writer:
             except BlockingIOError:
                 lock.close()
                 raise RunError(
-                    f"{self.path}: another process is writing this run; wait for it or end it, or name another folder with --out"
+                    f"{self.path}: another process is writing this run; wait for it or end it, or name "
+                    "another folder with --out"
                 ) from None
             except OSError:
                 lock.close()
                 raise
-            lock.close()  # the process that held it has removed the file: a third could make and lock another
+            lock.close()  # its former holder deleted the file, so a third process could create and lock another: retry
 
     def _remove(self) -> None:
-        """Removes what the beginning of a run has written, and nothing else; the lock stays."""
+        """Removes the files that a run writes before its recipe.yaml and nothing else; the lock stays."""
         files, folders = _written(self.path, _mark_of(self.path))
         for file in files:
             if file.name != "lock" or file.parent != self.path:
                 file.unlink(missing_ok=True)
         for folder in folders:
-            with contextlib.suppress(OSError):  # it holds something that is not ours
+            with contextlib.suppress(OSError):  # the folder holds foreign files
                 folder.rmdir()
 
     def take_back(self) -> None:
-        """Ends a run that never began: removes all that was written of it, and the folder if this made it."""
+        """Removes a run that never started training, and its folder if this writer created it."""
         self._close_files()
         if (self.path / "recipe.yaml").exists() or not (self.path / MARK).exists():
             self._lock.close()
             return
         self._remove()
         (self.path / "lock").unlink(missing_ok=True)
-        self._lock.close()  # last: until then no other process begins a run here
+        self._lock.close()  # last, so that no other process starts a run here earlier
         if self._own_folder:
             with contextlib.suppress(OSError):
                 self.path.rmdir()
@@ -959,15 +996,15 @@ class Writer:
         self.text(name, to_json(value, indent=1) + "\n")
 
     def folder(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Writes a folder of the run: `write` fills it. Its files are written down in the mark, so that they can be taken back."""
-        beside = self.path / f"{name}.writing"
+        """Writes a folder of the run, filled by `write`, and lists its files in the mark for `take_back`."""
+        temporary = self.path / f"{name}.writing"
         try:
-            beside.mkdir()
-            write(beside)
-            files = sorted(p.relative_to(beside).as_posix() for p in beside.rglob("*") if p.is_file())
+            temporary.mkdir()
+            write(temporary)
+            files = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
             self._mark["files"] = [f"{name}/{file}" for file in files]
             self.json(MARK, self._mark)
-            beside.rename(self.path / name)
+            temporary.rename(self.path / name)
         except OSError as error:
             raise RunError(f"{self.path / name}: cannot be written ({error.strerror or error})") from None
 
@@ -978,7 +1015,7 @@ class Writer:
                 path = self.path / name
                 cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
                 file = self._files[name] = path.open("a", encoding="utf-8")
-                if cut:  # a killed writer left half a line: end it, so that ours stands alone
+                if cut:  # a killed writer left half a line: end it
                     file.write("\n")
             file.write(to_json(value) + "\n")
             file.flush()
@@ -1004,7 +1041,7 @@ class Writer:
 
 
 class Silent(Writer):
-    """The writer of a process whose run another one writes down."""
+    """Writes nothing; for the ranks whose run is recorded by rank 0."""
 
     def __init__(self, path: str | Path):
         self.path, self.id = Path(path), ""

@@ -1,4 +1,4 @@
-"""Makes foreign text safe to show: control characters become visible, long values are shortened. No torch."""
+"""Makes foreign text safe to display: replaces control characters and shortens long values. No torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 __all__ = ["clean", "percent", "quoted", "shorten"]
 
-# Neither a page nor a terminal must receive these: control characters, direction overrides (they reorder what follows),
+# Unsafe in a page or a terminal: control characters, direction overrides (they reorder the text behind them), and
 # lone surrogates.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
 def clean(text: Any) -> str:
-    """Returns the text with control characters shown (as U+2400 and on) instead of obeyed; line feeds and tabs stay.
+    """Returns the text with control characters replaced by visible ones (from U+2400); line feeds and tabs stay.
 
     Example:
         >>> clean("a\\x1b[31mb")
@@ -28,7 +28,7 @@ def clean(text: Any) -> str:
 
 
 def percent(share: float) -> str:
-    """Returns a share of one in percent.
+    """Returns a fraction as a percentage.
 
     Example:
         >>> percent(0.344)
@@ -53,7 +53,7 @@ def shorten(text: str, limit: int = 80) -> str:
 
 
 def quoted(value: Any, limit: int = 80) -> str:
-    """Returns a foreign value as an error message quotes it: its `repr`, shortened. Never raises, whatever the value.
+    """Returns the shortened `repr` of a foreign value, for error messages. Never raises.
 
     Example:
         >>> quoted("a" * 5000, 16), quoted(3)

@@ -1,26 +1,26 @@
-"""What the model reads: source -> documents -> tokens (cached) -> packed rows -> batches. Importing this imports no torch.
+"""Data pipeline: sources -> documents -> tokens (cached) -> packed rows -> batches. Importing this imports no torch.
 
-sources.py                 where documents come from: standard library, files, folders, `datasets`
+sources.py                 sources of documents: standard library, files, folders, `datasets`
 rows/file_readers.py       text, JSONL, JSON, CSV and Parquet, with the file and the row in every error
-rows/example_kinds.py      what rows hold and objectives read: text, pairs, liked answers or classes; whether the two fit
+rows/example_kinds.py      kinds of examples (text, pairs, liked answers, classes) and the check against the objective
 rows/schemas.py            the layouts by name, and their fields
-rows/formats.py            what the fields of a row mean, recognised or stated, and the document that it becomes
-chat/messages.py           the field's ways to write a conversation as messages
-chat/template.py           chat templates: messages as text, and what of it the assistant wrote (marked, or proven by rendering)
-chat/builtin_templates.py  the templates that are known by name
+rows/formats.py            detects the layout of rows and turns each row into a document
+chat/messages.py           reads the common formats of conversations as messages
+chat/template.py           renders messages with chat templates and finds the assistant's text (by marks or by
+rendering) chat/builtin_templates.py  the built-in chat templates
 tokenizer.py               the model's tokenizer, or a byte-level BPE trained here
-cache.py                   folders keyed by content; a damaged one is built again
-split.py                   training or validation: a document's content decides
-preflight.py               the checks, each with a name: what blocks and what is told
-preflight_corpus.py        what the checks find once all is read
-tokenize_corpus.py         documents to tokens in files; what is killed goes on where it stopped
-preparation.py             all of it together: the token cache, the rows, and what was counted
-preview.py                 prepared data as figures and text, for `preheat data`
+cache.py                   folders keyed by content; damaged ones are rebuilt
+split.py                   train/validation split by content hash
+preflight.py               named checks of the data, which block training or warn
+preflight_corpus.py        checks that need the whole corpus
+tokenize_corpus.py         tokenizes documents into files; resumes after a kill
+preparation.py             runs the pipeline: token cache, packed rows, counts
+preview.py                 statistics and examples of prepared data, for `preheat data`
 packing.py                 rows: tokens, labels, positions and document lengths
-streaming.py               rows packed while the source is read
-loader.py                  the order of rows, and batches of torch tensors
-difficulty.py              scores of rows, and the order that begins with the easy ones
-ngram_baselines.py         unigram and bigram losses to compare a model with
+streaming.py               packs rows while the source is read
+loader.py                  order of rows, and batches of torch tensors
+difficulty.py              difficulty scores of rows, and the easy-to-hard order
+ngram_baselines.py         unigram and bigram losses as baselines
 """
 
 from __future__ import annotations

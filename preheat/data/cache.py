@@ -1,4 +1,4 @@
-"""A folder of entries keyed by content. An entry is written beside, then renamed; a damaged one is built again.
+"""Content-addressed cache of folders. Entries are written to a temporary folder and renamed; damaged ones are rebuilt.
 
 <root>/<kind>-<key>/entry.json   {"files": {name: blake2b}, "values": {...}, "seal": blake2b of both}
 <root>/<kind>-<key>/...          the files
@@ -23,7 +23,7 @@ from preheat.run_dir import to_json
 __all__ = ["entry", "read_entry"]
 
 STALE = 24 * 3600
-"""A half-written folder of this age, in seconds, was left by a killed process."""
+"""Age in seconds above which a partial folder is removed, as left by a killed process."""
 
 
 def _checksum(path: Path) -> str:
@@ -32,22 +32,17 @@ def _checksum(path: Path) -> str:
 
 
 def read_entry(folder: Path) -> dict[str, Any] | None:
-    """What an entry holds, {"files", "values"}; None when it is absent or any byte of it has changed."""
+    """Returns an entry's {"files", "values"}, or None if the entry is absent or any byte of it has changed."""
     try:
-        found: dict[str, Any] = json.loads((folder / "entry.json").read_bytes())
-        whole = found["seal"] == _seal(found["files"], found["values"])
+        content: dict[str, Any] = json.loads((folder / "entry.json").read_bytes())
+        intact = content["seal"] == _seal(content["files"], content["values"])
         return (
-            found if whole and all(_checksum(folder / name) == mark for name, mark in found["files"].items()) else None
+            content
+            if intact and all(_checksum(folder / name) == mark for name, mark in content["files"].items())
+            else None
         )
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):  # gone, cut, or not what we wrote
-        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # missing, truncated or not written by us
 
 
 def _seal(files: dict[str, str], values: dict[str, Any]) -> str:
@@ -55,38 +50,39 @@ def _seal(files: dict[str, str], values: dict[str, Any]) -> str:
 
 
 def entry(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
-    """The folder of an entry and what it holds; `build(folder)` writes its files and returns its values when it is needed.
+    """Returns the folder of an entry and its content; on a miss, `build(folder)` writes the files and returns the
+    values.
 
     Raises:
-        DataError: the cache cannot be written. Whatever `build` raises passes, and leaves nothing behind.
+        DataError: the cache cannot be written. Exceptions of `build` pass through and leave nothing behind.
     """
     folder = root / name
-    if (found := read_entry(folder)) is not None:
-        return folder, found
+    if (content := read_entry(folder)) is not None:
+        return folder, content
     try:
-        make_private(root)  # of the user alone: it holds what their data says
+        make_private(root)  # readable by the user alone: it holds their data
         for left in root.glob(".partial-*"):
             if time.time() - left.stat().st_mtime > STALE:
                 shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=root, ignore_cleanup_errors=True) as made:
-            new = Path(made) / "entry"
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=root, ignore_cleanup_errors=True) as temporary:
+            new = Path(temporary) / "entry"
             new.mkdir(mode=0o700)
-            values = json.loads(json.dumps(build(new)))  # as it will be read
+            values = json.loads(json.dumps(build(new)))  # in the form in which a later hit reads them
             files = {p.relative_to(new).as_posix(): _checksum(p) for p in sorted(new.rglob("*")) if p.is_file()}
             (new / "entry.json").write_text(
                 to_json({"files": files, "values": values, "seal": _seal(files, values)}), encoding="utf-8"
             )
-            with contextlib.suppress(OSError):  # a damaged entry goes; that there is none is the usual case
-                folder.rename(Path(made) / "damaged")
-            with contextlib.suppress(OSError):  # another process was first: its entry has the same content
+            with contextlib.suppress(OSError):  # removes a damaged entry; usually there is none
+                folder.rename(Path(temporary) / "damaged")
+            with contextlib.suppress(OSError):  # another process was first, with the same content
                 new.rename(folder)
     except OSError as error:
         raise DataError(
             f"cache {root}: cannot be written ({error.strerror or error}); set PREHEAT_CACHE to a folder with room"
         ) from None
-    found = read_entry(folder)
-    if found is None:
+    content = read_entry(folder)
+    if content is None:
         raise DataError(
             f"cache {folder}: does not hold what was written to it; set PREHEAT_CACHE to a folder on a sound disk"
         )
-    return folder, found
+    return folder, content

@@ -1,6 +1,6 @@
-"""How hard rows are, by cheap measures or by a file; and the order that begins with the easy ones.
+"""Difficulty scores of rows, computed or read from a file, and the easy-to-hard order of a curriculum.
 
-Difficulty has no unit: only the order of rows by it counts. Importing this imports no torch.
+Scores have no unit: only the order of rows counts. Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ __all__ = ["by_length", "by_rarity", "from_file", "growing_order"]
 
 
 def growing_order(ranked: np.ndarray, pool: Callable[[int], int], seed: int) -> Iterator[int]:
-    """Rows without end, in passes over a pool that grows: each pass reads each row of the pool once, in an order of its own.
+    """Yields rows without end, in passes over a growing pool; each pass reads every row of the pool once in a random
+    order.
 
-    A row that enters the pool takes part in the pass that is under way. Where the pool is everything from the beginning, this is the
-    plain order of `loader.sample_order`.
+    Rows that enter the pool join the current pass. With a pool of all rows from the beginning, this is the order of
+    `loader.sample_order`.
 
     Args:
-        ranked: [rows] numbers of rows, the easiest first.
-        pool: number of a sample, from 0 -> how many of them may be drawn; at least 1, never falling.
-        seed: decides the order.
+        ranked: [rows] row numbers, the easiest first.
+        pool: sample, from 0 -> size of the pool; at least 1 and never decreasing.
+        seed: seed of the order.
 
     Example:
         >>> order = growing_order(np.array([4, 2, 0, 1, 3]), lambda n: 2 if n < 4 else 5, seed=0)
@@ -54,69 +55,73 @@ def growing_order(ranked: np.ndarray, pool: Callable[[int], int], seed: int) -> 
 
 
 def _keys(count: int, seed: int, turn: int) -> np.ndarray:
-    """What `packing.permutation` sorts by."""
+    """Returns the keys that `packing.permutation` sorts by."""
     return np.random.Philox(np.random.SeedSequence((seed, turn))).random_raw(count)
 
 
 def by_length(rows: Rows) -> np.ndarray:
-    """[rows] mean length of the document that a token of the row stands in, in tokens."""
+    """Returns [rows], the mean over a row's tokens of the length of their document, in tokens."""
     return _of_documents(rows, np.diff(rows.tokens.ends, prepend=0).astype(np.float64))
 
 
 def by_rarity(rows: Rows) -> np.ndarray:
-    """[rows] mean of -log p over the labels of the row, by their counts in the training data, in nats (Platanios et al. 2019)."""
+    """Returns [rows], the mean unigram surprisal of a row's labels in nats (Platanios et al. 2019)."""
     counts = np.bincount(np.asarray(rows.tokens.ids), minlength=1)
     surprise = -np.log(np.maximum(counts, 1) / max(counts.sum(), 1))
-    made: np.ndarray = np.zeros(len(rows))
+    scores: np.ndarray = np.zeros(len(rows))
     for n in range(len(rows)):
         labels = rows.row(n).labels
         trained = labels[labels != IGNORED]
-        made[n] = surprise[trained].mean() if len(trained) else 0.0
-    return made
+        scores[n] = surprise[trained].mean() if len(trained) else 0.0
+    return scores
 
 
 def _of_documents(rows: Rows, scores: np.ndarray) -> np.ndarray:
-    """Scores of documents as scores of rows: the mean over the row's tokens of text."""
-    made: np.ndarray = np.zeros(len(rows))
+    """Averages scores of documents over the tokens of each row, without padding."""
+    row_scores: np.ndarray = np.zeros(len(rows))
     for n in range(len(rows)):
         documents, sizes = rows.contents(n)
-        made[n] = float(np.average(scores[documents], weights=sizes)) if len(documents) else 0.0
-    return made
+        row_scores[n] = float(np.average(scores[documents], weights=sizes)) if len(documents) else 0.0
+    return row_scores
 
 
 def from_file(path: Path, rows: Rows) -> np.ndarray:
-    """[rows] scores that a file states, one number a training document or one a row, the easy low.
+    """Reads [rows] scores from a file with one number per training document or per row, low for easy.
 
     Args:
-        path: .npy ([n]), .txt (a number a line) or .jsonl (a number a line, or an object with "score").
+        path: .npy ([n]), .txt (one number per line) or .jsonl (one number, or object with "score", per line).
 
     Raises:
-        DataError: the file cannot be read, holds what is no finite number, or has neither as many as documents nor as rows.
+        DataError: the file cannot be read, holds a value that is not a finite number, or its length is neither the
+            number of documents nor that of rows.
     """
     path = expanded("techniques.difficulty_curriculum.scores", path)
     try:
-        found = _read(path)
+        scores = _read(path)
     except OSError as error:
         raise DataError(
             f"techniques.difficulty_curriculum.scores: {path}: cannot be read ({error.strerror or error})"
         ) from None
-    if found.ndim != 1 or not np.isfinite(found).all():
-        bad = (
-            f"line {int(np.argmin(np.isfinite(found))) + 1} is no finite number"
-            if found.ndim == 1
-            else f"has shape {found.shape}"
+    if scores.ndim != 1 or not np.isfinite(scores).all():
+        problem = (
+            f"line {int(np.argmin(np.isfinite(scores))) + 1} is no finite number"
+            if scores.ndim == 1
+            else f"has shape {scores.shape}"
         )
         raise DataError(
-            f"techniques.difficulty_curriculum.scores: {path}: {bad}; write one finite number for each document or row"
+            f"techniques.difficulty_curriculum.scores: {path}: {problem}; write one finite number for each "
+            "document or row"
         )
     documents = len(rows.tokens.ends)
-    if len(found) == documents:
-        return _of_documents(rows, found)
-    if len(found) == len(rows):
-        return found
+    if len(scores) == documents:
+        return _of_documents(rows, scores)
+    if len(scores) == len(rows):
+        return scores
     raise DataError(
-        f"techniques.difficulty_curriculum.scores: {path}: holds {len(found):,} numbers, but there are {documents:,} training documents (those held out for validation "
-        f"and those left out are not counted: see data.json of a run) and {len(rows):,} rows; write one for each of either"
+        f"techniques.difficulty_curriculum.scores: {path}: holds {len(scores):,} numbers, but there are "
+        f"{documents:,} training documents (those held out for validation "
+        f"and those left out are not counted: see data.json of a run) and {len(rows):,} rows; write one "
+        "for each of either"
     )
 
 
@@ -126,22 +131,24 @@ def _read(path: Path) -> np.ndarray:
             return np.asarray(np.load(path, allow_pickle=False), np.float64)
         except (ValueError, EOFError) as error:
             raise DataError(
-                f"techniques.difficulty_curriculum.scores: {path}: no NumPy array of numbers ({str(error).splitlines()[0]})"
+                f"techniques.difficulty_curriculum.scores: {path}: no NumPy array of numbers "
+                f"({str(error).splitlines()[0]})"
             ) from None
     if path.suffix not in (".txt", ".jsonl"):
         raise DataError(
-            f"techniques.difficulty_curriculum.scores: {path}: preheat reads .npy, .txt and .jsonl; rename or convert the file"
+            f"techniques.difficulty_curriculum.scores: {path}: preheat reads .npy, .txt and .jsonl; rename "
+            "or convert the file"
         )
-    made = []
+    scores = []
     for number, line in read_lines(path):
         if not line.strip():
             continue
         where = f"techniques.difficulty_curriculum.scores: {shown(path)}:{number}"
         value = parse_json(line.strip(), where) if path.suffix == ".jsonl" else line
         try:
-            made.append(float(value["score"] if isinstance(value, dict) else value))
+            scores.append(float(value["score"] if isinstance(value, dict) else value))
         except (ValueError, KeyError, TypeError, OverflowError):
             raise DataError(
                 f"{where}: {quoted(line.strip(), 60)} is no score; write a number or an object with a score"
             ) from None
-    return np.array(made, np.float64)
+    return np.array(scores, np.float64)

@@ -1,4 +1,4 @@
-"""What stands between a row of a file and its tokens: text in pieces that are trained on or only read."""
+"""Documents: text spans that are trained on or only read, as the step between a row of a file and its tokens."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ if TYPE_CHECKING:
 __all__ = ["END", "PAD", "Document", "TextSpan"]
 
 END, PAD = "<|end|>", "<|pad|>"
-"""The special tokens of a tokenizer that is trained here."""
+"""Special tokens of the tokenizers that preheat trains."""
 
 
 class TextSpan(NamedTuple):
-    """Text whose tokens are all trained on, or all only read."""
+    """Text whose tokens are either all trained on or all only read."""
 
     text: str
     trained: bool = True
 
 
 class Document(NamedTuple):
-    """One example: what is split, shuffled and packed as a whole.
+    """One example, which is split, shuffled and packed as a whole.
 
     Attributes:
-        sequences: each is read by itself; one, or two that are compared (what is preferred stands first).
-        complete: the text has its special tokens already, as a chat template writes them; no beginning or end is added.
-        label: the class of the example, or whether an answer was liked (1) or not (0); None: it has neither.
+        sequences: one, or two that are compared, the preferred one first; each is read on its own.
+        complete: the text already has its special tokens, from a chat template; no beginning or end is added.
+        label: class of the example, or 1 for a liked and 0 for a disliked answer; None for neither.
         where: file and row, for messages.
-        images: that stand in it, in order.
-        notes: (check, words) each, what `preflight` is to know of the row. A row that cannot be read has these and no sequence.
+        images: images of the document, in order.
+        notes: (check, message) pairs for `preflight`. A row that cannot be read has notes and no sequences.
     """
 
     sequences: tuple[tuple[TextSpan, ...], ...]
@@ -41,7 +41,7 @@ class Document(NamedTuple):
 
     @classmethod
     def of(cls, text: str, prompt: str | None = None, where: str = "") -> Document:
-        """Text to train on, after a prompt that is only read.
+        """Returns a document of text to train on, after a prompt that is only read.
 
         Example:
             >>> Document.of("4", prompt="2 + 2 = ").text
@@ -52,10 +52,10 @@ class Document(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All of it, in order."""
+        """The text of all spans, in order."""
         return "".join(piece.text for sequence in self.sequences for piece in sequence)
 
     @property
     def trained_text(self) -> str:
-        """What is trained on."""
+        """The text of the trained spans."""
         return "".join(piece.text for sequence in self.sequences for piece in sequence if piece.trained)

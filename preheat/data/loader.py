@@ -1,10 +1,11 @@
-"""Batches of torch tensors in an order that seed, samples committed and batch shape decide, at any number of workers.
+"""Data loader: batches of torch tensors in an order that depends only on the seed and the committed samples.
 
-Sample number n is place n % len(rows) of epoch n // len(rows), and each epoch has its own permutation. So a run is resumed by
-one number, and another batch size or micro-batch changes how samples are grouped, not which come next.
+Sample n is position n % len(rows) of epoch n // len(rows), and each epoch has its own permutation. So one number
+resumes a run, and another batch size or micro-batch changes how samples are grouped, but not which come next.
 
-A step reads whole rows of the data. Where its shape is shorter than they are, they are laid end to end and cut; the last piece of a
-step may end in padding. So every token is trained once whatever the lengths, and samples stay what a resumed run counts.
+A step consumes whole rows of the data. If its shape is shorter than the rows, these are concatenated and cut, and the
+last sequence of the step may end in padding. So every token is trained once whatever the lengths, and a resumed run can
+count samples.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from preheat.errors import DataError, RunError
 from preheat.hardware.child_processes import ended_by
 
 PATIENCE = 300.0
-"""Seconds without a micro-batch after which readers are ended: none takes that long to read, a network's file system that hangs does."""
+"""Seconds without a micro-batch after which workers are killed: only a hanging network file system takes as long."""
 
 __all__ = [
     "batches",
@@ -63,31 +64,31 @@ def batches(
     pin: bool = False,
     share: tuple[int, int] = (0, 1),
 ) -> Generator[list[Batch], None, None]:
-    """Global batches without end, each as its micro-batches.
+    """Yields global batches without end, each as a list of micro-batches.
 
-    Close the iterator (`close()`, or let go of it) to end the workers. They are forked from a server process that has imported
-    torch once: forking this process would copy the locks of its threads, and spawning pays the import in each worker. A
-    streamed source is read by one worker, however many are asked for: the tokenizer has threads of its own.
+    Close the iterator to end the workers (`close()`, or drop the last reference). They are forked from a server process
+    that has imported torch once: forking this process would copy the locks of its threads, and spawning would import
+    torch in each worker. A streamed source uses at most one worker, since the tokenizer has threads of its own.
 
     Args:
         rows: the training rows.
-        seed: decides the order.
+        seed: seed of the order.
         committed: samples trained on so far; 0 at the beginning.
-        shape: number of a step, from 0 -> shape of its global batch; a pure function. Its length is at most that of `rows`.
+        shape: step, from 0 -> shape of its global batch; a pure function. The length is at most that of `rows`.
         step: steps taken so far.
-        order: numbers of rows from sample `committed` on, where it is not that of `sample_order`; a streamed source has its own.
-        workers: loader processes; 0: batches are made here, when asked for.
+        order: row numbers from sample `committed` on, by default `sample_order`; ignored for a streamed source.
+        workers: loader processes; 0 makes the batches in this process on demand.
         prefetch: micro-batches that each worker makes ahead.
         pin: put tensors into page-locked memory, for faster copies to a GPU.
-        share: (number, devices): only the rows of this one of the devices that share out each global batch.
+        share: (rank, devices); each global batch is split across the devices, and only the rows of this rank are read.
 
     Raises:
-        DataError: a row is wrong.
-        RunError: a worker was killed, or gave nothing for `PATIENCE`.
+        DataError: a row is invalid.
+        RunError: a worker was killed, or returned nothing for `PATIENCE`.
 
     Yields:
-        ceil(rows / shape.micro) micro-batches, the last perhaps smaller, where a device has that many of `shape.rows`. All devices
-        get as many; one that has fewer rows may get a micro-batch of padding.
+        ceil(rows / shape.micro) micro-batches for the device's part of `shape.rows`, the last perhaps smaller. All
+        devices get the same number; a device with fewer rows may get a micro-batch of padding.
 
     Example:
         >>> step = next(batches(rows, seed=0, committed=0, shape=lambda step: Shape(32, 256, 8)))  # doctest: +SKIP
@@ -100,38 +101,42 @@ def batches(
 
     if isinstance(rows, StreamRows):
         with closing(_Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False)) as stream:
-            for now in shapes():
-                read = [_unless_error(stream.next()) for _ in range(rows_consumed(now, rows.length))]
-                whole = dict(read)
-                parts = _parts(list(whole), now, rows.length, share)
-                made = [_read_part(part, whole.__getitem__, rows.length, rows.encoder.pad) for part in parts]
-                yield [b.pin_memory() for b in made] if pin else list(made)
+            for current in shapes():
+                read = [_unless_error(stream.next()) for _ in range(rows_consumed(current, rows.length))]
+                by_number = dict(read)
+                parts = _parts(list(by_number), current, rows.length, share)
+                micro_batches = [
+                    _read_part(part, by_number.__getitem__, rows.length, rows.encoder.pad) for part in parts
+                ]
+                yield [b.pin_memory() for b in micro_batches] if pin else list(micro_batches)
         return
     order = sample_order(rows, seed, committed) if order is None else order
     parts = (
         part
-        for now in shapes()
-        for part in _parts(list(itertools.islice(order, rows_consumed(now, rows.length))), now, rows.length, share)
+        for current in shapes()
+        for part in _parts(
+            list(itertools.islice(order, rows_consumed(current, rows.length))), current, rows.length, share
+        )
     )
-    asked = deque[_Part]()  # of the workers, and not here yet
+    requested = deque[_Part]()  # from the workers, not received yet
 
     def keys() -> Iterator[_Part]:
         for part in parts:
-            asked.append(part)
+            requested.append(part)
             yield part
 
     def micro_batch() -> Batch:
-        made = _unless_error(loaded.next(lambda: asked[0].rows))
-        asked.popleft()
-        return made  # type: ignore[no-any-return]
+        batch = _unless_error(loaded.next(lambda: requested[0].rows))
+        requested.popleft()
+        return batch  # type: ignore[no-any-return]
 
     with closing(_Loader(_Keyed(rows), keys(), workers, prefetch, pin)) as loaded:
-        for now in shapes():
-            yield [micro_batch() for _ in range(_micro_batches(now, share[1]))]
+        for current in shapes():
+            yield [micro_batch() for _ in range(_micro_batches(current, share[1]))]
 
 
 def evaluation_rows(total: int, limit: int) -> list[int]:
-    """At most `limit` of `total` rows, spread evenly over all of them: the first ones are of the source's first files alone.
+    """Returns at most `limit` of `total` row numbers, spread evenly: the first rows come from the first files alone.
 
     Example:
         >>> evaluation_rows(10, 4), evaluation_rows(3, 4)
@@ -142,46 +147,46 @@ def evaluation_rows(total: int, limit: int) -> list[int]:
 
 
 def evaluation_batches(rows: Rows, *, micro: int, limit: int) -> Iterator[Batch]:
-    """At most `limit` rows, spread evenly over all, in their order, `micro` at a time."""
+    """Yields at most `limit` rows, spread evenly over all and in order, `micro` per batch."""
     numbers = evaluation_rows(len(rows), limit)
     for first in range(0, len(numbers), micro):
         yield collate([(n, rows.row(n)) for n in numbers[first : first + micro]])
 
 
 def sample_rows(total: int, seed: int, first: int, count: int) -> tuple[int, ...]:
-    """The rows of samples number `first` to `first + count`, of `total` rows an epoch."""
+    """Returns the row numbers of samples `first` to `first + count`, for epochs of `total` rows."""
     return tuple(int(_epoch(total, seed, n // total)[n % total]) for n in range(first, first + count))
 
 
-@functools.lru_cache(maxsize=2)  # a batch may lie in two epochs
+@functools.lru_cache(maxsize=2)  # two, since a batch may span two epochs
 def _epoch(total: int, seed: int, epoch: int) -> Any:
     return permutation(total, seed, epoch)
 
 
 def sample_order(rows: Rows, seed: int, committed: int = 0) -> Iterator[int]:
-    """Endless numbers of rows, from sample number `committed` on: each epoch a permutation of its own."""
+    """Yields row numbers without end from sample `committed` on, with a new permutation for each epoch."""
     total = len(rows)
     for n in itertools.count(committed):
         yield int(_epoch(total, seed, n // total)[n % total])
 
 
 def rows_consumed(shape: Shape, length: int) -> int:
-    """Rows of the data, of `length` tokens each, that a global batch of this shape takes.
+    """Returns the number of rows of `length` tokens that a global batch of this shape consumes.
 
     Example:
-        >>> samples_of(Shape(8, 256, 8), 256), samples_of(Shape(11, 192, 8), 256)
+        >>> rows_consumed(Shape(8, 256, 8), 256), rows_consumed(Shape(11, 192, 8), 256)
         (8, 8)
     """
-    whole = shape.rows * shape.length // length
-    asked = f"{shape.rows} rows of {shape.length}"
-    assert shape.length <= length, f"the rows have {length} tokens, the batch's shape asks for {asked}"
-    assert whole, f"{asked} are less than a row of {length}"
-    assert shape.rows == -(-whole * length // shape.length), f"{asked} are not cut from whole rows of {length}"
-    return whole
+    count = shape.rows * shape.length // length
+    wanted = f"{shape.rows} rows of {shape.length}"
+    assert shape.length <= length, f"the rows have {length} tokens, the batch's shape asks for {wanted}"
+    assert count, f"{wanted} are less than a row of {length}"
+    assert shape.rows == -(-count * length // shape.length), f"{wanted} are not cut from whole rows of {length}"
+    return count
 
 
 class _Part(NamedTuple):
-    """A micro-batch: the rows of the data that it is cut from, and where it begins in them."""
+    """A micro-batch: the rows that it is cut from, the tokens to skip in them, and the number of its sequences."""
 
     rows: tuple[int, ...]
     length: int
@@ -195,7 +200,7 @@ def _micro_batches(shape: Shape, devices: int) -> int:
 
 
 def _parts(numbers: Sequence[int], shape: Shape, length: int, share: tuple[int, int] = (0, 1)) -> Iterator[_Part]:
-    """The micro-batches of a device's share of a global batch that is cut from these rows of `length` tokens."""
+    """Yields the micro-batches of one device, for a global batch cut from these rows of `length` tokens."""
     number, devices = share
     low, high = (shape.rows * n // devices for n in (number, number + 1))
     for n in range(_micro_batches(shape, devices)):
@@ -207,20 +212,20 @@ def _parts(numbers: Sequence[int], shape: Shape, length: int, share: tuple[int, 
 
 
 def _read_part(part: _Part, row: Callable[[int], RowData], length: int, pad: int) -> _Pinnable:
-    if not part.pieces:  # a row of which nothing is trained
+    if not part.pieces:  # this device has no rows left: a row without labels, so that all ranks run the same steps
         blank = _read_part(part._replace(pieces=1), row, length, pad)
         return replace(blank, labels=torch.full_like(blank.labels, IGNORED), weight=0)
     rows = [row(n) for n in part.rows]
     if part.length == length:
         return collate(list(zip(part.rows, rows, strict=True)))
-    made = cut(rows, part.length, skip=part.skip, pieces=part.pieces, pad=pad)
-    begins = [part.rows[(part.skip + n * part.length) // length] for n in range(len(made))]
-    return collate(list(zip(begins, made, strict=True)))
+    sequences = cut(rows, part.length, skip=part.skip, pieces=part.pieces, pad=pad)
+    begins = [part.rows[(part.skip + n * part.length) // length] for n in range(len(sequences))]
+    return collate(list(zip(begins, sequences, strict=True)))
 
 
 @dataclass
 class _Pinnable(Batch):
-    """A batch that DataLoader's pinning thread knows how to pin."""
+    """A batch with the method that DataLoader's pinning thread calls."""
 
     def pin_memory(self) -> _Pinnable:
         self.tokens, self.labels, self.positions = (
@@ -234,25 +239,25 @@ class _Pinnable(Batch):
 
 
 def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
-    """Numbered rows as one micro-batch; its tensors are [rows, length] int64."""
+    """Stacks numbered rows into a micro-batch; its tensors are [rows, length] int64."""
     numbers, rows = zip(*numbered, strict=True)
     tokens, labels, positions = (torch.stack([torch.from_numpy(row[part]) for row in rows]) for part in range(3))
     documents, group = tuple(row.documents for row in rows), rows[0].group
     liked = tuple(row.liked for row in rows) if rows[0].liked else ()
     weight = weight_of(labels, documents, group, liked)
-    made = _Pinnable(tokens, labels, positions, MaskSpec(documents=documents), weight, numbers, group, liked)
+    batch = _Pinnable(tokens, labels, positions, MaskSpec(documents=documents), weight, numbers, group, liked)
     if rows[0].eye is not None:
-        made.images = gathered(rows[0].eye, [image for row in rows for image in row.images], tokens)
-    return made
+        batch.images = gathered(rows[0].eye, [image for row in rows for image in row.images], tokens)
+    return batch
 
 
 def weight_of(
     labels: torch.Tensor, documents: tuple[tuple[int, ...], ...] | None, group: int, liked: tuple[tuple[int, ...], ...]
 ) -> int:
-    """What a batch's loss is the mean over; arguments as in `Batch`, on the host.
+    """Returns the number of items that a batch's loss is averaged over; arguments as in `Batch`, on the host.
 
     Example:
-        >>> weight_of(torch.zeros(1, 9), ((2, 3, 1, 2, 1),), 2, ())  # two pairs, and a place of padding
+        >>> weight_of(torch.zeros(1, 9), ((2, 3, 1, 2, 1),), 2, ())  # two pairs, and one position of padding
         2
     """
     if group > 1:
@@ -262,7 +267,7 @@ def weight_of(
 
 
 class _Keyed(Dataset[Any]):
-    """Micro-batches by what they are cut from."""
+    """Map-style dataset of micro-batches, indexed by their `_Part`."""
 
     def __init__(self, rows: Rows):
         self.rows = rows
@@ -286,14 +291,14 @@ class _Stream(IterableDataset[Any]):
 
 
 class _Loader:
-    """A DataLoader's iterator, and its workers."""
+    """A DataLoader's iterator, with a watchdog for its workers."""
 
     def __init__(self, dataset: Any, keys: Iterator[Any] | None, workers: int, prefetch: int, pin: bool):
         settings: dict[str, Any] = {}
         if workers:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["torch", __name__])
-            multiprocessing.resource_tracker.ensure_running()  # it unblocks signals, so it goes before
+            multiprocessing.resource_tracker.ensure_running()  # first, since it unblocks signals
             with _blocked():
                 multiprocessing.forkserver.ensure_running()
             settings = {
@@ -301,7 +306,7 @@ class _Loader:
                 "prefetch_factor": prefetch,
                 "worker_init_fn": _start_worker,
             }
-        # More workers than cores is the user's choice: the order does not depend on it.
+        # DataLoader warns of more workers than cores; that is the user's choice.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
             self.loader: DataLoader[Any] | None = DataLoader(
@@ -311,29 +316,28 @@ class _Loader:
                 collate_fn=_as_it_is,
                 num_workers=workers,
                 pin_memory=pin,
-                generator=torch.Generator(),  # else each start would draw a number from the generator that training uses
+                generator=torch.Generator(),  # else each start would draw from the generator of the training
                 **settings,
             )
             self.iterator: Any = iter(self.loader)  # starts the workers
-        self.workers: list[Any] = list(
-            getattr(self.iterator, "_workers", ())
-        )  # only with workers; torch gives them no public name
-        self.waits: float | None = None  # since when for the next
+        # torch has no public name for them, and none at all without workers.
+        self.workers: list[Any] = list(getattr(self.iterator, "_workers", ()))
+        self.waits: float | None = None  # time.monotonic() since which `next` waits
         self.hung = False
         self._over = threading.Event()
         if workers:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def next(self, rows: Callable[[], Sequence[int]] = tuple) -> Any:
-        """What comes next.
+        """Returns the next item.
 
         Args:
-            rows: the numbers of the rows that it is read from, for errors.
+            rows: gives the row numbers that the item is read from, for errors.
         """
         self.waits = time.monotonic()
         try:
             return next(self.iterator)
-        except (RuntimeError, OSError, EOFError):  # OSError: its tensors are asked of a process that is gone
+        except (RuntimeError, OSError, EOFError):  # OSError: the process that shares the tensors is gone
             if (why := self._failed()) is None:
                 raise
             numbers = rows()
@@ -345,10 +349,10 @@ class _Loader:
             self.waits = None
 
     def _failed(self) -> str | None:
-        """How a worker ended, if one did."""
+        """Returns how a worker ended, or None if all are alive."""
         if self.hung:
             return f"gave nothing for {PATIENCE:.0f} s, and was ended,"
-        end = time.monotonic() + 1  # the fork server says a moment later that one has ended
+        end = time.monotonic() + 1  # the fork server reports the end of a worker with a delay
         while self.workers:
             if ended := [worker for worker in self.workers if not worker.is_alive()]:
                 return ended_by(ended[0].exitcode or 0)
@@ -370,10 +374,10 @@ class _Loader:
         self.iterator = self.loader = None
 
     def _watch(self) -> None:
-        """Ends workers that give nothing for too long, which torch then sees."""
+        """Kills the workers after `PATIENCE` seconds without an item, which torch then reports."""
         while not self._over.wait(min(5.0, PATIENCE / 4)):
-            begun = self.waits
-            if begun is not None and time.monotonic() - begun > PATIENCE:
+            since = self.waits
+            if since is not None and time.monotonic() - since > PATIENCE:
                 self.hung = True
                 for worker in self.workers:
                     worker.kill()
@@ -382,7 +386,7 @@ class _Loader:
 
 @contextmanager
 def _blocked() -> Iterator[None]:
-    """Signals that a terminal or a job sends to all its processes are blocked in what is started within: the main process ends it."""
+    """Blocks signals to the process group in processes started within the block; the main process ends them itself."""
     numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -402,8 +406,8 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    # DataLoader's workers look whether their parent lives, but that is the fork server, which lives as long as they do:
-    # after `kill -9` of the main process both would stay for ever.
+    # DataLoader's workers check that their parent is alive, but that is the fork server, which lives as long as they
+    # do: after `kill -9` of the main process both would stay forever.
     threading.Thread(target=_end_with_main, daemon=True).start()
 
 

@@ -1,8 +1,8 @@
-"""Rows: token documents packed into sequences of one length.
+"""Packs tokenized documents into rows of one length.
 
-`stream` joins all documents and cuts the stream at row ends; `whole` never cuts an example: best-fit decreasing packing,
-and padding at the end of a row. Attention never crosses documents, so a row states the length of each; padding counts
-as a document of its own, without labels.
+`stream` concatenates all documents and cuts the stream at row ends; `whole` never cuts an example: best-fit decreasing
+packing, with padding at the end of a row. Attention never crosses document boundaries, so a row has the length of each
+document; padding counts as a document without labels.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from preheat.data.vision_inputs import ImageProcessor, ImageRef, ImageTable, mro
 __all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit", "cut", "permutation"]
 
 IGNORED = -100
-"""The label of a place that is not trained."""
+"""Label of positions without a loss."""
 
 
 class RowData(NamedTuple):
-    """One row.
+    """One packed row.
 
     Attributes:
         tokens: [length] int64.
-        labels: [length] int64; the label of place t is the token at t + 1, or -100: the end of a document, prompt, padding.
-        positions: [length] int64, from 0 in each document of the row; [length, 3] where documents may hold images.
+        labels: [length] int64; label t is the token at t + 1, or -100 at the end of a document, in prompts and padding.
+        positions: [length] int64, from 0 in each document of the row; [length, 3] if documents may hold images.
         documents: lengths of the documents in the row; their sum is `length`.
-        group, liked: as in `preheat.core.Batch`, of this row.
-        images: that stand in it, in order; eye: how they are read, None where documents hold text alone.
+        group, liked: as in `preheat.core.Batch`, for this row.
+        images: images of the row, in order.
+        eye: image processor; None for text-only models.
     """
 
     tokens: np.ndarray
@@ -48,9 +49,8 @@ class RowData(NamedTuple):
 
 
 def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    return (
-        np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
-    )  # an empty file cannot be mapped
+    # An empty file cannot be mapped.
+    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
 
 
 @dataclass
@@ -59,13 +59,13 @@ class Tokens:
 
     Attributes:
         ids: [tokens] unsigned integers.
-        ends: [sequences] int64, where each sequence ends in `ids`.
-        trained: [tokens] uint8, 1 where a token is trained on; None: all are.
-        labels: [sequences] int64, the class of each, where no token is trained: its last place is then what is; where tokens are,
-            whether they were liked (1) or not (0). None: it has none.
-        group: sequences of an example, which stand beside each other in a row: 2 where they are compared.
-        images: that stand in them; None: the model reads text alone.
-        folder, side: where they are stored, when they are: a worker process opens the file instead of being sent a copy.
+        ends: [sequences] int64, end of each sequence in `ids`.
+        trained: [tokens] uint8, 1 for tokens that are trained on; None for all.
+        labels: [sequences] int64; if no token is trained, the class of each sequence, trained at its last position;
+            else 1 for liked and 0 for disliked answers. None without labels.
+        group: sequences per example, which are adjacent in a row: 2 if they are compared.
+        images: images of the documents; None for text-only models.
+        folder, side: place on disk, if stored: worker processes open the files instead of receiving a copy.
     """
 
     ids: np.ndarray
@@ -79,7 +79,7 @@ class Tokens:
 
     @classmethod
     def open(cls, folder: Path, side: str, group: int = 1) -> Tokens:
-        """Tokens as `preparation` stored them, mapped into memory."""
+        """Opens tokens that `preparation` stored, mapped into memory."""
         file = next(folder.glob(f"{side}.uint*"))
         marks, labels = folder / f"{side}.trained", folder / f"{side}-labels.npy"
         return cls(
@@ -100,7 +100,7 @@ class Tokens:
 
     @functools.cached_property
     def examples(self) -> ExampleKind:
-        """What a row of these holds."""
+        """Kind of the examples."""
         if self.group == 2:
             return ExampleKind("pairs")
         if self.labels is None or not len(self.labels):
@@ -110,13 +110,16 @@ class Tokens:
         return ExampleKind("classes", int(self.labels.max()) + 1)
 
     def targets(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """How many labels there are of tokens[start:stop] each, spans in order that begin where a sequence does: its first token is no label."""
+        """Returns the number of labels in each tokens[start:stop].
+
+        The spans are in order and start where a sequence does, whose first token is no label.
+        """
         if self.examples.kind == "classes":
             return np.ones(len(starts), np.int64)
         if self.trained is None or not len(starts):
             return np.maximum(stops - starts - 1, 0)
         bounds = np.stack([np.minimum(starts + 1, stops), stops], axis=1).ravel()
-        inside = bounds[bounds < len(self.trained)]  # reduceat sums to the end what has no bound after it
+        inside = bounds[bounds < len(self.trained)]  # reduceat sums to the end after the last bound
         sums: np.ndarray = np.zeros(len(bounds), np.int64)
         sums[: len(inside)] = np.add.reduceat(self.trained, inside, dtype=np.int64)
         return np.where(stops > starts + 1, sums[::2], 0)
@@ -127,16 +130,16 @@ class Tokens:
 
 @dataclass
 class Rows:
-    """Packed rows with random access; cheap to send to another process.
+    """Packed rows with random access; cheap to pickle.
 
     Attributes:
         tokens: the documents.
         length: tokens in a row.
         packing: `stream` or `whole`.
         pad: the token that fills rows of `whole` packing.
-        truncated: examples longer than a row, of which the beginning is used: of two that are compared, half a row each (`whole`).
-        no_room: examples left out because nothing that is trained on stands in their first row (`whole`).
-        partial: what does not fill a last row is one too, with padding (`stream`): to evaluate each token once.
+        truncated: examples longer than a row, cut to its length; compared sequences to half of it each (`whole`).
+        no_room: examples left out because they have no trained token within the length of a row (`whole`).
+        partial: pad the last row instead of dropping its tokens (`stream`), to evaluate each token once.
 
     Example:
         >>> rows = Rows(Tokens(np.arange(10), np.array([4, 10])), 5)
@@ -152,11 +155,11 @@ class Rows:
     no_room: int = 0
     partial: bool = False
     _order: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
-    """`whole`: sequences in the order in which they fill the rows ..."""
+    """`whole`: sequences in the order in which they fill the rows."""
     _bounds: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
-    """... of which row i has those from _bounds[i] to _bounds[i + 1]."""
+    """`whole`: row i has the sequences _order[_bounds[i]:_bounds[i + 1]]."""
     _used: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
-    """`whole`: so many tokens of each sequence, from its beginning, stand in a row."""
+    """`whole`: number of tokens of each sequence, from its beginning, that are in a row."""
 
     def __post_init__(self) -> None:
         assert self.packing == "whole" or (self.tokens.group == 1 and self.tokens.labels is None), (
@@ -173,12 +176,12 @@ class Rows:
             for n in np.intersect1d(np.flatnonzero(used < sizes), self.tokens.images.of):
                 used[n], _ = self.tokens.images.room(n, self.tokens.ids[starts[n] : starts[n] + sizes[n]], int(used[n]))
         room = (self.tokens.targets(starts, starts + used).reshape(-1, group) > 0).all(axis=1)
-        kept = np.flatnonzero(room) if self.tokens.trained is not None else np.arange(len(together))
-        self.no_room = len(together) - len(kept)
-        self.truncated = int((together[kept] > self.length).sum())
+        usable = np.flatnonzero(room) if self.tokens.trained is not None else np.arange(len(together))
+        self.no_room = len(together) - len(usable)
+        self.truncated = int((together[usable] > self.length).sum())
         self._used = used
-        bins = best_fit(used.reshape(-1, group).sum(axis=1)[kept], self.length)
-        examples = kept[np.array([n for b in bins for n in b], np.int64)]
+        bins = best_fit(used.reshape(-1, group).sum(axis=1)[usable], self.length)
+        examples = usable[np.array([n for b in bins for n in b], np.int64)]
         self._order = (examples[:, None] * group + np.arange(group)).ravel()
         self._bounds = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum([len(b) * group for b in bins], dtype=np.int64)]
@@ -187,44 +190,44 @@ class Rows:
     def __len__(self) -> int:
         if self.packing == "whole":
             return len(self._bounds) - 1
-        # The last token alone is the label of the row before it.
+        # A last token on its own makes no row: it is the label of the row before it.
         return (
             -(-max(len(self.tokens.ids) - 1, 0) // self.length) if self.partial else len(self.tokens.ids) // self.length
         )
 
     @property
     def tokens_total(self) -> int:
-        """Tokens of text in all rows, padding not counted."""
+        """Number of tokens in all rows, without padding."""
         if self.packing == "stream":
             return min(len(self) * self.length, len(self.tokens.ids))
         return int(self._used[self._order].sum())
 
     @property
     def trained_total(self) -> int:
-        """Labels in all rows."""
+        """Number of labels in all rows."""
         starts, ends = self.tokens.starts(), self.tokens.ends
         if self.packing == "stream":
-            last = len(self) * self.length  # the token after the last place is its label
+            last = len(self) * self.length  # the token after the last position is its label
             inside = starts < last
             return int(self.tokens.targets(starts[inside], np.minimum(ends, last + 1)[inside]).sum())
         return int(self.tokens.targets(starts, starts + self._used)[self._order].sum())
 
     def most_images(self) -> tuple[int, int]:
-        """How many images stand in the row that has most of them by their patches, and how many patches these have together; (0, 0): none does."""
+        """Returns (images, patches) of the row with the most patches; (0, 0) without images."""
         table = self.tokens.images
         if table is None or not len(table.of) or not len(self) or self.packing == "stream":
             return 0, 0
         total = len(self.tokens.ends)
         per = [np.bincount(table.of, weights, total)[self._order] for weights in (None, table.grids.prod(axis=1))]
-        images, patches = (np.add.reduceat(found, self._bounds[:-1]) for found in per)
+        images, patches = (np.add.reduceat(counts, self._bounds[:-1]) for counts in per)
         row = int(np.argmax(patches))
         return int(images[row]), int(patches[row])
 
     def contents(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which documents stand in a row, and how many tokens of each."""
+        """Returns the documents in a row and the number of tokens of each."""
         if self.packing == "whole":
-            held = self._order[self._bounds[index] : self._bounds[index + 1]]
-            return held, self._used[held]
+            sequences = self._order[self._bounds[index] : self._bounds[index + 1]]
+            return sequences, self._used[sequences]
         start, stop = index * self.length, min((index + 1) * self.length, len(self.tokens.ids))
         first = int(np.searchsorted(self.tokens.ends, start, side="right"))
         last = int(np.searchsorted(self.tokens.ends, stop, side="left"))
@@ -232,7 +235,7 @@ class Rows:
         return np.arange(first, last + 1), np.diff(ends, prepend=start)
 
     def row(self, index: int) -> RowData:
-        """Row `index`, from 0."""
+        """Returns row `index`, from 0."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         return self._stream_row(index) if self.packing == "stream" else self._whole_row(index)
@@ -246,8 +249,8 @@ class Rows:
         tokens[:size] = span[:size]
         labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
         labels[: len(span) - 1] = span[1:]
-        first = int(np.searchsorted(self.tokens.ends, start, side="right"))  # the document that place `start` is in
-        last = int(np.searchsorted(self.tokens.ends, stop, side="left"))  # the one that place `stop - 1` is in
+        first = int(np.searchsorted(self.tokens.ends, start, side="right"))  # the document of position `start`
+        last = int(np.searchsorted(self.tokens.ends, stop, side="left"))  # the document of position `stop - 1`
         ends = np.asarray(self.tokens.ends[first : last + 1])
         inside = ends[ends <= stop] - start
         labels[inside - 1] = IGNORED
@@ -261,7 +264,7 @@ class Rows:
         labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
         sizes, at, kind = [], 0, self.tokens.examples.kind
         liked, images, table = [], list[ImageRef](), self.tokens.images
-        places: np.ndarray = np.empty((self.length, 3), np.int64)
+        mrope: np.ndarray = np.empty((self.length, 3), np.int64)
         for n in self._order[self._bounds[index] : self._bounds[index + 1]]:
             start, size = int(self.tokens.ends[n - 1]) if n else 0, int(self._used[n])
             ids = np.asarray(self.tokens.ids[start : start + size]).astype(np.int64)
@@ -275,16 +278,16 @@ class Rows:
                 if self.tokens.trained is not None:
                     labels[at : at + size - 1][self.tokens.trained[start + 1 : start + size] == 0] = IGNORED
             if table is not None:
-                _, whole = table.room(n, np.asarray(self.tokens.ids[start : self.tokens.ends[n]]), size)
-                images += table.within(n)[:whole]
-                places[at : at + size] = mrope_positions(ids, table.within(n)[:whole], table.eye.vision)
+                _, image_count = table.room(n, np.asarray(self.tokens.ids[start : self.tokens.ends[n]]), size)
+                images += table.within(n)[:image_count]
+                mrope[at : at + size] = mrope_positions(ids, table.within(n)[:image_count], table.eye.vision)
             sizes.append(size)
             at += size
         if at < self.length:
             sizes.append(self.length - at)
-            places[at:] = np.arange(self.length - at)[:, None]
-        made = _row(tokens, labels, np.array(sizes))._replace(group=self.tokens.group, liked=tuple(liked))
-        return made if table is None else made._replace(positions=places, images=tuple(images), eye=table.eye)
+            mrope[at:] = np.arange(self.length - at)[:, None]
+        packed = _row(tokens, labels, np.array(sizes))._replace(group=self.tokens.group, liked=tuple(liked))
+        return packed if table is None else packed._replace(positions=mrope, images=tuple(images), eye=table.eye)
 
 
 def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowData:
@@ -296,15 +299,15 @@ def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowDa
 def cut(
     rows: Sequence[RowData], length: int, *, skip: int = 0, pieces: int | None = None, pad: int = 0
 ) -> list[RowData]:
-    """Rows, end to end, as shorter ones: each token stands in one of them, with the label that it had.
+    """Cuts concatenated rows into shorter ones; each token keeps its label.
 
-    Positions begin anew in each piece, and a document that a cut goes through becomes two. What the last piece lacks is padding.
+    Positions restart in each new row, and a document that is cut becomes two. The last row is padded.
 
     Args:
-        length: tokens of a piece.
-        skip: tokens at the beginning to leave out.
-        pieces: at most so many; None: all.
-        pad: the token that fills the last.
+        length: tokens of a new row.
+        skip: tokens to leave out at the beginning.
+        pieces: maximum number of new rows; None for all.
+        pad: padding token of the last row.
 
     Example:
         >>> row = Rows(Tokens(np.arange(10), np.array([4, 10])), 10).row(0)
@@ -316,24 +319,24 @@ def cut(
     )
     tokens, labels = (np.concatenate([row[part] for row in rows])[skip:] for part in (0, 1))
     ends = np.cumsum(np.concatenate([row.documents for row in rows])) - skip
-    made = []
+    sequences = []
     for start in range(0, len(tokens), length)[:pieces]:
         stop = min(start + length, len(tokens))
-        lacking = start + length - stop
+        padding = start + length - stop
         inside = ends[(ends > start) & (ends < stop)] - start
-        bounds = [0, *inside.tolist(), stop - start, *([length] if lacking else [])]
-        made.append(
+        bounds = [0, *inside.tolist(), stop - start, *([length] if padding else [])]
+        sequences.append(
             _row(
-                np.concatenate([tokens[start:stop], np.full(lacking, pad, np.int64)]),
-                np.concatenate([labels[start:stop], np.full(lacking, IGNORED, np.int64)]),
+                np.concatenate([tokens[start:stop], np.full(padding, pad, np.int64)]),
+                np.concatenate([labels[start:stop], np.full(padding, IGNORED, np.int64)]),
                 np.diff(bounds),
             )
         )
-    return made
+    return sequences
 
 
 def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
-    """Best-fit decreasing: the largest first, each into the fullest bin that still has room. Deterministic.
+    """Packs by best-fit decreasing: the largest first, each into the fullest bin with enough room. Deterministic.
 
     Args:
         sizes: [n], each at most `room`.
@@ -370,9 +373,9 @@ def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
-    """An order of range(count) that `key` (a seed, an epoch ...) decides.
+    """Returns a permutation of range(count) that depends only on `key` (a seed, an epoch, ...).
 
-    Sorts the raw output of a counter-based generator: NumPy promises that this stays as it is in later versions, which it
-    does not for `Generator.permutation`, and a run must be resumed exactly after an update too.
+    Sorts the raw output of a counter-based generator: NumPy guarantees that this is stable across versions, unlike
+    `Generator.permutation`, and a run must resume exactly after an update too.
     """
     return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(count), kind="stable")

@@ -1,4 +1,4 @@
-"""Checks of data that go wrong in silence: each has a name, counts its rows, and blocks training or warns."""
+"""Checks for silent faults of the data. Each has a name, counts its rows, and blocks training or warns."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from preheat.sanitize import shorten
 __all__ = ["CHECKS", "Check", "Findings", "Verdict", "judge", "merged", "refuse_unknown"]
 
 SHOWN = 5
-"""Rows that a finding names."""
+"""Maximum number of rows that a finding names."""
 
 
 LONGEST = 420
-"""Characters of what a finding says."""
+"""Maximum length of a finding's message in characters."""
 
 
 class Check(NamedTuple):
-    """
+    """A check of the data.
+
     Attributes:
-        what: what it looks for.
-        fix: how to mend it.
-        above: the share that it begins at; what is found below that is told only.
-        drops: a warned row cannot be trained on and is left out.
+        what: description of the fault.
+        fix: advice for the user.
+        above: fraction of rows above which the check blocks; below it warns.
+        drops: with a warning only, the rows are left out, since they cannot be trained on.
     """
 
     what: str
@@ -35,19 +36,38 @@ class Check(NamedTuple):
 
 
 CHECKS = {
-    "fields": Check("fields that are missing, empty or of another kind than the layout says", "mend the rows", drops=True),
-    "roles": Check("conversations whose roles do not alternate, begin wrongly, or end without an answer", "mend the conversations"),
-    "encoding": Check("text in a broken encoding: half surrogates, replacement characters, UTF-8 read as Latin-1", "decode the source anew", 0.01),
-    "special_tokens": Check("special tokens of the tokenizer within the text, which end turns where none ends", "take them out of the text", 0.01),
+    "fields": Check(
+        "fields that are missing, empty or of another kind than the layout says", "mend the rows", drops=True
+    ),
+    "roles": Check(
+        "conversations whose roles do not alternate, begin wrongly, or end without an answer", "mend the conversations"
+    ),
+    "encoding": Check(
+        "text in a broken encoding: half surrogates, replacement characters, UTF-8 read as Latin-1",
+        "decode the source anew",
+        0.01,
+    ),
+    "special_tokens": Check(
+        "special tokens of the tokenizer within the text, which end turns where none ends",
+        "take them out of the text",
+        0.01,
+    ),
     "equal_answers": Check("a preferred answer that equals the rejected one", "take the pairs out", drops=True),
-    "template": Check("rows that the chat template does not render, or whose assistant it leaves out", "use another data.template", drops=True),
+    "template": Check(
+        "rows that the chat template does not render, or whose assistant it leaves out",
+        "use another data.template",
+        drops=True,
+    ),
     "template_end": Check(
-        "a chat template without a special token at the end of the assistant's turn, so that the model never learns to stop",
-        "use data.template: alpaca, which ends turns with the tokenizer's end of text, or (without an adapter) give it the template's tokens by model.add_tokens",
+        "a chat template without a special token at the end of the assistant's turn, so that the model "
+        "never learns to stop",
+        "use data.template: alpaca, which ends turns with the tokenizer's end of text, or (without an "
+        "adapter) give it the template's tokens by model.add_tokens",
     ),
     "open_turn": Check(
         "a chat template that always adds a generation prompt, so that each row ends in an open turn",
-        "write the generation prompt under {% if add_generation_prompt %} in the template, or use another data.template",
+        "write the generation prompt under {% if add_generation_prompt %} in the template, or use another "
+        "data.template",
     ),
     "generation_prompt": Check(
         "the tokens before an answer differ between training and generation",
@@ -61,22 +81,34 @@ CHECKS = {
         drops=True,
     ),
     "masked": Check("no token of all rows is trained on", "change data.train_on or data.template"),
-    "end_token": Check("no token that ends a text or turn is ever trained on, so that the model never learns to stop", "change data.template"),
+    "end_token": Check(
+        "no token that ends a text or turn is ever trained on, so that the model never learns to stop",
+        "change data.template",
+    ),
     "pad_is_end": Check(
-        "padding and end of text are one token, and it is never trained on", "give the tokenizer a padding token of its own"
+        "padding and end of text are one token, and it is never trained on",
+        "give the tokenizer a padding token of its own",
     ),
-    "unknown_tokens": Check("text that the tokenizer has no tokens for", "use a tokenizer of the text's language, or of bytes", 0.01),
+    "unknown_tokens": Check(
+        "text that the tokenizer has no tokens for", "use a tokenizer of the text's language, or of bytes", 0.01
+    ),
     "embedding": Check("tokens beyond the model's embedding", "use the model's own tokenizer"),
-    "truncated": Check("examples longer than batch.length, whose answers are cut", "raise batch.length or shorten the rows", 0.10),
-    "validation": Check("rows of the file to validate on that stand in the training data", "take them out of one", drops=True),
-    "near_validation": Check(
-        "validation rows that stand in the training data but for case, punctuation and spaces", "take them out of one", 0.05
+    "truncated": Check(
+        "examples longer than batch.length, whose answers are cut", "raise batch.length or shorten the rows", 0.10
     ),
-}  # fmt: skip
+    "validation": Check(
+        "rows of the file to validate on that stand in the training data", "take them out of one", drops=True
+    ),
+    "near_validation": Check(
+        "validation rows that stand in the training data but for case, punctuation and spaces",
+        "take them out of one",
+        0.05,
+    ),
+}
 
 
 def refuse_unknown(settings: Mapping[str, str]) -> None:
-    """Raises RecipeError when a recipe sets a check that there is not."""
+    """Raises RecipeError for settings of unknown checks."""
     for name in settings:
         if name not in CHECKS:
             raise RecipeError(f"data.preflight.{name}: unknown check; {nearest(name, list(CHECKS))}")
@@ -86,51 +118,51 @@ def refuse_unknown(settings: Mapping[str, str]) -> None:
 
 @dataclass
 class Findings:
-    """What the checks found: {check: {"count", "of", "rows": [[where, words], ...]}}."""
+    """Findings of the checks: {check: {"count", "of", "rows": [[where, message], ...]}}."""
 
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, check: str, where: str, words: str, count: int = 1, of: int | None = None) -> None:
-        """Counts what was found; `of` (how many there are) is `judge`'s number of rows when not stated."""
+    def add(self, check: str, where: str, message: str, count: int = 1, of: int | None = None) -> None:
+        """Adds a finding. `of` is the total that `count` refers to, by default `judge`'s number of rows."""
         assert check in CHECKS, check
-        words = shorten(words, LONGEST)  # it may quote the row: names, values
+        message = shorten(message, LONGEST)  # it may quote names and values of the row
         entry = self.found.setdefault(check, {"count": 0, "of": of, "rows": []})
         entry["count"] += count
         if len(entry["rows"]) < SHOWN:
-            entry["rows"].append([where, words])
+            entry["rows"].append([where, message])
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Two findings of the same rows as one."""
-    made = {name: dict(entry) for name, entry in one.items()}
+    """Merges two findings of the same rows."""
+    total = {name: dict(entry) for name, entry in one.items()}
     for name, entry in other.items():
-        if name in made:
-            rows = [*made[name]["rows"], *entry["rows"]][:SHOWN]
-            made[name] = {"count": made[name]["count"] + entry["count"], "of": entry["of"], "rows": rows}
+        if name in total:
+            rows = [*total[name]["rows"], *entry["rows"]][:SHOWN]
+            total[name] = {"count": total[name]["count"] + entry["count"], "of": entry["of"], "rows": rows}
         else:
-            made[name] = dict(entry)
-    return made
+            total[name] = dict(entry)
+    return total
 
 
 class Verdict(NamedTuple):
-    """Lines for people: what blocks, and what is told."""
+    """Messages of findings that block training, and of those that only warn."""
 
     blocked: list[str]
     told: list[str]
 
     def refuse(self) -> None:
-        """Raises DataError, a line each, when anything blocks."""
+        """Raises DataError with one line per blocking finding, if there is one."""
         if self.blocked:
             raise DataError("\n".join(self.blocked))
 
 
 def judge(found: Mapping[str, Mapping[str, Any]], settings: Mapping[str, str], rows: int) -> Verdict:
-    """What findings mean under a recipe's `data.preflight`.
+    """Divides findings into errors and warnings by a recipe's `data.preflight`.
 
     Args:
         found: `Findings.found`.
         settings: check -> block or warn.
-        rows: that were read.
+        rows: number of rows read.
 
     Example:
         >>> findings = Findings()
@@ -138,37 +170,37 @@ def judge(found: Mapping[str, Mapping[str, Any]], settings: Mapping[str, str], r
         >>> judge(findings.found, {}, rows=20).blocked[0][:56]
         "a.jsonl:3: 'chosen' and 'rejected' are equal (check equa"
     """
-    blocked, told = [], []
+    blocked, warned = [], []
     for name in (n for n in CHECKS if n in found):
         check, entry = CHECKS[name], found[name]
         if name == "template_end" and found.get("template", {}).get("count", 0) >= rows:
-            continue  # a template that renders no row ends no turn either: that is one fault
+            continue  # a template that renders no row also ends no turn: report one fault
         count, of = entry["count"], entry["of"] or rows
         below = count <= check.above * of if check.above else False
         setting = settings.get(name, "block")
         line = _line(name, check, entry["rows"], count, of)
         if below or setting == "warn":
             left = "; such rows are left out" if check.drops else ""
-            told.append(f"{line}{left}")
+            warned.append(f"{line}{left}")
         else:
             lets = "leaves such rows out" if check.drops else "lets it pass"
             blocked.append(f"{line}; {check.fix}, or data.preflight.{name}: warn {lets}")
-    return Verdict(blocked, told)
+    return Verdict(blocked, warned)
 
 
 def _line(name: str, check: Check, rows: Sequence[Sequence[str]], count: int, of: int) -> str:
-    (where, words), *others = rows
+    (where, message), *others = rows
     also = f", also {', '.join(_short(w, where) for w, _ in others)}" if others else ""
     more = " ..." if count > len(rows) and others else ""
     share = f"{count:,} of {of:,}" if of > 1 or count > 1 else ""
     inside = "; ".join(part for part in (f"check {name}", share + also + more) if part)
-    return f"{where}: {words} ({inside})"
+    return f"{where}: {message} ({inside})"
 
 
 def _short(where: str, first: str) -> str:
-    """A place without the file where that is the one named before."""
+    """Returns a location without its file if that is the file of `first`."""
     for mark in (": row ", ":"):
-        file, found, row = where.rpartition(mark)
-        if found and first.startswith(file + mark):
+        file, separator, row = where.rpartition(mark)
+        if separator and first.startswith(file + mark):
             return row
     return where

@@ -1,4 +1,4 @@
-"""What the checks find once all is read: in the template, in the tokens, and between the sides."""
+"""Checks that need the whole corpus: the template, the tokens, and overlap of training and validation."""
 
 from __future__ import annotations
 
@@ -35,57 +35,57 @@ __all__ = [
 ]
 
 
-def check_template(sources: Sequence[Source], template: Template | None, found: Findings) -> None:
-    """What is wrong with a template in itself, where conversations are rendered with it."""
+def check_template(sources: Sequence[Source], template: Template | None, findings: Findings) -> None:
+    """Checks a template for faults that are independent of the rows, if conversations are rendered with it."""
     if template is None or not any(source.layout.chat_template for source in sources):
         return
     if not template.answers:
-        found.add("template", template.name, "leaves out what the assistant says", of=1)
+        findings.add("template", template.name, "leaves out what the assistant says", of=1)
     elif template.end_of_turn is None:
-        found.add(
+        findings.add(
             "template_end", template.name, "ends the assistant's turn with no special token of this tokenizer", of=1
         )
 
 
 LOOKED_AT = 8
-"""Rows of each source that are asked for as generation asks: a template treats all rows of a kind alike."""
+"""Rows of each source whose prompts are compared with generation: a template treats all rows of a kind alike."""
 
 
 LONG = 100_000
-"""Characters of a row that is left aside there: it would be tokenized twice more."""
+"""Characters above which `check_prompts` skips a row, which it would tokenize twice more."""
 
 
-def check_prompts(sources: Sequence[Source], encoder: Encoder, found: Findings) -> None:
-    """Whether what the model reads before an answer is the same in training and when it is asked, token by token."""
+def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Findings) -> None:
+    """Checks that the tokens before an answer are the same in training and in generation."""
     differs = False
     for source in sources:
         layout, template = source.layout, source.layout.chat_template
         if template is not None and (opening := _open_turn(template)):
-            words = (
+            message = (
                 f"asks for an answer whatever is asked of it, so that each row ends in an open turn ({quoted(opening)})"
             )
-            found.add("open_turn", template.name, words, of=1)
+            findings.add("open_turn", template.name, message, of=1)
             continue
         noting = _Noting.of(template) if template is not None else None
         layout = replace(layout, template=noting) if noting is not None else layout
         for where, row in itertools.islice(source.rows(), LOOKED_AT):
-            if differs:  # one finding is enough, of whatever source: it warns and never blocks
+            if differs:  # one finding of any source is enough, since it only warns
                 break
             if noting is not None:
                 noting.given.clear()
             document = layout.document(row, where)
             if not document.sequences or len(document.text) > LONG:
                 continue
-            rendered = noting is not None and noting.given  # a row without a question is laid out without the template
-            words = _gap(noting, encoder, document) if noting and rendered else _cut_otherwise(encoder, document)
-            if words:
-                found.add("generation_prompt", noting.name if noting and rendered else where, words, of=1)
+            rendered = noting is not None and noting.given  # rows without a question do not use the template
+            message = _gap(noting, encoder, document) if noting and rendered else _cut_otherwise(encoder, document)
+            if message:
+                findings.add("generation_prompt", noting.name if noting and rendered else where, message, of=1)
                 differs = True
 
 
 @dataclass(frozen=True)
 class _Noting(Template):
-    """A template that keeps what it is given to render as training rows."""
+    """A template that records the conversations it renders as training rows."""
 
     given: list[tuple[Sequence[Message], Any, TrainOn]] = field(default_factory=list)
 
@@ -104,59 +104,63 @@ _ANSWER = "zqANSWERqz"
 
 
 def _open_turn(template: Template) -> str:
-    """What a template writes behind a whole conversation that opens another turn of the assistant; '': nothing."""
+    """Returns the text after a complete conversation that opens another turn of the assistant, or ''."""
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        whole, asked = template.text_of(talk), template.prompt(talk)
-    except DataError:  # it may want more than a question and an answer: the rows then say what is wrong
+        text, prompt = template.text_of(talk), template.prompt(talk)
+    except DataError:  # it may require more than a question and an answer; faults then show in the rows
         return ""
-    before, answer, behind = whole.rpartition(_ANSWER)
+    before, answer, behind = text.rpartition(_ANSWER)
     opening = before[len(before) - _shared(before[::-1], behind[::-1]) :]
-    said = functools.reduce(
-        lambda text, token: text.replace(token, " "), template.special, opening
+    opening_text = functools.reduce(
+        lambda rest, token: rest.replace(token, " "), template.special, opening
     )  # more than an end of turn
-    return opening.strip() if answer and whole == asked and re.search(r"\w", said) else ""
+    return opening.strip() if answer and text == prompt and re.search(r"\w", opening_text) else ""
 
 
 def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
-    """How what training reads before an answer differs from what generation does, in words; '': it does not."""
+    """Returns how the text before an answer differs between training and generation, or ''."""
     messages, tools, train_on = template.given[-1]
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
     for n in dict.fromkeys((*turns[:1], *turns[-1:])):
         try:
-            asked = template.prompt(messages[:n], tools)
+            prompt = template.prompt(messages[:n], tools)
             pieces = Template.pieces(template, messages[: n + 1], tools, train_on)
         except DataError:
-            continue  # the template wants more than this: told of the row, if it is wrong there
-        whole = "".join(piece.text for piece in pieces)
-        if not whole:
+            continue  # the template requires more; faults then show in the row
+        text = "".join(piece.text for piece in pieces)
+        if not text:
             continue
-        if not whole.startswith(asked):
-            at = _shared(whole, asked)
+        if not text.startswith(prompt):
+            at = _shared(text, prompt)
             return (
-                f"message {n + 1}: it is asked for behind {quoted(asked[max(0, at - 12) :][:60])}, and trained on behind "
-                f"{quoted(whole[max(0, at - 12) :][:60])}: the generation prompt is no beginning of the row"
+                f"message {n + 1}: it is asked for behind {quoted(prompt[max(0, at - 12) :][:60])}, and "
+                "trained on behind "
+                f"{quoted(text[max(0, at - 12) :][:60])}: the generation prompt is no beginning of the row"
             )
-        between = whole[len(asked) : _first_trained(pieces, len(asked))]
+        between = text[len(prompt) : _first_trained(pieces, len(prompt))]
         content = (messages[n].get("content") or "").strip()
-        if not between.strip() and content and asked == template.text_of(messages[:n], tools):
-            between = whole[len(asked) :].partition(content)[0]  # trained on, as if the model should write it
+        if not between.strip() and content and prompt == template.text_of(messages[:n], tools):
+            between = text[len(prompt) :].partition(content)[0]  # trained on, as if the model had to generate it
         if between.strip():
-            return f"message {n + 1}: {quoted(between)} stands before the answer in training, and the generation prompt does not write it"
+            return (
+                f"message {n + 1}: {quoted(between)} stands before the answer in training, and the generation "
+                "prompt does not write it"
+            )
         ids = encoder.first_of(document._replace(sequences=(pieces,), images=()))
-        if words := _unlike(encoder, encoder.alone(asked), ids):
-            return f"message {n + 1}: {words}"
+        if difference := _unlike(encoder, encoder.alone(prompt), ids):
+            return f"message {n + 1}: {difference}"
     return ""
 
 
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items two sequences share at their beginning."""
+    """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 def _first_trained(pieces: Sequence[TextSpan], start: int) -> int:
-    """The first place from `start` on that is trained on; `start` where none is."""
+    """Returns the first trained position from `start` on, or `start` if there is none."""
     at = 0
     for piece in pieces:
         if piece.trained and at + len(piece.text) > start:
@@ -166,7 +170,7 @@ def _first_trained(pieces: Sequence[TextSpan], start: int) -> int:
 
 
 def _cut_otherwise(encoder: Encoder, document: Document) -> str:
-    """As `_gap`, of a prompt that is mere text."""
+    """As `_gap`, for prompts that are plain text."""
     pieces = document.sequences[0]
     if document.complete or len(pieces) < 2 or pieces[0].trained or document.label is not None:
         return ""
@@ -174,17 +178,17 @@ def _cut_otherwise(encoder: Encoder, document: Document) -> str:
     return _unlike(encoder, [*encoder.begin, *encoder.alone(pieces[0].text)], ids)
 
 
-def _unlike(encoder: Encoder, asked: Sequence[int], ids: Sequence[int]) -> str:
-    at = _shared(asked, ids)
-    if at == len(asked):
+def _unlike(encoder: Encoder, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    at = _shared(prompt, ids)
+    if at == len(prompt):
         return ""
-    one, other = (quoted([encoder.backend.id_to_token(t) for t in part[at : at + 3]]) for part in (asked, ids))
+    one, other = (quoted([encoder.backend.id_to_token(t) for t in part[at : at + 3]]) for part in (prompt, ids))
     return f"the tokens of its prompt end in {one} when it is asked for, and are {other} in training"
 
 
 def check_tokens(
     values: Mapping[str, Any],
-    found: Findings,
+    findings: Findings,
     encoder: Encoder,
     streams: Sequence[Stream],
     sources: Sequence[Source],
@@ -193,71 +197,71 @@ def check_tokens(
     embedding: int | None,
     length: int,
 ) -> None:
-    """What shows when all is read."""
-    documents, words = values["documents"], sources[0].words
+    """Checks the counts and tokens of the whole corpus."""
+    documents, source = values["documents"], sources[0].words
     kind = sources[0].layout.kind
     if not values["labels"] and values["dropped"].get("untrained"):
-        found.found.pop("untrained", None)
-        found.add("masked", words, "not one token of all rows is trained on", of=1)
+        findings.found.pop("untrained", None)
+        findings.add("masked", source, "not one token of all rows is trained on", of=1)
     elif not values["ends"] and values["labels"] and kind not in ("classes",):
         if encoder.pad == encoder.end:
-            found.add(
+            findings.add(
                 "pad_is_end",
-                words,
+                source,
                 f"token {encoder.end} is padding and end of text at once, and never trained on",
                 of=1,
             )
         else:
-            found.add("end_token", words, "no end of a text or turn is among what is trained on", of=1)
+            findings.add("end_token", source, "no end of a text or turn is among what is trained on", of=1)
     if embedding is not None and values["largest"] >= embedding:
         where, token = _first_beyond(streams, encoder, embedding)
-        found.add("embedding", where, f"holds token {token:,}, the model's embedding has {embedding:,} rows", of=1)
+        findings.add("embedding", where, f"holds token {token:,}, the model's embedding has {embedding:,} rows", of=1)
     if values["near_count"]:
         for where in _wheres(streams, {int(mark) for mark in values["near"]}, held=True):
-            found.add(
+            findings.add(
                 "near_validation", where, "stands in the training data, but for case, punctuation or spaces", count=0
             )
-        entry_ = found.found.get("near_validation")
-        if entry_:
-            entry_ |= {"count": values["near_count"], "of": documents["validation"]}
+        finding = findings.found.get("near_validation")
+        if finding:
+            finding |= {"count": values["near_count"], "of": documents["validation"]}
     if len(cut):
         marks = np.load(folder / "train-marks.npy")
         for where in _wheres(streams, {int(mark) for mark in marks[cut[:5]]}, held=False):
-            found.add(
+            findings.add(
                 "truncated", where, f"is longer than a row of {length} tokens, so that its answer is cut", count=0
             )
-        entry_ = found.found.get("truncated")
-        if entry_:
-            entry_ |= {"count": len(cut), "of": documents["train"]}
+        finding = findings.found.get("truncated")
+        if finding:
+            finding |= {"count": len(cut), "of": documents["train"]}
 
 
 def places_of(
     streams: Sequence[Stream], wanted: Sequence[tuple[int, int]], *, held: bool
 ) -> dict[tuple[int, int], str]:
-    """File and row of documents, found by reading again until all are.
+    """Returns the file and row of documents, by reading the sources again until all are found.
 
     Args:
-        wanted: (content hash (64 bits), how many of equal content were read before it) of each.
-        held: of the documents to validate on.
+        wanted: (64-bit content hash, number of earlier documents with equal content) of each document.
+        held: search the validation documents, else the training documents.
     """
-    marks, read, found = {mark for mark, _ in wanted}, Counter[int](), dict[tuple[int, int], str]()
+    marks, read, places = {mark for mark, _ in wanted}, Counter[int](), dict[tuple[int, int], str]()
     missing = set(wanted)
     for stream in streams:
         for side, content, document in stream.read(Counter(), Findings()):
             mark = int(content[:16], 16)
             if (side == "validation") == held and mark in marks:
-                found[mark, read[mark]] = document.where
+                places[mark, read[mark]] = document.where
                 missing.discard((mark, read[mark]))
                 read[mark] += 1
                 if not missing:
-                    return found
-    for mark, number in missing:  # read more than once by its source's weight
-        found[mark, number] = found.get((mark, max(read[mark] - 1, 0)), "")
-    return found
+                    return places
+    for mark, number in missing:  # repeated by the weight of its source
+        places[mark, number] = places.get((mark, max(read[mark] - 1, 0)), "")
+    return places
 
 
 def _wheres(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterator[str]:
-    """File and row of the documents with these content hashes (64 bits), found by reading again."""
+    """Yields the file and row of the documents with these 64-bit content hashes, by reading the sources again."""
     for stream in streams:
         for side, mark, document in stream.read(Counter(), Findings()):
             if (side == "validation") == held and int(mark[:16], 16) in marks:
@@ -268,7 +272,7 @@ def _wheres(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterat
 
 
 def _first_beyond(streams: Sequence[Stream], encoder: Encoder, embedding: int) -> tuple[str, int]:
-    """File and row of the first document with a token that the embedding has no row for, and the token."""
+    """Returns the file and row of the first document with a token beyond the embedding, and the token."""
     for stream in streams:
         for portion in chunks(stream.read(Counter(), Findings())):
             documents = [document for _, _, document in portion]
@@ -280,11 +284,11 @@ def _first_beyond(streams: Sequence[Stream], encoder: Encoder, embedding: int) -
 
 
 def refuse_longer(rows: Mapping[str, Rows], folder: Path, streams: Sequence[Stream]) -> None:
-    """Raises DataError where a document is longer than a row, with the first of them and how many there are.
+    """Raises DataError if documents are longer than a row, with the first one and their number.
 
     Args:
-        rows: train and validation.
-        folder: where their tokens are stored.
+        rows: train and validation rows.
+        folder: folder of their stored tokens.
     """
     for side, of in rows.items():
         longer = longer_than_a_row(of)
@@ -292,21 +296,22 @@ def refuse_longer(rows: Mapping[str, Rows], folder: Path, streams: Sequence[Stre
             sizes, marks = np.diff(of.tokens.ends, prepend=0), np.load(folder / f"{side}-marks.npy")
             (where,) = _wheres(streams, {int(marks[longer[0] // of.tokens.group])}, held=side == "validation")
             raise DataError(
-                f"{where}: has {int(sizes[longer[0]]):,} tokens and batch.length is {of.length:,} ({len(longer):,} of {len(sizes):,} documents are longer; "
+                f"{where}: has {int(sizes[longer[0]]):,} tokens and batch.length is {of.length:,} "
+                f"({len(longer):,} of {len(sizes):,} documents are longer; "
                 "data.longer: refuse); raise batch.length, shorten them, or set data.longer: split"
             )
 
 
 def longer_than_a_row(rows: Rows) -> np.ndarray:
-    """Numbers of the sequences that have more tokens than a row."""
+    """Returns the indices of sequences longer than a row."""
     return np.flatnonzero(np.diff(rows.tokens.ends, prepend=0) > rows.length)
 
 
 def cut_answers(rows: Rows) -> np.ndarray:
-    """Numbers of the examples that lose a part of what is trained on, since they are longer than a row (`whole`)."""
+    """Returns the indices of examples that lose trained tokens, since they are longer than a row (`whole`)."""
     tokens = rows.tokens
     if rows.packing == "stream" or not len(tokens.ends) or tokens.labels is not None:
         return np.zeros(0, np.int64)
     starts = tokens.starts()
-    all_, used = tokens.targets(starts, tokens.ends), tokens.targets(starts, starts + rows._used)
-    return np.flatnonzero((all_ > used).reshape(-1, tokens.group).any(axis=1))
+    wanted, used = tokens.targets(starts, tokens.ends), tokens.targets(starts, starts + rows._used)
+    return np.flatnonzero((wanted > used).reshape(-1, tokens.group).any(axis=1))

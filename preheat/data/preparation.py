@@ -1,4 +1,4 @@
-"""From sources to rows: the tokenizer, the tokens (cached by content), the packing, the checks, and what was counted."""
+"""Data preparation from sources to packed rows: tokenizer, tokens (cached by content), packing, checks and counts."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["PreparedData", "prepare"]
 
 FORMAT = 4
-"""Counted up when the tokens of equal documents, or the way they are stored, change: older entries are then not used."""
+"""Version of the cache entries: raised when the tokens of equal documents, or their storage, change."""
 
 STREAM_LOOK = 1000
-"""Documents at the beginning of a streamed source that the checks see before training."""
+"""Documents at the beginning of a streamed source that are checked before training."""
 
 
 @dataclass
@@ -52,19 +52,20 @@ class PreparedData:
     """Data that is ready to train on.
 
     Attributes:
-        tokenizer: of transformers; its chat template is the one that was used.
-        train, validation: rows. With data.validation 0 there are no validation rows.
-        source: what was read, in words.
-        counts: {"read", "dropped": {reason: documents}, "train": {...}, "validation": {...}}; each side has documents, tokens,
-            rows, trained (labels), efficiency (share of the rows' places that are not padding), truncated, no_room (examples), longer (than a row), cut
-            (examples that lose a part of what is trained on) and duplicates; "sources": what each gave; "repeated": documents of a
-            source are read more than once by its weight. Of a streamed source only what is known before training.
-        fingerprint: content hash of everything that decides the rows; a checkpoint keeps it.
-        layout: of the rows, or of the first source's.
-        classes: names of the classes, in order; empty where there are none.
-        told: what the checks found that does not block, a line each.
-        blocked: what they found that does, where it was not to be refused.
-        streams: what was read, to read it again.
+        tokenizer: tokenizer of transformers, with the chat template that was used.
+        train, validation: packed rows. With data.validation 0 there are no validation rows.
+        source: description of the sources.
+        counts: {"read", "dropped": {reason: documents}, "train": {...}, "validation": {...}, "sources": counts of each,
+            "repeated": a source's weight repeats its documents}. Each side has documents, tokens, rows, trained
+            (labels), efficiency (fraction of positions that are not padding), truncated and no_room (examples), longer
+            (than a row), cut (examples that lose trained tokens) and duplicates. Of a streamed source only what is
+            known before training.
+        fingerprint: content hash of everything that decides the rows; checkpoints carry it.
+        layout: layout of the rows, of the first source if there are several.
+        classes: names of the classes, in order; empty without classes.
+        told: warnings of the checks, one line each.
+        blocked: errors of the checks, if `prepare` was called with `refuse=False`.
+        streams: the sources, to read them again.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -80,7 +81,7 @@ class PreparedData:
     streams: list[Stream] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
-        """What a run keeps of it (data.json)."""
+        """Returns the content of the run's data.json."""
         template = self.layout.template
         return {
             "source": self.source,
@@ -111,26 +112,26 @@ def prepare(
     vision: Vision | None = None,
     processor: Mapping[str, Any] | None = None,
 ) -> PreparedData:
-    """Reads, tokenizes, checks and packs what `data` names.
+    """Reads, tokenizes, checks and packs the data of a recipe.
 
     Args:
         data: the recipe's settings.
-        length: tokens in a row; no part of the cache's key.
-        seed: for streamed sources, whose rows are shuffled block by block.
-        tokenizer: folder of the model's own tokenizer, used when `data.tokenizer` is not stated. With neither, a byte-level
-            BPE of `data.vocabulary` pieces is trained on the training documents.
-        add_tokens: special tokens that the tokenizer is given besides.
-        cache: folder for tokens and trained tokenizers; $PREHEAT_CACHE or ~/.cache/preheat when not stated.
-        progress: called now and then with what is done, how much of it, and of how much (None: not known).
-        embedding: rows of the model's embedding, where known.
-        refuse: raise for what the checks block; else it stands in `blocked`, to be looked at.
-        partial: what does not fill a last row of running text is a row too (`Rows.partial`).
-        knob: what names the data, for messages.
-        vision, processor: how the model reads images, and its image processor's settings; None: it reads text alone.
+        length: tokens in a row; not part of the cache key.
+        seed: seed of streamed sources, whose rows are shuffled block by block.
+        tokenizer: folder of the model's own tokenizer, used if `data.tokenizer` is not set. Without either, a
+            byte-level BPE of `data.vocabulary` tokens is trained on the training documents.
+        add_tokens: special tokens to add to the tokenizer.
+        cache: folder for tokens and trained tokenizers; by default $PREHEAT_CACHE or ~/.cache/preheat.
+        progress: called regularly with the current activity, the items done, and their total (None if unknown).
+        embedding: rows of the model's embedding, if known.
+        refuse: raise errors of the checks; else return them as `blocked`.
+        partial: make a row of the tokens that do not fill the last row of running text (`Rows.partial`).
+        knob: setting that names the data, for messages.
+        vision, processor: the model's vision settings and those of its image processor; None for a text-only model.
 
     Raises:
-        DataError: something in the data is wrong; the message has the file and the row.
-        RecipeError: `data.preflight` names a check that there is not.
+        DataError: the data has an error; the message names the file and the row.
+        RecipeError: `data.preflight` names an unknown check.
 
     Example:
         >>> prepared = prepare(Data(source="stdlib"), length=256, seed=0)  # doctest: +SKIP
@@ -142,7 +143,8 @@ def prepare(
     name, key = (data.tokenizer, "data.tokenizer") if data.tokenizer else (tokenizer, "the model's tokenizer")
     if data.streaming and name is None:
         raise DataError(
-            "data.streaming: a tokenizer cannot be trained on data that is read while training; set data.tokenizer to a folder"
+            "data.streaming: a tokenizer cannot be trained on data that is read while training; set "
+            "data.tokenizer to a folder"
         )
     own = load_tokenizer(name, knob=key, add_tokens=add_tokens) if name is not None else None
     notes = [f"{key} {name}: {why}; tokenizer.json is read as it is"] if name and (why := read_as_it_is(name)) else []
@@ -157,13 +159,15 @@ def prepare(
         eye = ImageProcessor.of(vision, processor or {}, data.image_pixels, own)
     sources = _open(data, own, eye, knob)
     notes += [f"{source.words}: not read: {source.left}" for source in sources if source.left]
-    held = (
+    validation_source = (
         open_source(data.parts()[0][0], validation=True, tokenizer=own, eye=eye)
         if isinstance(data.validation, str)
         else None
     )
-    if held is not None:
-        held = replace(held, layout=replace(held.layout, classes=sources[0].layout.classes))
+    if validation_source is not None:
+        validation_source = replace(
+            validation_source, layout=replace(validation_source.layout, classes=sources[0].layout.classes)
+        )
     share = 0.0 if isinstance(data.validation, str) else float(data.validation)
     paired = any(source.paired for source in sources)
     packing: Literal["stream", "whole"] = ("whole" if paired else "stream") if data.packing == "auto" else data.packing
@@ -171,34 +175,44 @@ def prepare(
         raise DataError("data.packing: stream cuts examples, and those with images must stay whole; use whole or auto")
     if packing == "stream" and sources[0].layout.kind in ("preference", "unpaired", "classes"):
         raise DataError(
-            f"data.packing: stream cuts examples, and rows of the layout {sources[0].layout.kind} must stay whole; use whole or auto"
+            f"data.packing: stream cuts examples, and rows of the layout {sources[0].layout.kind} must "
+            "stay whole; use whole or auto"
         )
 
-    say("reading validation" if held else "reading", 0, None)
-    split = Split(share, frozenset(content_hash(d) for d in held.read() if d.sequences) if held else frozenset())
-    content = digest(FORMAT, [source.key() for source in sources], share, held.key() if held else "")
+    say("reading validation" if validation_source else "reading", 0, None)
+    split = Split(
+        share,
+        frozenset(content_hash(d) for d in validation_source.read() if d.sequences)
+        if validation_source
+        else frozenset(),
+    )
+    content = digest(
+        FORMAT, [source.key() for source in sources], share, validation_source.key() if validation_source else ""
+    )
     if own is None:
         own = _trained(root, content, sources, split, data.vocabulary, say)
     encoder = Encoder(own)
     template = next((s.layout.template for s in sources if s.layout.template), None)
-    ends, found = _ends(own, template), Findings()
-    check_template(sources, template, found)
-    check_prompts(sources, encoder, found)
+    ends, findings = _ends(own, template), Findings()
+    check_template(sources, template, findings)
+    check_prompts(sources, encoder, findings)
     if template is not None and own.chat_template != template.text and not isinstance(own.chat_template, dict):
-        own.chat_template = template.text  # so that the run's tokenizer asks as it was trained
+        own.chat_template = template.text  # so that generation renders prompts as in training
 
     if data.streaming:
-        return _stream(data, sources[0], held, split, encoder, own, length, seed, packing, content, found, notes)
+        return _stream(
+            data, sources[0], validation_source, split, encoder, own, length, seed, packing, content, findings, notes
+        )
 
-    streams = streams_of(sources, held, split)
+    streams = streams_of(sources, validation_source, split)
     entry_name = f"tokens-{digest(content, encoder.key, ends)}"
 
     def build(folder: Path) -> dict[str, Any]:
         return tokenize(folder, root / f".partial-{entry_name}", streams, encoder, ends, say, eye)
 
-    folder, made = entry(root, entry_name, build)
-    values = made["values"]
-    found = Findings(merged(found.found, values["found"]))
+    folder, content_entry = entry(root, entry_name, build)
+    values = content_entry["values"]
+    findings = Findings(merged(findings.found, values["found"]))
     train, validation = (
         Rows(Tokens.open(folder, side, values["group"]), length, packing, encoder.pad, partial=partial)
         if values["documents"][side]
@@ -206,15 +220,15 @@ def prepare(
         for side in SIDES
     )
     cut = {"train": cut_answers(train), "validation": cut_answers(validation)}
-    check_tokens(values, found, encoder, streams, sources, folder, cut["train"], embedding, length)
-    verdict = judge(found.found, data.preflight, values["read"])
+    check_tokens(values, findings, encoder, streams, sources, folder, cut["train"], embedding, length)
+    verdict = judge(findings.found, data.preflight, values["read"])
     if refuse or not values["documents"]["train"]:
         verdict.refuse()
-    _refuse_empty(sources, held, share, values)
+    _refuse_empty(sources, validation_source, share, values)
     _require_rows(
         train, "training data" if knob == "data.source" else knob, "add text, or use shorter rows (batch.length)"
     )
-    if share or held:
+    if share or validation_source:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
     if data.longer == "refuse":
         refuse_longer({"train": train, "validation": validation}, folder, streams)
@@ -227,17 +241,19 @@ def prepare(
         side: _counts(rows) | {"cut": len(cut[side]), "duplicates": values["duplicates"][side]}  # type: ignore[index]
         for side, rows in (("train", train), ("validation", validation))
     }
-    fingerprint = digest(FORMAT, sorted(made["files"].items()), length, packing, encoder.pad)
-    words = "; ".join(source.words for source in sources) + (f"; validation: {held.words}" if held else "")
+    fingerprint = digest(FORMAT, sorted(content_entry["files"].items()), length, packing, encoder.pad)
+    description = "; ".join(source.words for source in sources) + (
+        f"; validation: {validation_source.words}" if validation_source else ""
+    )
     layout = sources[0].layout
     verdicts = {"told": [*notes, *verdict.told], "blocked": verdict.blocked}
     return PreparedData(
-        own, train, validation, words, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts
+        own, train, validation, description, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts
     )
 
 
 def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: ImageProcessor | None, knob: str) -> list[Source]:
-    """All sources, read alike where that decides what is trained."""
+    """Opens all sources and gives them the same classes."""
     sources = [open_source(part, tokenizer=own, weight=weight, eye=eye, knob=knob) for part, weight in data.parts()]
     first = sources[0].layout
     names = sorted({name for source in sources for name in source.layout.classes})
@@ -245,7 +261,8 @@ def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: ImageProcessor |
         special = {"preference", "unpaired", "classes"}
         if source.layout.kind != first.kind and special & {source.layout.kind, first.kind}:
             raise DataError(
-                f"data.source.{n}: {source.words} has the layout {source.layout.words}, the first source {first.words}; these cannot be mixed"
+                f"data.source.{n}: {source.words} has the layout {source.layout.words}, the first source "
+                f"{first.words}; these cannot be mixed"
             )
         if first.kind == "classes" and not data.classes and set(source.layout.classes) != set(first.classes):
             sources[n] = replace(source, layout=replace(source.layout, classes=tuple(names)))
@@ -255,7 +272,7 @@ def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: ImageProcessor |
 
 
 def _ends(own: PreTrainedTokenizerFast, template: Template | None) -> list[int]:
-    """Tokens that end a text or a turn."""
+    """Returns the tokens that end a text or a turn."""
     end = template.end_of_turn if template else None
     return sorted({own.eos_token_id, *([own.convert_tokens_to_ids(end)] if end else [])})
 
@@ -286,26 +303,29 @@ def _trained(
     return load_tokenizer(str(folder))
 
 
-def _refuse_empty(sources: Sequence[Source], held: Source | None, share: float, values: dict[str, Any]) -> None:
+def _refuse_empty(
+    sources: Sequence[Source], validation_source: Source | None, share: float, values: dict[str, Any]
+) -> None:
     documents, dropped = values["documents"], values["dropped"]
-    words = "; ".join(source.words for source in sources)
-    kept = documents["train"] + documents["validation"]
+    description = "; ".join(source.words for source in sources)
+    remaining = documents["train"] + documents["validation"]
     reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items()) or "the source is empty"
-    if kept == 0:
-        raise DataError(f"{words}: no document left of {values['read']} read ({reasons})")
-    if documents["train"] == 0 and held:
+    if remaining == 0:
+        raise DataError(f"{description}: no document left of {values['read']} read ({reasons})")
+    if documents["train"] == 0 and validation_source:
         raise DataError(
-            f"{words}: no document left to train on ({reasons}); name another data.source or data.validation"
+            f"{description}: no document left to train on ({reasons}); name another data.source or data.validation"
         )
     if documents["train"] == 0:
         raise DataError(
-            f"data.validation {share:g}: leaves none of {kept} documents to train on; lower it or add documents"
+            f"data.validation {share:g}: leaves none of {remaining} documents to train on; lower it or add documents"
         )
-    if documents["validation"] == 0 and held:
-        raise DataError(f"data.validation: {held.words}: no document left ({reasons})")
+    if documents["validation"] == 0 and validation_source:
+        raise DataError(f"data.validation: {validation_source.words}: no document left ({reasons})")
     if documents["validation"] == 0 and share:
         raise DataError(
-            f"data.validation {share:g}: none of {kept} documents falls on the validation side (their content decides); "
+            f"data.validation {share:g}: none of {remaining} documents falls on the validation side (their "
+            "content decides); "
             "raise it, add documents, or name a file to validate on"
         )
 
@@ -313,7 +333,8 @@ def _refuse_empty(sources: Sequence[Source], held: Source | None, share: float, 
 def _require_rows(rows: Rows, what: str, fix: str) -> None:
     if len(rows) == 0 and rows.no_room:
         raise DataError(
-            f"{what}: the prompt alone fills a row of {rows.length} tokens in each of {rows.no_room} examples; raise batch.length"
+            f"{what}: the prompt alone fills a row of {rows.length} tokens in each of {rows.no_room} "
+            "examples; raise batch.length"
         )
     if len(rows) == 0:
         documents, tokens = len(rows.tokens.ends), len(rows.tokens.ids)
@@ -339,7 +360,7 @@ def _counts(rows: Rows) -> dict[str, Any]:
 def _stream(
     data: Data,
     source: Source,
-    held: Source | None,
+    validation_source: Source | None,
     split: Split,
     encoder: Encoder,
     own: PreTrainedTokenizerFast,
@@ -347,22 +368,26 @@ def _stream(
     seed: int,
     packing: Literal["stream", "whole"],
     content: str,
-    found: Findings,
+    findings: Findings,
     notes: list[str],
 ) -> PreparedData:
-    look = Counter[str]()
-    for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), look, found):
-        look["read"] += 1
-    verdict: Verdict = judge(found.found, data.preflight, sum(look.values()))
+    seen_rows = Counter[str]()
+    for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), seen_rows, findings):
+        seen_rows["read"] += 1
+    verdict: Verdict = judge(findings.found, data.preflight, sum(seen_rows.values()))
     verdict.refuse()
     train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
-    tokens = encode_all(chunks(Split().apply(held.read(), Counter())), encoder) if held else train.held_out()
+    tokens = (
+        encode_all(chunks(Split().apply(validation_source.read(), Counter())), encoder)
+        if validation_source
+        else train.held_out()
+    )
     validation = Rows(tokens, length, packing, encoder.pad)
-    if held or split.share:
+    if validation_source or split.share:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
     fingerprint = digest(FORMAT, content, encoder.key, length, packing, seed, data.limit)
     counts = {"validation": _counts(validation)}
-    streams = streams_of([source], held, split)
+    streams = streams_of([source], validation_source, split)
     return PreparedData(
         *(
             own,

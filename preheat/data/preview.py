@@ -1,4 +1,4 @@
-"""Prepared data as figures and as text: what the model will see of it, and what of that is trained on."""
+"""Statistics and decoded examples of prepared data, with the trained spans marked."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from preheat.errors import DataError
 __all__ = ["preview"]
 
 BINS = 12
-_ORDERS = 100  # from so many times as long on bars are of equal ratios
+_ORDERS = 100
+"""Ratio of the longest to the shortest example from which the bars are logarithmic."""
 
 
 def preview(prepared: PreparedData, *, rows: int, seed: int) -> dict[str, Any]:
-    """What `preheat data` shows, as plain values.
+    """Returns the output of `preheat data` as plain values.
 
     Args:
-        rows: so many packed rows are shown, in the order in which the run reads them.
-        seed: of the recipe; decides that order.
+        rows: number of packed rows to show, in the order in which the run reads them.
+        seed: seed of the recipe, which decides that order.
 
     Returns:
-        Keys of `PreparedData.record`, and lengths, packing, blocked, and examples: [{row, documents: [{where, spans: [[text, trained,
-        tokens]], tokens, trained, label}], padding}]; row: which of the packed sequences, where: the document's file and row.
+        Keys of `PreparedData.record`, and lengths, packing, blocked, and examples: [{row, documents: [{where, spans:
+        [[text, trained, tokens]], tokens, trained, label}], padding}]; row: index of the packed row, where: the
+        document's file and row.
 
     Raises:
         DataError: the source is streamed.
@@ -49,12 +51,11 @@ def preview(prepared: PreparedData, *, rows: int, seed: int) -> dict[str, Any]:
 
 
 def _lengths(sizes: np.ndarray, length: int) -> dict[str, Any]:
-    """Tokens of an example: in figures, and as bars of which the last holds all that is longer than a row by half."""
+    """Returns statistics of tokens per example, and a histogram whose last bar holds all longer than 1.5 rows."""
     top = min(int(sizes.max()), round(1.5 * length))
     least = min(max(int(sizes.min()), 1), top)
-    spread = (
-        np.geomspace if top >= _ORDERS * least else np.linspace
-    )  # bars of equal width would hold nearly all in the first
+    # With bars of equal width nearly all examples would fall into the first one.
+    spread = np.geomspace if top >= _ORDERS * least else np.linspace
     edges = np.unique(np.append(spread(least, top, BINS + 1)[1:].round().astype(int), min(int(sizes.min()), top) - 1))
     counts, _ = np.histogram(np.minimum(sizes, top), edges)
     return {
@@ -72,23 +73,23 @@ def _lengths(sizes: np.ndarray, length: int) -> dict[str, Any]:
 
 
 def _wheres(prepared: PreparedData, rows: Rows, order: list[int]) -> dict[int, str]:
-    """Number of a document, for all in these sequences -> its file and row."""
+    """Returns document number -> file and row, for all documents in these packed rows."""
     assert rows.tokens.folder is not None, "prepared data is stored"
     marks = np.load(rows.tokens.folder / f"{rows.tokens.side}-marks.npy")
     numbers = sorted({int(n) // rows.tokens.group for index in order for n in rows.contents(index)[0]})
     wanted = [(int(marks[n]), int((marks[:n] == marks[n]).sum())) for n in numbers]
-    found = places_of(prepared.streams, wanted, held=False)
-    return {n: found[place] for n, place in zip(numbers, wanted, strict=True)}
+    by_place = places_of(prepared.streams, wanted, held=False)
+    return {n: by_place[place] for n, place in zip(numbers, wanted, strict=True)}
 
 
 def _example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, str]) -> dict[str, Any]:
     row, numbers = rows.row(index), rows.contents(index)[0].tolist()
     documents, at = [], 0
-    for number, size in zip(numbers, row.documents, strict=False):  # what is behind them is padding
+    for number, size in zip(numbers, row.documents, strict=False):  # not strict: the last length may be padding
         tokens, labels = row.tokens[at : at + size].tolist(), row.labels[at : at + size]
         classes = rows.tokens.labels
         label = None if classes is None else int(classes[number])
-        # A place's label is the token behind it; with classes the last place is trained, on none of the text.
+        # The label of a position is the next token; with classes only the last position is trained, on no text.
         marks = [False, *(labels[:-1] != IGNORED).tolist()] if label is None else [False] * size
         named = prepared.classes[label] if label is not None and label < len(prepared.classes) else label
         documents.append(
@@ -105,22 +106,22 @@ def _example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, s
 
 
 def _shortened(text: str, rows: Rows) -> str:
-    """The text with each image's tokens as their number."""
+    """Returns the text with each image's tokens replaced by their number."""
     if rows.tokens.images is None:
         return text
     mark = rows.tokens.images.eye.marks[0]
-    return re.sub(f"(?:{re.escape(mark)})+", lambda found: f"[image: {len(found[0]) // len(mark)} tokens]", text)
+    return re.sub(f"(?:{re.escape(mark)})+", lambda match: f"[image: {len(match[0]) // len(mark)} tokens]", text)
 
 
 def _spans(tokenizer: Any, tokens: list[int], marks: list[bool]) -> list[list[Any]]:
-    """Runs of tokens that are all trained, or all read, as text: each is what it adds to the text before it."""
-    made: list[list[Any]] = []
+    """Returns [text, trained, tokens] of each run of equal marks; the text is what the run adds when decoded."""
+    spans: list[list[Any]] = []
     borders = [n for n in range(1, len(tokens)) if marks[n] != marks[n - 1]]
     before, start = "", 0
     for stop in [*borders, len(tokens)]:
         text = tokenizer.decode(tokens[:stop])
-        # A character may lie in tokens on both sides of a border: it goes to the later one.
+        # A character may span tokens of both runs: it goes to the later one.
         text = text if stop == len(tokens) else text.rstrip("\ufffd")
-        made.append([text[len(before) :], marks[start], stop - start])
+        spans.append([text[len(before) :], marks[start], stop - start])
         before, start = text, stop
-    return made
+    return spans

@@ -1,9 +1,10 @@
-"""What a model said of each row of data, kept in a file by the row's number and read back in any order. Importing this imports no torch.
+"""On-disk, row-indexed cache of a model's outputs, for example of a teacher. Importing this imports no torch.
 
-<folder>/kept.json   what the numbers are of: whatever decides them, and their shapes
-<folder>/rows.bin    a record a row: mark of its tokens, mark of the record (0: not kept yet), then the numbers
+<folder>/kept.json   header: the settings that decide the outputs, and their shapes
+<folder>/rows.bin    one record per row: hash of its tokens, hash of the record (0: not cached yet), then the arrays
 
-A record is written once; what a killed process left unmarked is made again. Rows that were never kept take no room on the disk.
+A record is written once; records that a killed process left without a hash are computed again. The file is sparse, so
+missing rows take no disk space.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def _mark(*parts: np.ndarray) -> np.ndarray:
     digest = hashlib.blake2b(digest_size=_MARK)
     for part in parts:
         digest.update(np.ascontiguousarray(part).view(np.uint8))
-    found = np.frombuffer(digest.digest(), np.uint8)
-    return found if found.any() else np.ones(_MARK, np.uint8)  # 0 says that nothing is there
+    mark = np.frombuffer(digest.digest(), np.uint8)
+    return mark if mark.any() else np.ones(_MARK, np.uint8)  # all zeros mark a missing record
 
 
 def content_of(rows: Rows) -> str:
-    """A mark of what stands in rows of data, and of how it is laid out."""
+    """Returns a hash of the tokens of rows and of their packing."""
     digest = hashlib.blake2b(repr((rows.length, rows.packing, rows.pad)).encode(), digest_size=16)
     for array in (rows.tokens.ids, rows.tokens.ends):
         digest.update(np.ascontiguousarray(array).view(np.uint8))
@@ -48,17 +49,17 @@ def content_of(rows: Rows) -> str:
 
 
 class RowCache:
-    """Arrays of one shape for each of many rows.
+    """Cache of arrays of equal shapes for each row.
 
     Args:
-        folder: of the file; made where it is not there.
-        rows: how many there are.
-        of: what decides the numbers; kept beside them for whoever looks.
+        folder: folder of the cache; created if missing.
+        rows: number of rows.
+        of: settings that decide the outputs; stored in the header and compared when the cache is opened.
         arrays: name -> (shape of a row, dtype).
-        knob: what to name in errors.
+        knob: setting that errors name.
 
     Raises:
-        RunError: the folder holds rows of something else, or cannot be written.
+        RunError: the folder holds a cache with other settings, or cannot be written.
     """
 
     def __init__(
@@ -79,18 +80,18 @@ class RowCache:
             "of": dict(of),
             "arrays": {name: [list(shape), str(np.dtype(k))] for name, (shape, k) in arrays.items()},
         }
-        file, told = folder / "rows.bin", folder / "kept.json"
+        file, header_file = folder / "rows.bin", folder / "kept.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Of the right size: another process, or one that was killed, has just made it.
-            foreign = not told.exists() and file.exists() and file.stat().st_size not in (0, rows * self.record)
-            if not told.exists() and not foreign:
+            # A rows.bin of the right size is ours: another process just made it, or was killed before the header.
+            foreign = not header_file.exists() and file.exists() and file.stat().st_size not in (0, rows * self.record)
+            if not header_file.exists() and not foreign:
                 with file.open("ab") as opened:
-                    opened.truncate(rows * self.record)  # sparse: rows that are not kept take no room
-                beside = told.with_suffix(f".{os.getpid()}")
-                beside.write_text(to_json(header, indent=1), encoding="utf-8")
-                beside.rename(told)
-            found = None if foreign else json.loads(told.read_bytes())
+                    opened.truncate(rows * self.record)  # sparse: missing rows take no space
+                temporary = header_file.with_suffix(f".{os.getpid()}")
+                temporary.write_text(to_json(header, indent=1), encoding="utf-8")
+                temporary.rename(header_file)
+            stored = None if foreign else json.loads(header_file.read_bytes())
         except ValueError:
             raise self._refused("kept.json is not whole") from None
         except OSError as error:
@@ -99,8 +100,8 @@ class RowCache:
             ) from None
         if foreign:
             raise RunError(f"{knob}: {folder}: holds a rows.bin that preheat did not write; name another folder")
-        if found != header:
-            was = found.get("of", {}) if isinstance(found, dict) else {}
+        if stored != header:
+            was = stored.get("of", {}) if isinstance(stored, dict) else {}
             other = [
                 f"{key} (was {was.get(key)!r}, is {value!r})" for key, value in of.items() if was.get(key) != value
             ]
@@ -115,12 +116,12 @@ class RowCache:
         )
 
     def missing(self, rows: Iterable[int]) -> list[int]:
-        """Those of the rows that are not kept yet, sorted, each once."""
-        asked = np.unique(np.fromiter(rows, np.int64))
-        return [int(n) for n in asked[~self._file[asked, _MARK : 2 * _MARK].any(axis=1)]]
+        """Returns the rows that are not cached yet, sorted and without duplicates."""
+        wanted = np.unique(np.fromiter(rows, np.int64))
+        return [int(n) for n in wanted[~self._file[wanted, _MARK : 2 * _MARK].any(axis=1)]]
 
     def write(self, row: int, tokens: np.ndarray, *arrays: np.ndarray) -> None:
-        """Keeps the arrays of a row, in their order, the mark last."""
+        """Writes the arrays of a row in their order, and the hash of the record last."""
         content = np.concatenate(
             [
                 np.ascontiguousarray(a, kind).reshape(shape).reshape(-1).view(np.uint8)
@@ -132,52 +133,53 @@ class RowCache:
         record[_MARK : 2 * _MARK] = _mark(own, content)
 
     def read(self, row: int, tokens: np.ndarray) -> list[np.ndarray]:
-        """The arrays of a row, in their order, in memory.
+        """Returns copies of the arrays of a row, in their order.
 
         Args:
-            tokens: [length] int64, those that the caller has under this number.
+            tokens: [length] int64, the caller's tokens of this row, to check against the record.
 
         Raises:
-            RunError: the row is not kept, is of other tokens, or was damaged.
+            RunError: the row is missing, has other tokens, or is damaged.
         """
         if not 0 <= row < len(self._file) or not self._file[row, _MARK : 2 * _MARK].any():
             raise RunError(
-                f"{self.knob}: {self.folder}: row {row} was never kept; begin the run anew, which keeps what it will read"
+                f"{self.knob}: {self.folder}: row {row} was never kept; begin the run anew, which keeps "
+                "what it will read"
             )
         record = np.array(self._file[row])
         if (record[_MARK : 2 * _MARK] != _mark(record[:_MARK], record[2 * _MARK :])).any():
             raise self._refused(f"row {row} is damaged")
         if (record[:_MARK] != _mark(tokens)).any():
             raise self._refused(f"row {row} is of another text")
-        found, at = [], 2 * _MARK
+        parts, at = [], 2 * _MARK
         for name, (shape, kind) in self._arrays.items():
-            found.append(record[at : at + self._sizes[name]].copy().view(kind).reshape(shape))
+            parts.append(record[at : at + self._sizes[name]].copy().view(kind).reshape(shape))
             at += self._sizes[name]
-        return found
+        return parts
 
     def fill(
         self,
         rows: Rows,
         numbers: Sequence[int],
-        said: Callable[[Batch], Sequence[Tensor]],
+        forward: Callable[[Batch], Sequence[Tensor]],
         *,
         micro: int,
         progress: Callable[[str, float, float], None],
     ) -> None:
-        """Keeps what `said` gives of these rows, `micro` at a time: tensors [rows, ...] in the order of the arrays."""
+        """Caches `forward`'s outputs for these rows, `micro` at a time: tensors [rows, ...] in the arrays' order."""
         from preheat.data.loader import collate
 
         for start in range(0, len(numbers), micro):
             progress("the teacher reads", start, len(numbers))
-            some = numbers[start : start + micro]
-            batch = collate([(n, rows.row(n)) for n in some])
-            for n, tokens, *arrays in zip(some, batch.tokens, *said(batch), strict=True):
+            chunk = numbers[start : start + micro]
+            batch = collate([(n, rows.row(n)) for n in chunk])
+            for n, tokens, *arrays in zip(chunk, batch.tokens, *forward(batch), strict=True):
                 self.write(n, tokens.numpy(), *(a.cpu().numpy() for a in arrays))
         self._file.flush()
 
     def beside(self, batch: Batch) -> tuple[Tensor, ...]:
-        """The arrays of a batch's rows as tensors [rows, ...] on the host."""
+        """Returns the arrays of a batch's rows as tensors [rows, ...] on the host."""
         import torch
 
-        found = [self.read(n, tokens.numpy()) for n, tokens in zip(batch.rows, batch.tokens, strict=True)]
-        return tuple(torch.stack([torch.from_numpy(a) for a in arrays]) for arrays in zip(*found, strict=True))
+        cached = [self.read(n, tokens.numpy()) for n, tokens in zip(batch.rows, batch.tokens, strict=True)]
+        return tuple(torch.stack([torch.from_numpy(a) for a in arrays]) for arrays in zip(*cached, strict=True))

@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library, pairs drawn from it, files and folders, `datasets`."""
+"""Sources of documents: the standard library, pairs drawn from it, files and folders, `datasets`."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ __all__ = ["Source", "digest", "open_source"]
 
 BUILT_IN = ("stdlib", "docstrings")
 HASHED_WHOLE = 256 * 2**20
-"""A larger file (bytes) is known by its size, time and both ends: reading it all at every start would take too long."""
+"""Bytes up to which a file is hashed completely. Larger ones are identified by size, time and both ends, for speed."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents that can be read again and again in the same order.
+    """Documents that can be read repeatedly in the same order.
 
     Attributes:
-        words: what it is, for messages and reports.
-        layout: how its rows are read.
-        key: content hash of all that it reads, and how; taken when called, since that reads the files.
-        rows: (where, row), lazily, from the first.
-        count: how many, where that is known before reading.
+        words: description for messages and reports.
+        layout: layout of its rows.
+        key: returns the content hash of the files and of how they are read; a function, since it reads the files.
+        rows: returns a lazy iterator over (where, row) from the first row.
+        count: number of rows, if known before reading.
         weight: how often its documents are read in an epoch.
     """
 
@@ -55,38 +55,38 @@ class Source:
     count: int | None = None
     weight: float = 1.0
     left: str = ""
-    """What of its folder is not read, in words."""
+    """Description of the files in its folder that are not read."""
 
     @property
     def paired(self) -> bool:
-        """Whether its rows are examples, to be packed whole, and not running text."""
+        """True if its rows are examples, to be packed whole, and not running text."""
         return self.layout.kind != "text"
 
     def read(self, start: int = 0) -> Iterator[Document]:
-        """The documents from row `start` on, lazily."""
+        """Yields the documents from row `start` on."""
         for where, row in itertools.islice(self.rows(), start, None):
             yield self.layout.document(row, where)
 
 
 @dataclass(frozen=True)
 class _Raw:
-    """Rows before it is known what their fields mean."""
+    """Rows of a source whose layout is not known yet."""
 
     words: str
     key: Callable[[], str]
     rows: Callable[[Sequence[str] | None], Iterator[tuple[str, Any]]]
     names: list[str] | None = None
-    """Of the fields, where they are known before any row."""
+    """Names of the fields, if known before any row is read."""
     count: int | None = None
     classes: tuple[str, ...] = ()
-    """What a `datasets` label's numbers mean."""
+    """Names of the classes of a `datasets.ClassLabel`."""
     folder: Path = Path()
-    """From which rows name other files."""
+    """Base of relative paths in rows."""
     left: str = ""
 
 
 def digest(*parts: object) -> str:
-    """A short content hash of values that print alike when they are alike."""
+    """Returns a short content hash of values, taken over their `repr`."""
     return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -100,18 +100,18 @@ def open_source(
     eye: ImageProcessor | None = None,
     knob: str = "",
 ) -> Source:
-    """The source of training documents that `data` names, or with `validation` the one that `data.validation` names.
+    """Opens the source of `data.source`, or with `validation` that of `data.validation`.
 
-    Read are the names of files and the first row; for classes whose names are not stated, all labels.
+    This reads the names of files and the first row, and all labels if there are classes without given names.
 
     Args:
-        tokenizer: whose chat template and special tokens are used; None: one is still to be trained.
-        layout: how rows are read, where that is known already.
-        eye: how images are read; None: the model reads text alone.
-        knob: what names the source, for messages; by default the recipe's key.
+        tokenizer: tokenizer whose chat template and special tokens are used; None if it is still to be trained.
+        layout: layout of the rows, if already known.
+        eye: image processor; None for text-only models.
+        knob: setting that names the source, for messages; by default the recipe's key.
 
     Raises:
-        DataError: there is no such source, or its rows have no layout.
+        DataError: there is no such source, or its rows have no known layout.
     """
     key, name = ("data.validation", str(data.validation)) if validation else ("data.source", str(data.source))
     knob = knob or key
@@ -119,7 +119,8 @@ def open_source(
         raw = _stdlib() if name == "stdlib" else _docstrings()
         if name == "stdlib" and data.prompt:
             raise DataError(
-                "data.prompt: the source stdlib is plain text; remove data.prompt and data.completion, or use data.source: docstrings"
+                "data.prompt: the source stdlib is plain text; remove data.prompt and data.completion, or "
+                "use data.source: docstrings"
             )
         data = replace(data, layout="text" if name == "stdlib" else "prompt", columns={}, prompt=None, completion=None)
     else:
@@ -143,17 +144,17 @@ def open_source(
 
 
 def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, eye: ImageProcessor | None) -> Layout:
-    """The layout of rows that are seen for the first time."""
+    """Detects the layout of a source from its first row."""
     where, first = next(raw.rows(None), (raw.words, None))
     names = raw.names or ([str(k) for k in first] if isinstance(first, Mapping) else [])
     template, lacking = None, ""
-    made = layout_of(data, names, first, where)
+    layout = layout_of(data, names, first, where)
     try:
-        template = template_for(data.template, tokenizer, made.kind)
+        template = template_for(data.template, tokenizer, layout.kind)
     except DataError as error:
         if data.template is not None:
             raise
-        lacking = f"{raw.words}: the rows are conversations ({made.words}); {error}"
+        lacking = f"{raw.words}: the rows are conversations ({layout.words}); {error}"
     special = template.special if template else special_tokens(tokenizer)
     more: dict[str, Any] = {
         "template": template,
@@ -163,18 +164,18 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
     }
     more |= {"eye": eye, "folder": raw.folder}
     classes = data.classes or raw.classes
-    if made.kind == "classes" and not classes:
-        column = made.columns["label"]
+    if layout.kind == "classes" and not classes:
+        column = layout.columns["label"]
         values = (row.get(column) for _, row in raw.rows([column]) if isinstance(row, Mapping))
         classes = class_names(values, raw.words)
-    made = layout_of(data, names, first, where, train_on=data.train_on, classes=classes, **more)
+    layout = layout_of(data, names, first, where, train_on=data.train_on, classes=classes, **more)
     if raw.names is not None:
-        made.require(raw.names, raw.words)
-    return made
+        layout.require(raw.names, raw.words)
+    return layout
 
 
 def _is_path(knob: str, name: str) -> bool:
-    """Whether a name means a place on this machine: it stands there, or no `datasets` name looks like it."""
+    """Returns True if a name is a path on this machine: it exists, or does not look like a name of `datasets`."""
     path = expanded(knob, name)
     return (
         path.exists()
@@ -190,12 +191,12 @@ def _path(knob: str, path: Path, data: Data) -> _Raw:
         raise missing(knob, path)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved_dataset(knob, path, data)
-    files, words, left = find_files(knob, path)
-    whole = data.text_files == "whole"
+    files, description, left = find_files(knob, path)
+    uncut = data.text_files == "whole"
     return _Raw(
-        words,
-        lambda: _files_key(files) + (" whole" if whole else ""),
-        lambda columns: itertools.chain.from_iterable(read_file(f, columns, whole=whole) for f in files),
+        description,
+        lambda: _files_key(files) + (" whole" if uncut else ""),
+        lambda columns: itertools.chain.from_iterable(read_file(f, columns, whole=uncut) for f in files),
         columns_of(files[0]),
         folder=path if path.is_dir() else path.parent,
         left=left,
@@ -203,22 +204,22 @@ def _path(knob: str, path: Path, data: Data) -> _Raw:
 
 
 def _files_key(files: Iterable[Path]) -> str:
-    known = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for path in files:
         try:
             size = path.stat().st_size
-            known.update(f"{path.suffix} {size};".encode())
+            hasher.update(f"{path.suffix} {size};".encode())
             with path.open("rb") as file:
                 if size <= HASHED_WHOLE:
                     while chunk := file.read(2**20):
-                        known.update(chunk)
+                        hasher.update(chunk)
                 else:
-                    known.update(str(path.stat().st_mtime_ns).encode() + file.read(2**20))
+                    hasher.update(str(path.stat().st_mtime_ns).encode() + file.read(2**20))
                     file.seek(-(2**20), 2)
-                    known.update(file.read())
+                    hasher.update(file.read())
         except OSError as error:
             raise DataError(f"{shown(path)}: cannot be read ({error.strerror})") from None
-    return known.hexdigest()
+    return hasher.hexdigest()
 
 
 # --- the standard library -----------------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", 
 
 
 def _stdlib_files() -> list[Path]:
-    """The library's .py files in order of name; tests (and their deliberately broken data) and build settings left out."""
+    """Returns the library's .py files sorted by name, without tests (some deliberately broken) and build settings."""
     root = Path(sysconfig.get_path("stdlib"))
     return sorted(
         p
@@ -240,29 +241,29 @@ def _stdlib_texts(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
     for path in files:
         try:
             yield str(path), path.read_bytes().decode("utf-8")
-        except (
-            UnicodeDecodeError
-        ):  # a few old modules are in Latin-1: not the user's files, and not worth a second codec
-            continue
+        except UnicodeDecodeError:
+            continue  # a few old modules are in Latin-1
 
 
 def _stdlib() -> _Raw:
     files = _stdlib_files()
-    words = f"source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library: {len(files)} files"
-    return _Raw(words, lambda: _files_key(files), lambda _: _stdlib_texts(files), count=len(files))
+    description = (
+        f"source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library: {len(files)} files"
+    )
+    return _Raw(description, lambda: _files_key(files), lambda _: _stdlib_texts(files), count=len(files))
 
 
 def _docstrings() -> _Raw:
-    """Pairs: what a function is to do, in words, and its head; its body."""
+    """Returns prompt-completion pairs: a function's docstring and signature, and its body."""
     files = _stdlib_files()
-    words = (
+    description = (
         f"docstring -> function pairs from Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
     )
     every = functools.cache(
         lambda: list(dict.fromkeys(itertools.chain.from_iterable(_pairs(t) for _, t in _stdlib_texts(files))))
     )
     return _Raw(
-        words,
+        description,
         lambda: digest("docstrings", 1, _files_key(files)),
         lambda _: ((f"pair {n}", pair) for n, pair in enumerate(every(), 1)),
         ["prompt", "completion"],
@@ -275,7 +276,7 @@ def _pairs(text: str) -> Iterator[Document]:
             warnings.simplefilter("ignore", SyntaxWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             tree = ast.parse(text)
-    except SyntaxError:  # templates that are named .py
+    except SyntaxError:  # templates with the suffix .py
         return
     lines = text.splitlines(keepends=True)
     for node in ast.walk(tree):
@@ -285,22 +286,22 @@ def _pairs(text: str) -> Iterator[Document]:
         first = node.body[0]
         if not doc or len(node.body) < 2 or first.lineno == node.lineno:
             continue
-        asked = " ".join(doc.split("\n\n")[0].split())
+        task = " ".join(doc.split("\n\n")[0].split())
         head = textwrap.dedent("".join(lines[node.lineno - 1 : first.lineno - 1]))
         body = (
             textwrap.indent(textwrap.dedent("".join(lines[first.end_lineno : node.end_lineno])).strip("\n"), "    ")
             + "\n"
         )
         # Long enough to be worth learning, short enough to fit a row.
-        if len(asked) >= 20 and len(asked) + len(head) <= 800 and 2 <= body.count("\n") <= 40 and len(body) <= 1600:
-            yield Document.of(body, f"# {asked}\n{head}")
+        if len(task) >= 20 and len(task) + len(head) <= 800 and 2 <= body.count("\n") <= 40 and len(body) <= 1600:
+            yield Document.of(body, f"# {task}\n{head}")
 
 
 # --- datasets -------------------------------------------------------------------------------------------------------
 
 
 def _broken() -> tuple[type[BaseException], ...]:
-    """What `datasets` and Arrow raise where a data set is not whole, is of another kind, or the network is gone."""
+    """Returns what `datasets` and Arrow raise for damaged data sets, other formats, and network failures."""
     import datasets
     import pyarrow
 
@@ -321,50 +322,52 @@ def _rows(rows: Any, where: str) -> Iterator[tuple[str, Any]]:
         yield f"{where}: row {number}", row
 
 
-def _split(found: Any, data: Data, where: str) -> Any:
+def _split(dataset: Any, data: Data, where: str) -> Any:
     import datasets
 
-    if isinstance(found, datasets.DatasetDict | datasets.IterableDatasetDict):
-        if data.split not in found:
+    if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
+        if data.split not in dataset:
             raise DataError(
-                f"data.split {data.split}: {where} has no such split; {closest(data.split, [str(k) for k in found])}"
+                f"data.split {data.split}: {where} has no such split; {closest(data.split, [str(k) for k in dataset])}"
             )
-        return found[data.split]
-    return found
+        return dataset[data.split]
+    return dataset
 
 
-def _from_dataset(found: Any, data: Data, where: str) -> _Raw:
+def _from_dataset(dataset: Any, data: Data, where: str) -> _Raw:
     import datasets
 
-    names: list[str] | None = list(found.column_names) if found.column_names else None
+    names: list[str] | None = list(dataset.column_names) if dataset.column_names else None
 
     def rows(columns: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
-        # Images and audio beside the text are not decoded.
-        chosen = found.select_columns([n for n in names if n in columns]) if names and columns is not None else found
+        # Unused columns, such as images and audio, are not decoded.
+        chosen = (
+            dataset.select_columns([n for n in names if n in columns]) if names and columns is not None else dataset
+        )
         return _rows(chosen, where)
 
-    # `datasets` names a table's content and history by a fingerprint; a streamed one is known by its name alone.
-    mark = found._fingerprint if isinstance(found, datasets.Dataset) else ""
-    label = (found.features or {}).get(data.columns.get("label", "label"))
+    # The fingerprint of `datasets` covers a table's content and history; a streamed one has only its name.
+    mark = dataset._fingerprint if isinstance(dataset, datasets.Dataset) else ""
+    label = (dataset.features or {}).get(data.columns.get("label", "label"))
     classes = tuple(label.names) if isinstance(label, datasets.ClassLabel) else ()
-    words = f"dataset {where}, split {data.split}"
-    return _Raw(words, lambda: digest(where, data.subset, data.split, mark), rows, names, classes=classes)
+    description = f"dataset {where}, split {data.split}"
+    return _Raw(description, lambda: digest(where, data.subset, data.split, mark), rows, names, classes=classes)
 
 
 def _saved_dataset(knob: str, path: Path, data: Data) -> _Raw:
     import datasets
 
     try:
-        found = datasets.load_from_disk(str(path))
+        dataset = datasets.load_from_disk(str(path))
     except _broken() as error:
         raise DataError(
             f"{knob} {shown(path)}: not a whole folder of datasets.save_to_disk: {_first_line(error)}; write it again"
         ) from None
-    return _from_dataset(_split(found, data, shown(path)), data, shown(path))
+    return _from_dataset(_split(dataset, data, shown(path)), data, shown(path))
 
 
 def _is_format(name: str) -> bool:
-    """Whether `datasets` takes the name for a format of files rather than a dataset: text, json, csv ..."""
+    """Returns True if `datasets` takes the name for a file format (text, json, csv, ...) and not for a dataset."""
     from datasets import packaged_modules
 
     known: Mapping[str, Any] = packaged_modules._PACKAGED_DATASETS_MODULES
@@ -374,23 +377,25 @@ def _is_format(name: str) -> bool:
 def _datasets(knob: str, name: str, data: Data) -> _Raw:
     import datasets
 
-    if _is_format(name):  # `datasets` would read whatever lies in the present folder
+    if _is_format(name):  # `datasets` would read the working directory
         raise DataError(
-            f"{knob} {name}: no such file or folder here, and {name} is a format and no dataset; name a file or a folder"
+            f"{knob} {name}: no such file or folder here, and {name} is a format and no dataset; name a "
+            "file or a folder"
         )
     hint = f"; {near}" if (near := nearest(name, BUILT_IN)).startswith("did") else ""
     if not hub_reachable():
         raise DataError(
             f"{knob} {name}: no such file or folder here{hint}, and no network to look for a dataset of that name; "
-            "name a file, or a folder written by datasets.save_to_disk (HF_HUB_OFFLINE=1 reads what was downloaded before)"
+            "name a file, or a folder written by datasets.save_to_disk (HF_HUB_OFFLINE=1 reads what was "
+            "downloaded before)"
         )
     try:
-        found = datasets.load_dataset(name, data.subset, split=data.split, streaming=data.streaming)
+        dataset = datasets.load_dataset(name, data.subset, split=data.split, streaming=data.streaming)
     except (OSError, ValueError) as error:  # not there, no access, no network, no such subset or split
         raise DataError(
             f"{knob} {name}: no file or folder here{hint}, and `datasets` cannot load it: {_first_line(error)}"
         ) from None
-    return _from_dataset(found, data, name)
+    return _from_dataset(dataset, data, name)
 
 
 def _first_line(error: BaseException) -> str:

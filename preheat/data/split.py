@@ -1,4 +1,4 @@
-"""Which side a document falls on. Its content decides, so equal documents never stand on both sides."""
+"""Train/validation split by content hash, so that equal documents never land on both sides."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ _BETWEEN_WORDS = re.compile(r"[\W_]+")
 
 
 def content_hash(document: Document) -> str:
-    """A hash of the text with runs of white space as one blank, so that a copy indented otherwise is still a copy."""
+    """Returns a hash of the text with white space collapsed, so that copies with other indentation count as equal."""
     texts = (" ".join(piece.text.split()) for sequence in document.sequences for piece in sequence)
-    words = "\0".join((*texts, *(image.path for image in document.images)))
-    return hashlib.blake2b(words.encode("utf-8"), digest_size=16).hexdigest()
+    content = "\0".join((*texts, *(image.path for image in document.images)))
+    return hashlib.blake2b(content.encode("utf-8"), digest_size=16).hexdigest()
 
 
 def near_hash(document: Document) -> int:
-    """A hash of 64 bits of the letters and digits alone, without case."""
+    """Returns a 64-bit hash of the letters and digits, ignoring case."""
     letters = "\0".join((_BETWEEN_WORDS.sub("", document.text).casefold(), *(image.path for image in document.images)))
     return int.from_bytes(hashlib.blake2b(letters.encode("utf-8"), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True)
 class Split:
-    """Training against validation. The seed has no part in it: runs with other seeds are measured on the same text.
+    """Train/validation split. It is independent of the seed, so that runs with other seeds are measured on the same
+    text.
 
     Attributes:
-        share: of the documents, to validate on.
-        held: content hashes of documents to validate on, when those have a source of their own.
+        share: fraction of the documents to validate on.
+        held: content hashes of the validation documents, if these have a source of their own.
     """
 
     share: float = 0.0
@@ -49,11 +50,11 @@ class Split:
     def apply(
         self, documents: Iterable[Document], dropped: Counter[str], findings: Findings | None = None
     ) -> Iterator[tuple[Side, str, Document]]:
-        """Each document with its side and its content hash; those left out are counted by reason in `dropped`."""
+        """Yields each document with its side and content hash, and counts the omitted ones by reason in `dropped`."""
         findings = Findings() if findings is None else findings
         for document in documents:
-            for check, words in document.notes:
-                findings.add(check, document.where, words)
+            for check, message in document.notes:
+                findings.add(check, document.where, message)
             if not document.sequences:
                 dropped[document.notes[-1][0]] += 1
                 continue
@@ -71,14 +72,14 @@ class Split:
 
 
 def chunks(documents: Iterable[tuple[Side, str, Document]]) -> Iterator[list[tuple[Side, str, Document]]]:
-    """Documents in portions that keep all cores of the tokenizer busy and little in memory."""
-    held: list[tuple[Side, str, Document]] = []
+    """Yields documents in chunks, large enough to keep all tokenizer threads busy and small enough for memory."""
+    chunk: list[tuple[Side, str, Document]] = []
     size = 0
     for each in documents:
-        held.append(each)
+        chunk.append(each)
         size += len(each[2].text)
-        if len(held) >= CHUNK_DOCUMENTS or size >= CHUNK_CHARACTERS:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
+        if len(chunk) >= CHUNK_DOCUMENTS or size >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

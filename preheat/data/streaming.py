@@ -1,8 +1,8 @@
-"""Rows packed while the source is read, for data that is too large, or too far away, to tokenize first.
+"""Packs rows while the source is read, for data too large or too remote to tokenize first.
 
-The order is a pure function of the seed and the samples committed here too, without a global shuffle: documents are read in
-the source's order, packed in blocks of at least `BLOCK` rows, and the rows of a block are shuffled. To resume, the source is
-read again from its beginning and what was trained on is skipped.
+As for stored data, the order is a pure function of the seed and the committed samples, but there is no global shuffle:
+documents are read in the source's order, packed in blocks of at least `BLOCK` rows, and shuffled within the block. To
+resume, the source is read again from its beginning and the committed samples are skipped.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from preheat.recipe import Data
 __all__ = ["StreamRows", "encode_all"]
 
 BLOCK = 1024
-"""Rows that are shuffled together and held in memory as tokens. At the end of a block what does not fill a row is left out."""
+"""Rows that are shuffled together, in memory as tokens. Tokens at the end of a block that fill no row are dropped."""
 HELD_OUT, HELD_OUT_DOCUMENTS = 256, 100_000
-"""Validation rows are taken from the beginning of the stream: so many rows, of at most so many documents read."""
+"""Number of validation rows taken from the beginning of the stream, and the documents read for them at most."""
 
 
 @dataclass(frozen=True)
 class StreamRows:
-    """Training rows in the order of the source; sent to a worker process, it opens the source there.
+    """Training rows in the order of the source; a worker process that receives it opens the source itself.
 
     Attributes:
-        data: names the source.
-        layout: how its rows are read.
-        split: which documents are left to validation.
-        encoder: documents to tokens.
+        data: settings that name the source.
+        layout: layout of its rows.
+        split: train/validation split.
+        encoder: tokenizes documents.
         length: tokens in a row.
         packing: `stream` or `whole`, within a block.
-        seed: decides the order within a block.
+        seed: seed of the order within a block.
     """
 
     data: Data
@@ -56,7 +56,7 @@ class StreamRows:
     seed: int
 
     def read(self, committed: int = 0) -> Iterator[tuple[int, RowData]]:
-        """Endless (sample number, row) from sample number `committed`, epoch after epoch."""
+        """Yields (sample number, row) without end, from sample `committed` on, epoch after epoch."""
         number = 0
         for epoch in itertools.count():
             began = number
@@ -68,24 +68,26 @@ class StreamRows:
                     number += 1
             if number == began:
                 raise DataError(
-                    f"data.source {self.data.source}: the training documents do not fill one row of {self.length}; add documents or lower batch.length"
+                    f"data.source {self.data.source}: the training documents do not fill one row of "
+                    f"{self.length}; add documents or lower batch.length"
                 )
 
     def held_out(self) -> Tokens:
-        """The validation documents at the beginning of the stream."""
+        """Returns the tokens of the validation documents at the beginning of the stream."""
         first = itertools.islice(
             self.split.apply(self._documents(), Counter()), HELD_OUT_DOCUMENTS if self.split.share else 0
         )
-        held = chunks(d for d in first if d[0] == "validation")
-        return encode_all(held, self.encoder, enough=HELD_OUT * self.length)
+        portions = chunks(d for d in first if d[0] == "validation")
+        return encode_all(portions, self.encoder, enough=HELD_OUT * self.length)
 
     def _documents(self) -> Iterator[Document]:
-        """The documents; a row that a check refuses ends the run, unless the recipe says warn."""
+        """Yields the documents; a row that fails a check ends the run, unless the recipe sets the check to warn."""
         for document in open_source(self.data, layout=self.layout).read():
-            for check, words in document.notes:
+            for check, message in document.notes:
                 if not CHECKS[check].above and self.data.preflight.get(check) != "warn":
                     raise DataError(
-                        f"{document.where}: {words} (check {check}); {CHECKS[check].fix}, or data.preflight.{check}: warn"
+                        f"{document.where}: {message} (check {check}); {CHECKS[check].fix}, or "
+                        f"data.preflight.{check}: warn"
                     )
             yield document
 
@@ -99,21 +101,21 @@ class StreamRows:
 def encode_all(
     portions: Iterable[list[tuple[Side, str, Document]]], encoder: Encoder, *, enough: int | None = None
 ) -> Tokens:
-    """Portions of documents as tokens in memory, until there are `enough` tokens."""
-    made: list[Encoded] = []
+    """Encodes chunks of documents into memory, until there are `enough` tokens."""
+    encoded: list[Encoded] = []
     size, group = 0, 1
     for portion in portions:
         for sequences in encoder([document for _, _, document in portion]):
-            made += sequences
+            encoded += sequences
             group = len(sequences)
             size += sum(len(e.tokens) for e in sequences)
         if enough is not None and size >= enough:
             break
-    ids = np.fromiter(itertools.chain.from_iterable(e.tokens for e in made), np.uint32, size)
-    ends = np.cumsum([len(e.tokens) for e in made], dtype=np.int64)
+    ids = np.fromiter(itertools.chain.from_iterable(e.tokens for e in encoded), np.uint32, size)
+    ends = np.cumsum([len(e.tokens) for e in encoded], dtype=np.int64)
     trained = labels = None
-    if any(e.trained is not None for e in made):
-        trained = np.frombuffer(b"".join(e.trained or b"\1" * len(e.tokens) for e in made), np.uint8)
-    if any(e.label is not None for e in made):
-        labels = np.array([e.label for e in made], np.int64)
+    if any(e.trained is not None for e in encoded):
+        trained = np.frombuffer(b"".join(e.trained or b"\1" * len(e.tokens) for e in encoded), np.uint8)
+    if any(e.label is not None for e in encoded):
+        labels = np.array([e.label for e in encoded], np.int64)
     return Tokens(ids, ends, trained, labels, group)

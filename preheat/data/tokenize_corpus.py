@@ -1,7 +1,8 @@
-"""Documents to tokens in files, with all that is counted on the way. Where it is killed, the next start goes on from there.
+"""Tokenizes documents into files and counts them; an interrupted start is resumed by the next one.
 
-The work stands in a folder of its own beside the cache's entries: files that only grow, and a journal which is written every few
-seconds, after the files, with their sizes. To go on, what stands behind those sizes is cut off, and rows already read are skipped.
+The work folder lies next to the cache's entries and holds append-only files and a journal, which is written after them
+every few seconds with their sizes. To resume, the files are truncated to those sizes, and rows already read are
+skipped.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ __all__ = ["SIDES", "Progress", "Stream", "streams_of", "tokenize"]
 
 SIDES: tuple[Side, Side] = ("train", "validation")
 JOURNAL_EVERY = 5.0
-"""Seconds."""
+"""Seconds between writes of the journal, and so the work at most that a kill loses."""
 
 Progress = Callable[[str, int, int | None], None]
 
 
 class Stream(NamedTuple):
-    """A source, and which side its documents go to; held: all to validation."""
+    """A source and its split; `held`: all of its documents are for validation."""
 
     source: Source
     held: bool
@@ -52,44 +53,47 @@ class Stream(NamedTuple):
     def read(
         self, dropped: Counter[str], findings: Findings, documents: Iterable[Document] | None = None
     ) -> Iterator[tuple[Side, str, Document]]:
-        """Each document that is kept, with its side and content hash."""
+        """Yields each document that is not dropped, with its side and content hash."""
         for side, mark, document in self.split.apply(
             self.source.read() if documents is None else documents, dropped, findings
         ):
             yield "validation" if self.held else side, mark, document
 
 
-def streams_of(sources: Sequence[Source], held: Source | None, split: Split) -> list[Stream]:
-    """What is read, in order."""
-    return [*([Stream(held, True, Split())] if held else []), *(Stream(source, False, split) for source in sources)]
+def streams_of(sources: Sequence[Source], validation: Source | None, split: Split) -> list[Stream]:
+    """Returns the streams to read, in order: the validation source first."""
+    return [
+        *([Stream(validation, True, Split())] if validation else []),
+        *(Stream(source, False, split) for source in sources),
+    ]
 
 
 @dataclass
 class _Tally:
-    """What was counted so far, and where the work stands; plain values, for the journal."""
+    """Counts and progress so far, as plain values for the journal."""
 
     stream: int = 0
     rows: int = 0
-    """Read of this stream."""
+    """Rows read of this stream."""
     sources: list[dict[str, Any]] = field(default_factory=list)
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By the checks, in rows as they were read ..."""
+    """Findings of the checks in rows."""
     shown: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """... and in their tokens."""
+    """Findings of the checks in tokens."""
     group: int = 1
     masked: bool = False
     ends: int = 0
-    """Tokens that end a text or a turn and are trained on."""
+    """Number of trained tokens that end a text or a turn."""
     labels: int = 0
-    """All that is trained on."""
+    """Number of trained tokens."""
     tokens: int = 0
     largest: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
-    """Of the files, in bytes."""
+    """Sizes of the files in bytes."""
 
 
 class _Portion(NamedTuple):
-    """Documents that are being encoded, and what is counted once they are written."""
+    """Documents that are being encoded, and the counts to record once they are written."""
 
     documents: list[tuple[Side, str, Document]]
     encoded: Future[list[list[Encoded]]]
@@ -107,18 +111,18 @@ def tokenize(
     say: Progress,
     eye: ImageProcessor | None = None,
 ) -> dict[str, Any]:
-    """Writes the tokens of both sides into `folder`, as `Tokens.open` reads them; gives what was counted.
+    """Writes the tokens of both sides into `folder` for `Tokens.open`, and returns the counts.
 
     Args:
-        work: where half of it stands; gone when this returns, or when the data is refused.
+        work: folder of unfinished work; removed when this returns or when the data is rejected.
         ends: tokens that end a text or a turn.
-        eye: how images are read, where the model reads them.
+        eye: image processor, for models that read images.
     """
     make_private(work)
     with (work / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # another process makes the same: this one makes it for itself
+        except OSError:  # another process holds the work folder: use one of our own
             work = folder.parent / "work"
             work.mkdir()
         try:
@@ -128,7 +132,7 @@ def tokenize(
             finally:
                 writer.close()
             values = _finish(folder, work, writer.tally, writer.dtype, eye)
-        except (PreheatError, OSError):  # refused, or a full disk, which needs the room
+        except (PreheatError, OSError):  # rejected data, or a full disk, which needs the space
             shutil.rmtree(work, ignore_errors=True)
             raise
         shutil.rmtree(work, ignore_errors=True)
@@ -146,7 +150,7 @@ class _Writer:
             for side in SIDES
             for kind in ("ids", "trained", "sizes", "labels", "marks", "seen", "near", "images")
         ]
-        with contextlib.suppress(OSError, ValueError, TypeError):  # no journal, or one of another time
+        with contextlib.suppress(OSError, ValueError, TypeError):  # no journal, or one of another version
             self.tally = _Tally(**json.loads((work / "journal.json").read_text(encoding="utf-8")))
         if any(not (work / n).exists() or (work / n).stat().st_size < self.tally.sizes.get(n, 0) for n in names):
             self.tally = _Tally()
@@ -190,23 +194,22 @@ class _Writer:
                 rows += 1
                 yield document
 
-        with ThreadPoolExecutor(
-            1
-        ) as pool:  # the tokenizer works without Python's lock while the next portion is rendered
+        # The tokenizer releases the GIL, so the next chunk is rendered meanwhile.
+        with ThreadPoolExecutor(1) as pool:
             for portion in chunks(stream.read(dropped, findings, counted())):
                 say("tokenizing", rows, stream.source.count)
                 encoded = pool.submit(self.encoder, [document for _, _, document in portion])
-                now = _Portion(portion, encoded, rows, Counter(dropped), copy.deepcopy(findings.found))
+                submitted = _Portion(portion, encoded, rows, Counter(dropped), copy.deepcopy(findings.found))
                 if waiting is not None:
                     self._write(stream, waiting, about)
-                waiting = now
+                waiting = submitted
             if waiting is not None:
                 self._write(stream, waiting, about)
         self._count(about, rows, dropped, findings.found)
         say("tokenizing", rows, rows)
 
-    def _count(self, about: dict[str, Any], rows: int, dropped: Counter[str], found: dict[str, Any]) -> None:
-        self.tally.rows, about["read"], about["dropped"], self.tally.found = rows, rows, dict(dropped), found
+    def _count(self, about: dict[str, Any], rows: int, dropped: Counter[str], findings: dict[str, Any]) -> None:
+        self.tally.rows, about["read"], about["dropped"], self.tally.found = rows, rows, dict(dropped), findings
 
     def _write(self, stream: Stream, portion: _Portion, about: dict[str, Any]) -> None:
         documents = portion.documents
@@ -219,11 +222,11 @@ class _Writer:
         marks = np.frombuffer(b"".join(e.trained or b"\1" * len(e.tokens) for e in flat), np.uint8)
         tally.masked = tally.masked or any(e.trained is not None for e in flat)
         trained = marks.copy()
-        trained[bounds[:-1][sizes > 0]] = 0  # the first token of a sequence is no label
+        trained[bounds[:-1][sizes > 0]] = 0  # the first token of a sequence is never a label
         labels = np.where([e.label is not None for e in flat], 1, _sums(trained, bounds)).reshape(-1, group)
-        kept = (labels > 0).all(axis=1)
+        usable = (labels > 0).all(axis=1)
         shown = Findings(tally.shown)
-        for n in np.flatnonzero(~kept):
+        for n in np.flatnonzero(~usable):
             about["untrained"] += 1
             shown.add("untrained", documents[n][2].where, "nothing in it is trained on")
         if self.encoder.unknown is not None:
@@ -232,14 +235,14 @@ class _Writer:
                 for x in (ids == self.encoder.unknown, np.ones_like(ids))
             )
             for n in np.flatnonzero(lost):
-                words = f"{lost[n]:,} of its {of[n]:,} tokens stand for text that the tokenizer does not know"
-                shown.add("unknown_tokens", documents[n][2].where, words, count=int(lost[n]))
+                message = f"{lost[n]:,} of its {of[n]:,} tokens stand for text that the tokenizer does not know"
+                shown.add("unknown_tokens", documents[n][2].where, message, count=int(lost[n]))
         tally.ends += int((np.isin(ids, self.ends) & (trained > 0)).sum())
-        tally.labels += int(labels[kept].sum())
+        tally.labels += int(labels[usable].sum())
         tally.largest = max(tally.largest, int(ids.max(initial=0)))
         tally.tokens += len(ids)
         for side in SIDES:
-            wanted = [n for n, (s, _, _) in enumerate(documents) if s == side and kept[n]]
+            wanted = [n for n, (s, _, _) in enumerate(documents) if s == side and usable[n]]
             if not wanted:
                 continue
             content = [int(documents[n][1][:16], 16) for n in wanted]
@@ -274,28 +277,28 @@ class _Writer:
             os.fsync(file.fileno())
             self.tally.sizes[name] = file.tell()
         write_atomic(self.work / "journal.json", to_json(asdict(self.tally)))
-        os.utime(self.work)  # the cache takes folders without life for left ones
+        os.utime(self.work)  # the cache removes partial folders that are not touched for a day
         self.saved = time.monotonic()
 
 
 def _sums(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """[spans] sum of each span of values."""
+    """Returns [spans], the sum of each span of values."""
     total = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
     return total[bounds[1:]] - total[bounds[:-1]]
 
 
 def _times(weight: float, mark: str) -> int:
-    """How often a document is read in an epoch: a part of a whole is decided by its content."""
+    """Returns how often a document is read in an epoch; its content hash decides the fractional part of the weight."""
     return int(weight) + (int(mark[16:32], 16) / 2**64 < weight % 1)
 
 
 def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProcessor | None) -> dict[str, Any]:
-    """The files as `Tokens.open` reads them, and the values of the entry."""
+    """Moves the files into `folder` in the form of `Tokens.open`, and returns the values of the cache entry."""
 
     def read(side: Side, kind: str, of: Any) -> np.ndarray:
         return np.fromfile(work / f"{side}.{kind}", of)
 
-    found, documents, duplicates = merged(tally.found, tally.shown), {}, {}
+    findings, documents, duplicates = merged(tally.found, tally.shown), {}, {}
     for side in SIDES:
         (work / f"{side}.ids").rename(folder / f"{side}.{dtype}")
         np.save(folder / f"{side}-ends.npy", np.cumsum(read(side, "sizes", np.int64)))
@@ -307,12 +310,12 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProce
         if eye is not None:
             ImageTable.write(folder, side, eye, (work / f"{side}.images").read_text(encoding="utf-8").splitlines())
         documents[side] = len(marks)
-        seen = read(side, "seen", np.uint64)
-        duplicates[side] = len(seen) - len(np.unique(seen))
+        hashes = read(side, "seen", np.uint64)
+        duplicates[side] = len(hashes) - len(np.unique(hashes))
     near, known = read("validation", "near", np.uint64), read("train", "near", np.uint64)
     both = np.flatnonzero(np.isin(near, known))
-    if "unknown_tokens" in found:
-        found["unknown_tokens"]["of"] = tally.tokens
+    if "unknown_tokens" in findings:
+        findings["unknown_tokens"]["of"] = tally.tokens
     dropped: Counter[str] = Counter()
     for source in tally.sources:
         source["dropped"] = Counter(source["dropped"]) + Counter(untrained=source.pop("untrained"))
@@ -324,7 +327,7 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProce
         "duplicates": duplicates,
         "sources": tally.sources,
         "group": tally.group,
-        "found": found,
+        "found": findings,
         "near": [str(mark) for mark in read("validation", "seen", np.uint64)[both[:5]]],
         "near_count": len(both),
         "ends": tally.ends,

@@ -1,4 +1,4 @@
-"""The model's own tokenizer, or a byte-level BPE trained on the data; documents as tokens with their ends."""
+"""Loads the model's tokenizer or trains a byte-level BPE on the data, and encodes documents with special tokens."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ __all__ = [
 
 SAMPLE = 4_000_000
 """Characters of the training documents that a BPE is trained on: those with the lowest content hash, so that the sample
-is the same in any order of files. More changes the pieces little and costs time in proportion."""
+is the same in any order of files. More text changes few tokens and costs time in proportion."""
 
 
 class Encoded(NamedTuple):
     """One sequence as tokens.
 
     Attributes:
-        tokens: of the whole sequence.
-        trained: one byte a token, 1 where it is trained on; None: all are.
-        label: of its document.
+        tokens: token ids.
+        trained: one byte per token, 1 for tokens that are trained on; None for all.
+        label: label of its document.
     """
 
     tokens: list[int]
@@ -64,13 +64,13 @@ class Encoded(NamedTuple):
 def load_tokenizer(
     name: str, *, knob: str = "data.tokenizer", add_tokens: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer of a Hugging Face folder, or of a hub name such as `org/model`.
+    """Loads the tokenizer of a Hugging Face folder, or of a hub name such as `org/model`.
 
     Args:
-        add_tokens: special tokens to add; they come last, in this order. Those may stand there already.
+        add_tokens: special tokens that must be the last ones, in this order; missing ones are added.
 
     Raises:
-        DataError: the folder is missing or holds no tokenizer that can be used, or cannot be given `add_tokens`.
+        DataError: the folder is missing, holds no usable tokenizer, or `add_tokens` cannot be added to it.
     """
     path = expanded(knob, name)
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
@@ -79,18 +79,20 @@ def load_tokenizer(
         _look_at(knob, path)
     elif not hub_reachable():
         raise DataError(
-            f"{knob} {name}: no such folder, and no network to look for a model of that name; name a folder that has tokenizer.json"
+            f"{knob} {name}: no such folder, and no network to look for a model of that name; name a "
+            "folder that has tokenizer.json"
         )
     runs = path.exists() and remote_code.may_run(knob, name, _code(path))
-    found = _read(knob, str(path) if path.exists() else name, runs)
-    if not found.is_fast:
+    loaded = _read(knob, str(path) if path.exists() else name, runs)
+    if not loaded.is_fast:
         raise DataError(
             f"{knob} {name}: has no fast tokenizer (tokenizer.json); convert it with transformers and save it again"
         )
-    tokenizer = cast("PreTrainedTokenizerFast", found)
+    tokenizer = cast("PreTrainedTokenizerFast", loaded)
     if tokenizer.eos_token_id is None:
         raise DataError(
-            f"{knob} {name}: the tokenizer has no end-of-text token, which ends every document; add eos_token to tokenizer_config.json"
+            f"{knob} {name}: the tokenizer has no end-of-text token, which ends every document; add "
+            "eos_token to tokenizer_config.json"
         )
     if add_tokens:
         _add(tokenizer, add_tokens)
@@ -98,10 +100,10 @@ def load_tokenizer(
 
 
 def _read(knob: str, name: str, runs: bool) -> Any:
-    """The tokenizer as transformers reads it; with a tokenizer.json, by whichever of its ways cuts text as that file does.
+    """Loads a tokenizer with transformers, by the class that splits text as its tokenizer.json does.
 
     Args:
-        runs: code of the folder, which alone can read it, may run.
+        runs: allow the folder's own code, without which it cannot be loaded.
     """
     import transformers
 
@@ -113,76 +115,77 @@ def _read(knob: str, name: str, runs: bool) -> Any:
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
-    """What transformers raises of a tokenizer that it cannot make, or of the config.json beside it."""
+    """Returns what transformers raises for a tokenizer, or its config.json, that it cannot load."""
     from huggingface_hub.errors import StrictDataclassError
 
     return (*FAULTS, StrictDataclassError)
 
 
 def _file_of(name: str) -> Path | None:
-    """The tokenizer.json of a folder, or of a name of the hub that was downloaded; None: it has none."""
+    """Returns the tokenizer.json of a folder or of a downloaded hub repository, or None without one."""
     folder = Path(name)
     if folder.is_dir():
         return folder / "tokenizer.json" if (folder / "tokenizer.json").is_file() else None
     from transformers.utils import cached_file
 
-    found = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    return Path(found) if found else None
+    cached = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    return Path(cached) if cached else None
 
 
 def read_as_it_is(name: str) -> str:
-    """How transformers' own choice of a class cuts text otherwise than tokenizer.json, which is then read as it is; '': it does not.
+    """Returns how the class chosen by transformers splits text differently from tokenizer.json, or '' if it does not.
+
+    If it does, tokenizer.json is loaded without that class.
 
     Args:
-        name: of a folder or of the hub, as of `load_tokenizer`.
+        name: folder or hub name, as for `load_tokenizer`.
     """
     file = _file_of(name)
     return _unlike_by_class(name, file, _stamps(file.parent)) if file is not None else ""
 
 
 def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
-    """What changes when one of the files changes that a tokenizer is read by."""
+    """Returns time, size and inode of the files of a tokenizer, as a cache key that changes with them."""
     others = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json", "merges.txt")
     files = (folder / name for name in (*TOKENIZER_FILES, *others))
     states = (file.stat() for file in files if file.is_file())
     return tuple((state.st_mtime_ns, state.st_size, state.st_ino) for state in states)
 
 
-@functools.lru_cache(
-    maxsize=32
-)  # a command asks for its tokenizer several times, and a large one takes a second to read
+# A command loads its tokenizer several times, and a large one takes a second.
+@functools.lru_cache(maxsize=32)
 def _unlike_by_class(name: str, file: Path, _changed: tuple[tuple[int, int, int], ...]) -> str:
-    """`read_as_it_is` of a tokenizer.json.
+    """Implements `read_as_it_is` for a tokenizer.json.
 
-    transformers 5 builds some tokenizers anew from the class in tokenizer_config.json or from the model's type (Qwen2, GPT-2,
-    Llama): it takes the pieces and merges from the file, and the class's own rules for spaces and digits in place of the file's.
+    transformers 5 rebuilds some tokenizers by the class in tokenizer_config.json or by the model's type (Qwen2, GPT-2,
+    Llama): it takes the vocabulary and merges from the file, but the rules for spaces and digits from the class.
 
     Raises:
-        DataError: neither gives them.
+        DataError: neither way of loading gives the tokens of the file.
     """
     import transformers
     from tokenizers import Tokenizer
 
-    right, whys = Tokenizer.from_file(str(file)), list[str]()
+    reference, reasons = Tokenizer.from_file(str(file)), list[str]()
     for reader in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
         try:
-            found: Any = reader.from_pretrained(name, trust_remote_code=False)
+            rebuilt: Any = reader.from_pretrained(name, trust_remote_code=False)
         except _unreadable() as error:
-            whys.append(f"transformers cannot read it by its class: {fault(error, 200)}")
+            reasons.append(f"transformers cannot read it by its class: {fault(error, 200)}")
             continue
-        if not found.is_fast:
-            return ""  # told by who asks for it
-        words = _unlike_backends(right, found)
-        if words is None:
-            return whys[0] if whys else ""
-        whys.append(f"transformers builds a {type(found).__name__} of it, in which {words}")
-    raise DataError(f"{file}: {whys[-1]}; save the tokenizer again with the transformers that is installed here")
+        if not rebuilt.is_fast:
+            return ""  # `load_tokenizer` reports it
+        difference = _unlike_backends(reference, rebuilt)
+        if difference is None:
+            return reasons[0] if reasons else ""
+        reasons.append(f"transformers builds a {type(rebuilt).__name__} of it, in which {difference}")
+    raise DataError(f"{file}: {reasons[-1]}; save the tokenizer again with the transformers that is installed here")
 
 
 def rebuilt_by_transformers(folder: str | Path) -> str | None:
-    """How `AutoTokenizer.from_pretrained` of a saved folder cuts text otherwise than its tokenizer.json, in words; None: it does not.
+    """Returns how `AutoTokenizer` splits text differently from a folder's tokenizer.json, or None if it does not.
 
-    Whoever opens the folder with transformers alone gets those tokens, and a model that was never trained on them.
+    Users who load the folder with transformers alone get those tokens, which the model was never trained on.
     """
     import transformers
     from tokenizers import Tokenizer
@@ -191,60 +194,59 @@ def rebuilt_by_transformers(folder: str | Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        found: Any = transformers.AutoTokenizer.from_pretrained(
+        rebuilt: Any = transformers.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
     except _unreadable() as error:
         return f"AutoTokenizer cannot read it: {fault(error, 200)}"
-    words = _unlike_backends(Tokenizer.from_file(str(file)), found)
-    return f"AutoTokenizer builds a {type(found).__name__} of it, in which {words}" if words else None
+    difference = _unlike_backends(Tokenizer.from_file(str(file)), rebuilt)
+    return f"AutoTokenizer builds a {type(rebuilt).__name__} of it, in which {difference}" if difference else None
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str | None:
-    """Saves a tokenizer, and reads it back by `load_tokenizer` and by transformers alone.
+    """Saves a tokenizer and verifies it by loading it back.
 
     Returns:
-        How transformers' `AutoTokenizer` reads other tokens from the folder, in words; None: it reads the same. It does so where a
-        config.json beside it names a model whose tokenizer transformers always builds by its own rules.
+        How transformers' `AutoTokenizer` splits text differently, or None if it does not. It does if config.json names
+        a model whose tokenizer transformers always rebuilds by its own rules.
 
     Raises:
-        RunError: it cannot be written, or what was written is another tokenizer.
+        RunError: the tokenizer cannot be written, or loads back as a different one.
     """
     write_tokenizer(tokenizer, folder)
     try:
-        if rebuilt_by_transformers(folder):  # the class that it was read by: name the one that takes the file as it is
+        if rebuilt_by_transformers(folder):  # name a class that loads tokenizer.json unchanged
             file = folder / "tokenizer_config.json"
             settings = {**json.loads(file.read_bytes()), "tokenizer_class": "PreTrainedTokenizerFast"}
             file.write_text(to_json(settings, indent=2), encoding="utf-8")
-        back = load_tokenizer(str(folder))
+        reloaded = load_tokenizer(str(folder))
     except OSError as error:
         raise RunError(f"{folder}: the tokenizer cannot be saved ({error.strerror or error})") from None
     except DataError as error:
         raise RunError(f"{folder}: the saved tokenizer cannot be read back: {error}") from None
-    if words := unlike(tokenizer, back):
-        raise RunError(f"{folder}: the saved tokenizer is not the one that was used: {words}")
+    if difference := unlike(tokenizer, reloaded):
+        raise RunError(f"{folder}: the saved tokenizer is not the one that was used: {difference}")
     return rebuilt_by_transformers(folder)
 
 
 def _add(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
     known = tokenizer.get_vocab()
-    tokenizer.add_tokens(
-        list(tokens), special_tokens=True
-    )  # matched whole and before all else, and left out of decoded text
-    got = tokenizer.convert_tokens_to_ids(list(tokens))
-    if got == list(range(len(tokenizer) - len(tokens), len(tokenizer))):  # rows of the embedding are taken by number
+    # Special tokens are matched first and as a whole, and left out of decoded text.
+    tokenizer.add_tokens(list(tokens), special_tokens=True)
+    ids = tokenizer.convert_tokens_to_ids(list(tokens))
+    if ids == list(range(len(tokenizer) - len(tokens), len(tokenizer))):  # they index rows of the embedding
         return
-    if there := [token for token in tokens if token in known]:
+    if existing := [token for token in tokens if token in known]:
         raise DataError(
-            f"model.add_tokens: the tokenizer has {there[0]!r} already (number {known[there[0]]}); leave it out"
+            f"model.add_tokens: the tokenizer has {existing[0]!r} already (number {known[existing[0]]}); leave it out"
         )
     raise DataError(
-        f"model.add_tokens: the tokenizer's numbers have gaps (the new tokens got {got}), so it cannot be added to"
+        f"model.add_tokens: the tokenizer's numbers have gaps (the new tokens got {ids}), so it cannot be added to"
     )
 
 
 def _code(path: Path) -> list[str]:
-    """The folder's own code that reads its tokenizer, where tokenizer.json and transformers' classes do not."""
+    """Returns the folder's own tokenizer classes, if neither tokenizer.json nor a class of transformers can load it."""
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     file = path / "tokenizer_config.json"
@@ -268,38 +270,40 @@ def _look_at(knob: str, path: Path) -> None:
         if not any((path / other).is_file() for other in TOKENIZER_FILES):
             raise DataError(f"{knob} {path}: not a tokenizer folder: it has no tokenizer.json")
         return
-    # The Rust reader raises a bare Exception for a file that is cut or of another kind, so look first.
+    # The Rust reader raises a bare Exception for a truncated or foreign file, so check first.
     try:
-        found = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
         raise DataError(f"{file}: not a tokenizer: {fault(error, 200)}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise DataError(f"{file}: not a tokenizer: it has no 'model'")
     refused = _refused_by_rust(str(file), file.stat().st_mtime_ns, file.stat().st_size)
     if refused:
         raise DataError(f"{file}: not a tokenizer that can be read: {refused}; copy it again from where it is whole")
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-        beside = path / name
+        companion = path / name
         try:
-            stated = json.loads(beside.read_bytes()) if beside.is_file() else {}
+            settings = json.loads(companion.read_bytes()) if companion.is_file() else {}
         except (ValueError, RecursionError, OSError) as error:
-            raise DataError(f"{beside}: not JSON: {fault(error, 200)}; copy it again from where it is whole") from None
-        if not isinstance(stated, dict):
-            raise DataError(f"{beside}: holds {kind_of(stated)}, not an object")
-        if words := _unusable(stated):
-            raise DataError(f"{beside}: {words}; put back the model's own")
+            raise DataError(
+                f"{companion}: not JSON: {fault(error, 200)}; copy it again from where it is whole"
+            ) from None
+        if not isinstance(settings, dict):
+            raise DataError(f"{companion}: holds {kind_of(settings)}, not an object")
+        if problem := _unusable(settings):
+            raise DataError(f"{companion}: {problem}; put back the model's own")
 
 
-def _unusable(stated: Mapping[str, Any]) -> str | None:
-    """What is wrong with a tokenizer's settings that transformers takes as they are, and fails of later; None: nothing."""
-    for key, value in stated.items():
+def _unusable(settings: Mapping[str, Any]) -> str | None:
+    """Returns the problem of a setting that transformers accepts and fails on later, or None."""
+    for key, value in settings.items():
         token = value.get("content") if isinstance(value, dict) else value
         if key in _SPECIAL and value is not None and not isinstance(token, str):
             return f"{key}: must be a token's text, got {quoted(value)}"
-    longest = stated.get("model_max_length")
+    longest = settings.get("model_max_length")
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float) or not longest > 0):
         return f"model_max_length: must be a number above 0, got {quoted(longest)}"
-    template = stated.get("chat_template")
+    template = settings.get("chat_template")
     parts = (
         list(template.values())
         if isinstance(template, dict)
@@ -317,12 +321,12 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 @functools.lru_cache(maxsize=32)
 def _refused_by_rust(file: str, _changed: int, _size: int) -> str:
-    """Why the Rust library does not read a tokenizer.json; '' where it does."""
+    """Returns the Rust library's error for a tokenizer.json, or '' if it can be loaded."""
     from tokenizers import Tokenizer
 
     try:
         with _rust():
-            Tokenizer.from_file(file).encode("a")  # what it puts around a text may name pieces that it lacks
+            Tokenizer.from_file(file).encode("a")  # its post-processor may name missing tokens
     except OSError as error:
         return fault(error, 200)
     return ""
@@ -330,21 +334,21 @@ def _refused_by_rust(file: str, _changed: int, _size: int) -> str:
 
 @contextlib.contextmanager
 def _rust() -> Iterator[None]:
-    """Raises OSError where the Rust library raises a bare Exception: it has no other for what it cannot read or write."""
+    """Turns the bare Exception that the Rust library raises when it cannot read or write into an OSError."""
     try:
         yield
     except BaseException as error:
-        # A panic in Rust, as of a tokenizer.json whose numbers do not go together, is no Exception.
+        # A panic in Rust, as for a tokenizer.json with inconsistent ids, is a BaseException but no Exception.
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise OSError(fault(error, 200)) from None
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Saves a tokenizer without looking at it again, for a reader of our own.
+    """Saves a tokenizer without verifying it.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the tokenizer cannot be written.
     """
     try:
         with _rust():
@@ -354,35 +358,39 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def unlike_folders(own: str, other: str, *, knob: str, add_tokens: tuple[str, ...] = ()) -> str | None:
-    """`unlike` of the tokenizers of two folders, the first with `add_tokens`; `knob` names the second in errors."""
+    """Compares the tokenizers of two folders by `unlike`. `add_tokens` is for the first, `knob` for the second."""
     return _unlike_folders(own, other, knob, add_tokens, (_stamps(Path(own)), _stamps(Path(other))))
 
 
-@functools.lru_cache(
-    maxsize=32
-)  # a search asks for each of its candidates, and a large tokenizer takes a second to read
+# A search compares them for each candidate, and a large tokenizer takes a second to load.
+@functools.lru_cache(maxsize=32)
 def _unlike_folders(own: str, other: str, knob: str, add_tokens: tuple[str, ...], _changed: Any) -> str | None:
     return unlike(load_tokenizer(own, add_tokens=add_tokens), load_tokenizer(other, knob=knob))
 
 
 def other_pieces(own: str | None, teacher: str, add_tokens: tuple[str, ...] = ()) -> str | None:
-    """Why a teacher's probabilities are not of a student's tokens, in words for its recipe; None where they are.
+    """Returns why a teacher's probabilities are not over the student's tokens, or None if they are.
 
     Args:
-        own: folder of the student's tokenizer; None: it is trained on the data.
+        own: folder of the student's tokenizer; None if it is trained on the data.
         teacher: the teacher's folder.
-        add_tokens: that the student's is given.
+        add_tokens: tokens added to the student's tokenizer.
     """
     if own is None:
-        return f"teacher: knows its own tokens, and the student's tokenizer is trained on the data; set data.tokenizer: {teacher}"
+        return (
+            "teacher: knows its own tokens, and the student's tokenizer is trained on the data; set "
+            f"data.tokenizer: {teacher}"
+        )
     if Path(own).resolve() == Path(teacher).resolve() and not add_tokens:
         return None
-    words = unlike_folders(own, teacher, knob="teacher:", add_tokens=add_tokens)
-    if words is None:
+    difference = unlike_folders(own, teacher, knob="teacher:", add_tokens=add_tokens)
+    if difference is None:
         return None
     return (
-        f"teacher: its tokenizer is not the student's ({own}), so probabilities cannot be compared token by token: {words}; "
-        f"set data.tokenizer: {teacher} for a new student, take a teacher of the student's family, or set techniques.distillation.pieces: common"
+        f"teacher: its tokenizer is not the student's ({own}), so probabilities cannot be compared token "
+        f"by token: {difference}; "
+        f"set data.tokenizer: {teacher} for a new student, take a teacher of the student's family, or set "
+        "techniques.distillation.pieces: common"
     )
 
 
@@ -397,13 +405,13 @@ _SEVERAL_KINDS = (
     "once upon a time",
     "CamelCase snake_case kebab-case https://a.b/c?d=e#f <html> {'k': [1, 2]}",
 )
-"""Spaces, line ends, digits, contractions, code, other scripts, composed and decomposed letters: what tokenizers' rules differ in."""
+"""Texts to compare tokenizers by: spaces, line ends, digits, contractions, code, scripts, (de)composed letters."""
 
 
 def unlike(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> str | None:
-    """What tells two tokenizers apart, in words; None: they have the same pieces under the same numbers, and cut texts alike.
+    """Returns the difference between two tokenizers, or None if they have the same vocabulary and split texts alike.
 
-    Which pieces begin, end and pad a text is left aside: that is decided where data is read, by one of the two.
+    Beginning, end and padding tokens are not compared, since only one of the two tokenizers reads the data.
     """
     mine, theirs = ({number: piece for piece, number in t.get_vocab().items()} for t in (a, b))
     if mine != theirs:
@@ -423,45 +431,49 @@ def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
-def _unlike_backends(right: Any, built: Any) -> str | None:
-    """How a tokenizer that transformers built has other tokens than the one of tokenizer.json, in words; it may have more special tokens.
+def _unlike_backends(reference: Any, built: Any) -> str | None:
+    """Returns the difference between tokenizer.json and the tokenizer built by transformers; extra special tokens are
+    allowed.
 
-    What it puts before and behind a text is compared too, unless tokenizer_config.json states that, which transformers then follows.
+    The tokens added around a text are compared too, unless tokenizer_config.json sets them, which transformers follows.
     """
     from tokenizers import Tokenizer
 
-    # Changed below, and the caller's are not.
-    right, other = (Tokenizer.from_str(t.to_str()) for t in (right, built.backend_tokenizer))
-    pieces, numbers = right.get_vocab(with_added_tokens=True), other.get_vocab(with_added_tokens=True)
+    # Copies, since they are changed below.
+    reference, other = (Tokenizer.from_str(t.to_str()) for t in (reference, built.backend_tokenizer))
+    pieces, numbers = reference.get_vocab(with_added_tokens=True), other.get_vocab(with_added_tokens=True)
     if pieces.items() - numbers.items():
         piece, number = min(pieces.items() - numbers.items(), key=lambda pair: pair[1])
         return f"{piece!r}, token {number} of tokenizer.json, is {numbers.get(piece, 'no token')}"
-    special = [token.content for token in right.get_added_tokens_decoder().values()][:64]
+    special = [token.content for token in reference.get_added_tokens_decoder().values()][:64]
     texts = [*_SEVERAL_KINDS, *(f"a {token} b{token}c\n" for token in special)]
-    for tokenizer in (right, other):
+    for tokenizer in (reference, other):
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    stated = {"add_bos_token", "add_eos_token"} & built.init_kwargs.keys()
-    for add in (False,) if stated else (False, True):
-        one, two = (t.encode_batch(texts, add_special_tokens=add) for t in (right, other))
-        if (words := _unlike_encodings(right, other, one, two)) is not None:
-            return words
+    explicit = {"add_bos_token", "add_eos_token"} & built.init_kwargs.keys()
+    for add in (False,) if explicit else (False, True):
+        one, two = (t.encode_batch(texts, add_special_tokens=add) for t in (reference, other))
+        if (difference := _unlike_encodings(reference, other, one, two)) is not None:
+            return difference
     return None
 
 
-def _unlike_encodings(right: Any, other: Any, one: Sequence[Any], two: Sequence[Any]) -> str | None:
-    """How the same texts were encoded otherwise by `other`, or are read as other texts, in words."""
+def _unlike_encodings(reference: Any, other: Any, one: Sequence[Any], two: Sequence[Any]) -> str | None:
+    """Returns the first difference between two encodings of the same texts, in ids or in decoded text, or None."""
     for a, b in zip(one, two, strict=True):
         if a.ids != b.ids:
             at = _first_difference(a.ids, b.ids)
             return f"{a.tokens[at : at + 3]} of tokenizer.json becomes {b.tokens[at : at + 3]}"
-        if right.decode(a.ids, skip_special_tokens=False) != other.decode(a.ids, skip_special_tokens=False):
-            return f"{a.tokens[:3]} is read as {other.decode(a.ids[:3])!r}, by tokenizer.json as {right.decode(a.ids[:3])!r}"
+        if reference.decode(a.ids, skip_special_tokens=False) != other.decode(a.ids, skip_special_tokens=False):
+            return (
+                f"{a.tokens[:3]} is read as {other.decode(a.ids[:3])!r}, by tokenizer.json as "
+                f"{reference.decode(a.ids[:3])!r}"
+            )
     return None
 
 
 def pieces_of(tokenizer: Any) -> list[bytes]:
-    """The bytes of text that each token stands for, by number; special tokens stand for none.
+    """Returns the bytes of each token by id; special tokens have none.
 
     Example:
         >>> pieces_of(AutoTokenizer.from_pretrained("gpt2"))[464]  # doctest: +SKIP
@@ -470,7 +482,8 @@ def pieces_of(tokenizer: Any) -> list[bytes]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     by_byte = '"ByteLevel"' in json.dumps([backend.get("pre_tokenizer"), backend.get("decoder")])
     added = {token["id"]: (token["content"], token["special"]) for token in backend.get("added_tokens", [])}
-    # A character for each byte: printable ones stand for themselves, the others for those from 256 on, in order.
+    # Byte-level BPE maps each byte to a character: printable ones to themselves, the others to U+0100 onwards, in
+    # order.
     shown = {c: c for c in (*range(33, 127), *range(161, 173), *range(174, 256))}
     hidden = {256 + n: c for n, c in enumerate(c for c in range(256) if c not in shown)}
     byte_of = shown | hidden
@@ -489,11 +502,11 @@ def pieces_of(tokenizer: Any) -> list[bytes]:
 
 
 def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE (every text can be encoded and decoded back) of at most `vocabulary` pieces.
+    """Trains a byte-level BPE, which can encode and decode every text, with at most `vocabulary` tokens.
 
     Args:
-        documents: (content hash, text) each; of a large corpus `SAMPLE` characters are used.
-        vocabulary: pieces, 256 bytes, the end-of-text token and the padding token among them.
+        documents: (content hash, text) pairs; of a large corpus `SAMPLE` characters are used.
+        vocabulary: number of tokens, including 256 bytes, the end-of-text token and the padding token.
     """
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -510,14 +523,14 @@ def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) ->
         vocab_size=vocabulary, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(_sample(documents), trainer)
-    made: PreTrainedTokenizerFast = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer: PreTrainedTokenizerFast = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
     )
-    return made
+    return tokenizer
 
 
 def _sample(documents: Iterable[tuple[str, str]]) -> list[str]:
-    heap: list[tuple[int, str]] = []  # the highest hash on top: it leaves first
+    heap: list[tuple[int, str]] = []  # the highest hash on top, to be evicted first
     size = 0
     for mark, text in documents:
         heapq.heappush(heap, (-int(mark, 16), text))
@@ -528,17 +541,17 @@ def _sample(documents: Iterable[tuple[str, str]]) -> list[str]:
 
 
 class Encoder:
-    """Documents to tokens, many at a time in threads of the Rust library (TOKENIZERS_PARALLELISM is left as it is).
+    """Encodes documents in batches, in threads of the Rust library (TOKENIZERS_PARALLELISM stays as set).
 
-    Each document ends with the end-of-text token, and begins with the tokenizer's beginning-of-text token where its own
-    rules put one, unless it is `complete`. The pieces of a sequence have tokens of their own: a prompt's are those that it
-    has alone, as it will stand when the model is asked.
+    Each document ends with the end-of-text token, and begins with the beginning-of-text token if the tokenizer's own
+    rules add one, unless it is `complete`. No token spans two spans of a sequence: a prompt has the same tokens as when
+    the model is asked.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         from tokenizers import Tokenizer
 
-        # A tokenizer's file may say truncate: turned off, in a copy, which leaves the caller's as it is.
+        # tokenizer.json may turn truncation on: turned off in a copy, which leaves the caller's tokenizer as it is.
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -547,27 +560,27 @@ class Encoder:
         self.pieces = max(len(tokenizer), self.end + 1)
         self.pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end
         named = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-        self.unknown: int | None = (
-            tokenizer.unk_token_id if tokenizer.unk_token_id not in named else None
-        )  # GPT-2's is its end of text
+        # GPT-2's unknown token is its end of text, which does not count.
+        self.unknown: int | None = tokenizer.unk_token_id if tokenizer.unk_token_id not in named else None
         self.key = digest(self.backend.to_str(), self.begin, self.end)
 
     def __call__(self, documents: Sequence[Document]) -> list[list[Encoded]]:
-        """The tokens of each sequence of each document."""
+        """Returns the tokens of each sequence of each document."""
         flat = [(d, sequence) for d in documents for sequence in d.sequences]
         plain = all(len(sequence) == 1 for _, sequence in flat)
-        encode = (
-            self.backend.encode_batch_fast if plain else self.backend.encode_batch
-        )  # the slower one knows where tokens stand
-        whole = encode(["".join(piece.text for piece in sequence) for _, sequence in flat], add_special_tokens=False)
-        made = (self._finish(*pair, encoding) for pair, encoding in zip(flat, whole, strict=True))
-        return [[next(made) for _ in d.sequences] for d in documents]
+        # Only the slower one gives the offsets of tokens.
+        encode = self.backend.encode_batch_fast if plain else self.backend.encode_batch
+        encodings = encode(
+            ["".join(piece.text for piece in sequence) for _, sequence in flat], add_special_tokens=False
+        )
+        encoded = (self._finish(*pair, encoding) for pair, encoding in zip(flat, encodings, strict=True))
+        return [[next(encoded) for _ in d.sequences] for d in documents]
 
     def first_of(self, document: Document) -> list[int]:
-        """The tokens of a document's first sequence."""
+        """Returns the tokens of a document's first sequence."""
         sequence = document.sequences[0]
-        whole = self.backend.encode("".join(piece.text for piece in sequence), add_special_tokens=False)
-        return self._finish(document, sequence, whole).tokens
+        encoding = self.backend.encode("".join(piece.text for piece in sequence), add_special_tokens=False)
+        return self._finish(document, sequence, encoding).tokens
 
     def _finish(self, document: Document, sequence: tuple[TextSpan, ...], encoding: Any) -> Encoded:
         tokens: list[int] = encoding.ids
@@ -576,9 +589,8 @@ class Encoder:
             return Encoded([*begin, *tokens, *end], None, document.label)
         marks = bytearray(len(begin))
         counts = _tokens_of(sequence, encoding)
-        if (
-            counts is None
-        ):  # a token spans the border of two pieces: encode them apart, as a prompt is when the model is asked
+        if counts is None:
+            # A token crosses two spans: encode these apart, as the prompt is when the model is asked.
             parts = [self.alone(piece.text, first=n == 0) for n, piece in enumerate(sequence)]
             tokens, counts = [token for part in parts for token in part], [len(part) for part in parts]
         for piece, count in zip(sequence, counts, strict=True):
@@ -587,7 +599,7 @@ class Encoder:
         return Encoded([*begin, *tokens, *end], bytes(marks), document.label)
 
     def alone(self, text: str, *, first: bool = True) -> list[int]:
-        """Tokens of a piece by itself; of one that stands behind another without the blank that some tokenizers put before a text."""
+        """Returns the tokens of a span; the blank that some tokenizers prepend is kept for the `first` one only."""
         if first:
             return cast("list[int]", self.backend.encode(text, add_special_tokens=False).ids)
         line, behind = (self.backend.encode(t, add_special_tokens=False).ids for t in ("\n", "\n" + text))
@@ -597,16 +609,15 @@ class Encoder:
 
 
 def _tokens_of(sequence: tuple[TextSpan, ...], encoding: Any) -> list[int] | None:
-    """How many tokens each piece has; None where a token stands in two of them."""
+    """Returns the number of tokens of each span, or None if a token crosses two of them."""
     counts, at, begun = [], 0, 0
     total = sum(len(piece.text) for piece in sequence)
     for piece in sequence:
         at += len(piece.text)
         upto = at
         first = None
-        while (
-            upto < total and (first := encoding.char_to_token(upto)) is None
-        ):  # white space that the tokenizer leaves out
+        # The tokenizer may drop white space, which then has no token.
+        while upto < total and (first := encoding.char_to_token(upto)) is None:
             upto += 1
         if first is None:
             first = len(encoding.ids)

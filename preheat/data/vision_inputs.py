@@ -1,7 +1,8 @@
-"""Images beside text: found and looked at when rows are read, turned into patches when a micro-batch is made.
+"""Image inputs: validated when rows are read, turned into patches when a micro-batch is made.
 
-In the text an image is so many tokens as the model's processor makes of its size; what is stored with the tokens is its path and its size in patches.
-A file is decoded twice: once when the rows are read, so that a broken one stops the run before it starts, and then each time it is trained on.
+In the text an image is replaced by image tokens, as many as the model's processor makes of its size; its path and its
+size in patches are stored with the tokens. A file is decoded when the rows are read, so that a broken one stops the run
+before it starts, and again each time it is trained on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["ImageProcessor", "ImageRef", "ImageTable", "gathered", "mrope_positi
 
 
 class ImageRef(NamedTuple):
-    """An image that stands in a document: its file, rows and columns of its patches."""
+    """An image of a document: its file, and the rows and columns of its patches."""
 
     path: str
     rows: int
@@ -40,12 +41,13 @@ class ImageRef(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """How images become patches and tokens; cheap to send to another process.
+    """Turns images into patches and tokens; cheap to pickle.
 
     Attributes:
-        vision: what the model reads.
-        processor: settings of transformers' Qwen2VLImageProcessorPil, the pixels at most that are read among them (`size.longest_edge`).
-        marks: the texts of the tokens for a piece of an image, its start and its end.
+        vision: the model's vision settings.
+        processor: settings of transformers' Qwen2VLImageProcessorPil, including the maximum number of pixels
+            (`size.longest_edge`).
+        marks: texts of the image token and of the tokens at the start and end of an image.
     """
 
     vision: Vision
@@ -54,17 +56,18 @@ class ImageProcessor:
 
     @classmethod
     def of(cls, vision: Vision, processor: Mapping[str, Any], pixels: int, tokenizer: Any) -> ImageProcessor:
-        """With at most so many pixels of an image.
+        """Returns a processor that scales images down to at most `pixels`.
 
         Raises:
             DataError: the tokenizer has no tokens for images.
         """
         numbers = (vision.image, vision.start, vision.end)
         marks = tuple(tokenizer.convert_ids_to_tokens(n) if n < len(tokenizer) else None for n in numbers)
-        found = [tokenizer.encode(mark or "", add_special_tokens=False) for mark in marks]
-        if wrong := [n for n, ids in zip(numbers, found, strict=True) if ids != [n]]:
+        encoded = [tokenizer.encode(mark or "", add_special_tokens=False) for mark in marks]
+        if wrong := [n for n, ids in zip(numbers, encoded, strict=True) if ids != [n]]:
             raise DataError(
-                f"data.tokenizer: has no special token under number {wrong[0]}, which stands for images in the model's config.json; use the model's own tokenizer"
+                f"data.tokenizer: has no special token under number {wrong[0]}, which stands for images in "
+                "the model's config.json; use the model's own tokenizer"
             )
         least = (vision.patch * vision.merge) ** 2
         size = dict(processor["size"])
@@ -73,7 +76,7 @@ class ImageProcessor:
         return cls(vision, {**processor, "size": size}, marks)  # type: ignore[arg-type]
 
     def key(self) -> str:
-        """All that decides how many tokens an image has."""
+        """Returns everything that decides the number of tokens of an image, as a cache key."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def dump(self) -> dict[str, Any]:
@@ -84,15 +87,15 @@ class ImageProcessor:
         return cls(Vision(**values["vision"]), values["processor"], tuple(values["marks"]))
 
     def text(self, picture: ImageRef) -> str:
-        """What stands for an image in the text that is tokenized."""
+        """Returns the text of an image's tokens."""
         piece, start, end = self.marks
         return f"{start}{piece * (picture.patches // self.vision.merge**2)}{end}"
 
     def look(self, path: Path) -> ImageRef:
-        """An image's size in patches; the file is decoded, which finds what is broken in it.
+        """Returns an image's size in patches, and validates the file by decoding it.
 
         Raises:
-            Unreadable: it is missing, corrupt, or of a size that is not read.
+            Unreadable: the file is missing, corrupt, or of an unsupported size.
         """
         image = _decoded(path)
         return ImageRef(str(path), *self._grid(image.height, image.width, path))
@@ -106,25 +109,27 @@ class ImageProcessor:
         except ValueError:
             raise Unreadable(
                 "images",
-                f"image {path} has {width} x {height} pixels, and the model's processor takes no side 200 times the other",
+                f"image {path} has {width} x {height} pixels, and the model's processor takes no side 200 "
+                "times the other",
             ) from None
         return height // self.vision.patch, width // self.vision.patch
 
     def patches(self, picture: ImageRef) -> np.ndarray:
-        """[patches, values of a patch] fp32, as transformers' processor makes them.
+        """Returns [patches, values per patch] in fp32 from transformers' processor.
 
         Raises:
-            DataError: the file is not the one that was there when the rows were read.
+            DataError: the file has changed since the rows were read.
         """
         try:
-            made = self._processor.preprocess(images=[_decoded(Path(picture.path))], return_tensors="np")
+            features = self._processor.preprocess(images=[_decoded(Path(picture.path))], return_tensors="np")
         except Unreadable as error:
             raise DataError(f"{error.words}; it was whole when the data was read") from None
-        if tuple(made["image_grid_thw"][0].tolist()) != (1, picture.rows, picture.columns):
+        if tuple(features["image_grid_thw"][0].tolist()) != (1, picture.rows, picture.columns):
             raise DataError(
-                f"image {picture.path}: has another size than when the data was read; put it back, or read anew with another PREHEAT_CACHE"
+                f"image {picture.path}: has another size than when the data was read; put it back, or read "
+                "anew with another PREHEAT_CACHE"
             )
-        return np.asarray(made["pixel_values"], dtype=np.float32)
+        return np.asarray(features["pixel_values"], dtype=np.float32)
 
     @functools.cached_property
     def _processor(self) -> Any:
@@ -136,17 +141,18 @@ class ImageProcessor:
 def resolve_images(
     talk: Sequence[Mapping[str, Any]], files: Sequence[Any] | None, eye: ImageProcessor | None, folder: Path
 ) -> tuple[list[Mapping[str, Any]], tuple[ImageRef, ...]]:
-    """A conversation with the text of its tokens in each image's place, and the images in order.
+    """Replaces the placeholders of a conversation by the text of the images' tokens; also returns the images in order.
 
     Args:
-        talk: messages; where an image stands, `PLACE` in the text and its file (or None) among the message's `images`; `<image>` too, where the
-            row has a field of its own for files.
-        files: of that field, for places that name none themselves; None: there is no such field.
-        eye: None: the model reads text alone.
-        folder: where files stand that are not named from the root.
+        talk: messages; an image is `PLACE` in the text, with its file (or None) in the message's `images`; or
+            `<image>`, if the row has a field for files.
+        files: files of that field, for placeholders without a file; None if there is no such field.
+        eye: image processor; None for text-only models.
+        folder: base of relative paths.
 
     Raises:
-        Unreadable: more images than places or fewer, a place where none may be, or an image that cannot be read.
+        Unreadable: the numbers of images and placeholders differ, a placeholder is in an answer, or an image is
+            unreadable.
     """
     if eye is None:
         if files or any(m.get("images") for m in talk):
@@ -161,9 +167,10 @@ def resolve_images(
     if images != places:
         raise Unreadable(
             "images",
-            f"has {images} image{'s' * (images != 1)} and {places} place{'s' * (places != 1)} for one (<image>, or a part of type image)",
+            f"has {images} image{'s' * (images != 1)} and {places} place{'s' * (places != 1)} for one "
+            "(<image>, or a part of type image)",
         )
-    left, made, pictures = list(files or ()), list[Mapping[str, Any]](), list[ImageRef]()
+    left, messages, pictures = list(files or ()), list[Mapping[str, Any]](), list[ImageRef]()
     for n, (message, text, listed) in enumerate(zip(talk, texts, own, strict=True), 1):
         if mark := next((mark for mark in eye.marks if mark in text), None):
             raise Unreadable(
@@ -176,8 +183,8 @@ def resolve_images(
             file = listed[part] if part < len(listed) and listed[part] is not None else left.pop(0)
             pictures.append(eye.look(_file(file, folder)))
             parts[part] = eye.text(pictures[-1]) + parts[part]
-        made.append({**{k: v for k, v in message.items() if k != "images"}, "content": "".join((first, *parts))})
-    return made, tuple(pictures)
+        messages.append({**{k: v for k, v in message.items() if k != "images"}, "content": "".join((first, *parts))})
+    return messages, tuple(pictures)
 
 
 def _file(name: Any, folder: Path) -> Path:
@@ -189,7 +196,7 @@ def _file(name: Any, folder: Path) -> Path:
 
 
 def _decoded(path: Path) -> Any:
-    """An image in RGB, turned as its camera says."""
+    """Decodes an image as RGB, rotated by its EXIF orientation."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     if not path.is_file():
@@ -203,7 +210,7 @@ def _decoded(path: Path) -> Any:
         raise Unreadable(
             "images", f"image {path}: has more than the {Image.MAX_IMAGE_PIXELS:,} pixels that are read; shrink it"
         ) from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:  # what Pillow's decoders raise
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:  # raised by Pillow's decoders
         raise Unreadable(
             "images", f"image {path}: is corrupt or no image ({str(error).splitlines()[0][:120]})"
         ) from None
@@ -214,10 +221,10 @@ class ImageTable:
     """The images of stored documents.
 
     Attributes:
-        eye: how they are read.
-        of: [images] int64, the sequence that each stands in, rising.
+        eye: image processor.
+        of: [images] int64, the sequence of each image, ascending.
         grids: [images, 2] int64, rows and columns of patches.
-        paths: of the files.
+        paths: paths of the files.
     """
 
     eye: ImageProcessor
@@ -227,11 +234,11 @@ class ImageTable:
 
     @classmethod
     def write(cls, folder: Path, side: str, eye: ImageProcessor, lines: Sequence[str]) -> None:
-        """Stores the images of documents, a line of JSON each: [[path, rows, columns], ...]."""
+        """Stores the images of documents, given as one line of JSON per document: [[path, rows, columns], ...]."""
         listed = [json.loads(line) for line in lines]
-        found = [(n, *picture) for n, pictures in enumerate(listed) for picture in pictures]
-        np.save(folder / f"{side}-images.npy", np.array([(n, r, c) for n, _, r, c in found], np.int64).reshape(-1, 3))
-        (folder / f"{side}-images.json").write_text(to_json({"eye": eye.dump(), "paths": [p for _, p, _, _ in found]}))
+        rows = [(n, *picture) for n, pictures in enumerate(listed) for picture in pictures]
+        np.save(folder / f"{side}-images.npy", np.array([(n, r, c) for n, _, r, c in rows], np.int64).reshape(-1, 3))
+        (folder / f"{side}-images.json").write_text(to_json({"eye": eye.dump(), "paths": [p for _, p, _, _ in rows]}))
 
     @classmethod
     def open(cls, folder: Path, side: str) -> ImageTable | None:
@@ -242,17 +249,18 @@ class ImageTable:
         return cls(ImageProcessor.load(stored["eye"]), table[:, 0], table[:, 1:], stored["paths"])
 
     def within(self, sequence: int) -> tuple[ImageRef, ...]:
-        """The images of a sequence, in order."""
+        """Returns the images of a sequence, in order."""
         first, last = (int(np.searchsorted(self.of, n)) for n in (sequence, sequence + 1))
         return tuple(ImageRef(self.paths[n], *map(int, self.grids[n])) for n in range(first, last))
 
     def tokens(self) -> np.ndarray:
-        """[images] tokens of each."""
+        """Returns [images], the number of tokens of each image."""
         counts: np.ndarray = self.grids.prod(axis=1) // self.eye.vision.merge**2
         return counts
 
     def room(self, sequence: int, ids: np.ndarray, used: int) -> tuple[int, int]:
-        """How many of a sequence's first `used` tokens can stand in a row, and how many of its images then do: no image is cut.
+        """Returns how many of a sequence's first `used` tokens fit without cutting an image, and how many images these
+        have.
 
         Args:
             ids: tokens of the whole sequence.
@@ -261,45 +269,46 @@ class ImageTable:
         ends = np.cumsum([0, *(p.patches // self.eye.vision.merge**2 for p in self.within(sequence))])
         assert ends[-1] == len(pieces), f"sequence {sequence} has {len(pieces)} places for {ends[-1]} pieces of images"
         inside = int((pieces < used).sum())
-        whole = int(np.searchsorted(ends, inside, side="right")) - 1
-        return (used if ends[whole] == inside else int(pieces[ends[whole]])), whole
+        complete = int(np.searchsorted(ends, inside, side="right")) - 1
+        return (used if ends[complete] == inside else int(pieces[ends[complete]])), complete
 
 
 def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vision) -> np.ndarray:
-    """Positions of a document along time, height and width, [tokens, 3]: text counts on along all three at once, an image stands at one time.
+    """Returns M-RoPE positions of a document along time, height and width, [tokens, 3].
 
-    What follows an image counts on from its longer side. Source: Wang et al. 2024, "Qwen2-VL" (arXiv:2409.12191), section 2.1.
+    Text advances all three together. An image has one time, and the text after it continues from its longer side.
+    Source: Wang et al. 2024, "Qwen2-VL" (arXiv:2409.12191), section 2.1.
 
     Example:
-        >>> seen = Vision(2, 16, 2, 3, 2, 48, 3, image=9, start=7, end=8)
-        >>> mrope_positions(np.array([1, 7, 9, 9, 8]), [Picture("a.png", 2, 4)], seen).tolist()
+        >>> vision = Vision(2, 16, 2, 3, 2, 48, 3, image=9, start=7, end=8)
+        >>> mrope_positions(np.array([1, 7, 9, 9, 8]), [ImageRef("a.png", 2, 4)], vision).tolist()
         [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [4, 4, 4]]
     """
-    places = np.flatnonzero(tokens == vision.image)
-    made: np.ndarray = np.empty((len(tokens), 3), np.int64)
+    image_tokens = np.flatnonzero(tokens == vision.image)
+    positions: np.ndarray = np.empty((len(tokens), 3), np.int64)
     at = begun = next_position = 0
     for picture in pictures:
         rows, columns = picture.rows // vision.merge, picture.columns // vision.merge
-        start = int(places[at])
+        start = int(image_tokens[at])
         text = start - begun
-        made[begun:start] = (next_position + np.arange(text))[:, None]
+        positions[begun:start] = (next_position + np.arange(text))[:, None]
         next_position += text
         begun = start + rows * columns
-        made[start:begun, 0] = next_position
-        made[start:begun, 1] = next_position + np.repeat(np.arange(rows), columns)
-        made[start:begun, 2] = next_position + np.tile(np.arange(columns), rows)
+        positions[start:begun, 0] = next_position
+        positions[start:begun, 1] = next_position + np.repeat(np.arange(rows), columns)
+        positions[start:begun, 2] = next_position + np.tile(np.arange(columns), rows)
         next_position += max(rows, columns)
         at += rows * columns
-    assert at == len(places), f"{len(places)} places for {at} pieces of images"
-    made[begun:] = (next_position + np.arange(len(tokens) - begun))[:, None]
-    return made
+    assert at == len(image_tokens), f"{len(image_tokens)} places for {at} pieces of images"
+    positions[begun:] = (next_position + np.arange(len(tokens) - begun))[:, None]
+    return positions
 
 
 def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Any) -> Images:
-    """The images of a micro-batch, read from their files; where there are none a blank one, which has no place.
+    """Reads the images of a micro-batch from their files; without images it returns a blank one without a position.
 
     Args:
-        tokens: [rows, length] of the micro-batch.
+        tokens: [rows, length], tokens of the micro-batch.
     """
     import torch
     from transformers import vision_utils
@@ -311,11 +320,11 @@ def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Any) -> 
     else:
         patches = np.zeros((vision.merge**2, vision.values), np.float32)
         grids = torch.tensor([(1, vision.merge, vision.merge)])
-    places = (tokens.flatten() == vision.image).nonzero().flatten()
-    found = sum(p.patches for p in pictures) // vision.merge**2
-    assert len(places) == found, f"{len(places)} places for {found} pieces of images"
+    positions = (tokens.flatten() == vision.image).nonzero().flatten()
+    expected = sum(p.patches for p in pictures) // vision.merge**2
+    assert len(positions) == expected, f"{len(positions)} places for {expected} pieces of images"
     taps, shares = vision_utils.get_vision_interpolation_indices_and_weights(
         grids, num_grid_per_side=vision.side, mode="bilinear", align_corners=True, spatial_merge_size=vision.merge
     )
     grid = vision_utils.get_vision_position_ids(grids, vision.merge)
-    return Images(torch.from_numpy(patches), taps, shares, grid, places, tuple(grids.prod(-1).tolist()))
+    return Images(torch.from_numpy(patches), taps, shares, grid, positions, tuple(grids.prod(-1).tolist()))

@@ -1,4 +1,4 @@
-"""The recipe: what to train, on what, with which techniques. Data, not code; YAML both ways; no torch.
+"""Recipes: the model, the data and the techniques of a run, read from and written to YAML. No torch.
 
 >>> recipe = parse("model: {size: 15M}\\ndata: {source: stdlib}\\nstop: {steps: 10}")
 >>> recipe.model.size, recipe.batch.size
@@ -74,20 +74,20 @@ __all__ = [
 ]
 
 
-_log = logging.getLogger("preheat.recipe")  # the command line shows it; a program decides by itself
+_log = logging.getLogger("preheat.recipe")  # shown by the command line; programs configure it themselves
 
 
 def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), warn: bool = False) -> Recipe:
-    """A recipe from YAML text.
+    """Parses a recipe from YAML text.
 
     Args:
         text: the YAML.
-        where: the name that errors give the text, usually the file's.
-        overrides: `a.b=c` each, as after `--set`; the value is read as YAML.
-        warn: log the keys that are stated and that nothing reads (`preheat.recipe.unused_keys`).
+        where: name of the text in errors, usually the file's.
+        overrides: settings of the form `a.b=c`, as after `--set`; values are parsed as YAML.
+        warn: log keys that have no effect (`preheat.recipe.unused_keys`).
 
     Raises:
-        RecipeError: every problem found, a line each: file, line, key, value and the nearest right name.
+        RecipeError: all problems, one per line: file, line, key, value and the closest known name.
     """
     values, lines = compose(text, where)
     assigned: dict[tuple[str, ...], str] = {}
@@ -105,24 +105,24 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
     try:
         recipe = reader.recipe(values)
     except RecipeError:
-        for at, words in reader.found:
-            # A key of the file may be wrong only beside what an override says.
-            if at not in assigned and (n := _first_wrong(at, words, steps)):
+        for at, message in reader.found:
+            # A key of the file may be invalid only in combination with an override: blame the override then.
+            if at not in assigned and (n := _first_wrong(at, message, steps)):
                 assigned[at] = f"--set {shorten(overrides[n - 1])}"
         reader.refuse()
         raise
-    for name, words in warned(recipe) if warn else ():
-        _log.warning("%s: %s: %s", reader.place(tuple(name.split("."))), name, words)
+    for name, message in warned(recipe) if warn else ():
+        _log.warning("%s: %s: %s", reader.place(tuple(name.split("."))), name, message)
     return recipe
 
 
-def _first_wrong(at: tuple[str, ...], words: str, steps: Sequence[Any]) -> int:
-    """The first of these values in which the key is wrong in these words; 0 when all are."""
+def _first_wrong(at: tuple[str, ...], message: str, steps: Sequence[Any]) -> int:
+    """Returns the index of the first values in which the key has this problem; 0 if all have it."""
     for n, values in enumerate(steps):
         reader = RecipeReader("", {})
         with suppress(RecipeError):
             reader.recipe(values)
-        if (at, words) in reader.found:
+        if (at, message) in reader.found:
             return n
     return 0
 
@@ -135,7 +135,7 @@ def _assign(values: Any, item: str) -> Any:
     value = None if raw.strip() == "" else value
     path = key.strip().split(".")
     if not isinstance(values, Mapping):
-        return values  # which is refused as no recipe
+        return values  # RecipeReader rejects these
     values = dict(values)
     at = values
     for step in path[:-1]:
@@ -151,7 +151,7 @@ def _assign(values: Any, item: str) -> Any:
 
 
 def built_in() -> dict[str, Path]:
-    """The files of the built-in recipes by name, chains of steps (`preheat compress RUN --recipe NAME`) included."""
+    """Returns the files of the built-in recipes by name, including chains (`preheat compress RUN --recipe NAME`)."""
     return {
         file.stem: file
         for file in sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"), key=lambda f: f.stem)
@@ -159,7 +159,7 @@ def built_in() -> dict[str, Path]:
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) -> Recipe:
-    """A recipe from a YAML file, or by the name of a built-in one; arguments as of `parse`.
+    """Loads a recipe from a YAML file, or a built-in one by its name; arguments as for `parse`.
 
     Example:
         >>> load("demo", ["batch.size=8"]).batch.size
@@ -167,7 +167,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) 
     """
     file = Path(path)
     where = shorten(str(path), 200)
-    if not _is_there(file):  # a folder of the same name is no reason to hide a built-in recipe
+    if not _is_there(file):  # a folder of the same name does not hide a built-in recipe
         known = built_in()
         if str(path) not in known and _is_there(file, folder=True):
             raise RecipeError(f"{where}: is a folder; name a recipe file")
@@ -184,7 +184,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) 
 
 
 _DATA = (".jsonl", ".parquet", ".csv", ".txt", ".md", ".py")
-"""Suffixes of files that `data.source` reads and that no recipe has. JSON is YAML too."""
+"""Suffixes of data files, which a user may pass in place of a recipe. JSON is missing: it is YAML too."""
 
 
 def _is_there(file: Path, *, folder: bool = False) -> bool:
@@ -195,10 +195,10 @@ def _is_there(file: Path, *, folder: bool = False) -> bool:
 
 
 def override(recipe: Recipe, *items: str, where: str | None = None) -> Recipe:
-    """The recipe with `a.b=c` settings replaced.
+    """Returns the recipe with `a.b=c` settings replaced.
 
     Args:
-        where: what messages begin with; by default the recipe's name.
+        where: prefix of messages; by default the recipe's name.
     """
     values = as_values(recipe)
     for item in items:
@@ -207,7 +207,7 @@ def override(recipe: Recipe, *items: str, where: str | None = None) -> Recipe:
 
 
 def as_values(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain values, all defaults written out."""
+    """Returns the recipe as plain values, all defaults written out."""
     values = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
     return {
         key: {name: dataclasses.asdict(t) for name, t in value.items()}
@@ -222,5 +222,5 @@ def as_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def dump(recipe: Recipe) -> str:
-    """The recipe as YAML with every default written out; `parse` gives the same recipe back."""
+    """Returns the recipe as YAML with every default written out; `parse` reads the same recipe from it."""
     return write(as_values(recipe))

@@ -1,4 +1,4 @@
-"""A recipe as a person would write it: what differs from the defaults, and above each key what it is. No torch."""
+"""Writes a recipe as a person would: without defaults, and with a comment above each key. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTH = 110
 
 
 def brief(values: Mapping[str, Any]) -> str:
-    """The YAML of a recipe's values (`recipe.as_values`) without those that are defaults; `recipe.parse` gives the same recipe back.
+    """Returns the YAML of a recipe's values (`recipe.as_values`) without defaults, for `recipe.parse` to read back.
 
     Example:
         >>> from preheat.recipe import as_values, parse

@@ -1,6 +1,6 @@
-"""What contradicts itself in a recipe, whatever the machine, the data and the model's configuration. No torch.
+"""Consistency checks of a recipe that need neither the machine, the data nor the model's configuration. No torch.
 
-Each function gives (key, text) pairs: the dotted key, and what is wrong and how to mend it.
+Each check yields (key, text) pairs: the dotted key, and a message with the problem and its fix.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ __all__ = ["MOST_PARAMETERS", "check", "folder_name_problem", "problems", "sampl
 
 MOST_PARAMETERS = 10**15
 _MOST_TOKENS = 10**10
-"""Of a step: beyond them torch's sizes overflow, and no machine there is could hold either."""
+"""Tokens per step: torch's sizes overflow above this, and no machine could hold as many."""
 _MOST_SCORES = 2**60
-"""Of attention in one layer, for the rows of a step: their bytes still fit 64 bits."""
+"""Attention scores of one layer in a step: their size in bytes still fits 64 bits."""
 _OF_A_SOURCE = ("layout", "columns", "text", "prompt", "completion", "subset", "split", "limit", "text_files")
-"""Settings that a source of a list may have for itself."""
+"""Settings that a list of sources may give per source."""
 
 
 def check(recipe: Recipe) -> None:
     """Raises RecipeError if the recipe contradicts itself; the message names every key.
 
-    Reading a recipe does this; one that is made in Python is checked when it is built.
+    Parsing a recipe includes this check; recipes made in Python are checked when they are built.
     """
-    if found := problems(recipe):
-        raise RecipeError("; ".join(f"{key}: {text}" for key, text in found))
+    if contradictions := problems(recipe):
+        raise RecipeError("; ".join(f"{key}: {text}" for key, text in contradictions))
 
 
 def problems(recipe: Recipe) -> list[tuple[str, str]]:
-    """Everything that contradicts itself in this recipe, as (key, text)."""
+    """Returns all contradictions in this recipe as (key, text)."""
     return [
         *_model(recipe.model),
         *_sizes(recipe),
@@ -50,16 +50,16 @@ def problems(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def _model(model: Model) -> Iterator[tuple[str, str]]:
-    """Where a model comes from, and how its sizes go together."""
+    """Checks the origin of a model and its sizes."""
     sizes = ("layers", "width", "heads", "kv_heads", "feed_forward", "experts")
-    stated = [key for key in sizes if getattr(model, key) is not None]
+    explicit = [key for key in sizes if getattr(model, key) is not None]
     origin = "path" if model.path else "preset" if model.preset else None
-    if origin and (model.size or stated):
-        extra = "size" if model.size else stated[0]
+    if origin and (model.size or explicit):
+        extra = "size" if model.size else explicit[0]
         fix = f"remove {extra} (--set 'model={{{origin}: ...}}' does)"
         yield f"model.{origin}", f"a model from a {origin} brings its sizes; {fix}"
-    if model.shape != "balanced" and (model.size is None or stated):
-        extra = stated[0] if stated else "layers"
+    if model.shape != "balanced" and (model.size is None or explicit):
+        extra = explicit[0] if explicit else "layers"
         yield "model.shape", f"{model.shape} is for model.size alone; remove it, or state a size and no {extra}"
     if model.size is not None and (text := size_problem(model.size)):
         yield "model.size", text
@@ -75,7 +75,7 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
 
 
 def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Sizes beyond what any machine has, which would overflow before they are refused for want of memory."""
+    """Rejects sizes that would overflow before the memory prediction could reject them."""
     model, batch = recipe.model, recipe.batch
     width = model.width or 1
     of_layer = width * (4 * width + 3 * (model.feed_forward or 1) * (model.experts or 1))
@@ -95,7 +95,7 @@ def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _tokens(model: Model) -> Iterator[tuple[str, str]]:
-    """Tokens that the tokenizer is given besides."""
+    """Checks the tokens that are added to the tokenizer."""
     tokens = model.add_tokens
     if tokens and not model.path:
         text = "is for a model from a path; a new model's tokenizer is trained or named by data.tokenizer"
@@ -105,7 +105,7 @@ def _tokens(model: Model) -> Iterator[tuple[str, str]]:
 
 
 def _data(data: Data) -> Iterator[tuple[str, str]]:
-    """Sources, and how they are read."""
+    """Checks the data sources and how they are read."""
     if (data.prompt is None) != (data.completion is None):
         yield "data.prompt", "prompt and completion go together; state both or neither"
     for number, part in enumerate(() if isinstance(data.source, str) else data.source):
@@ -122,7 +122,7 @@ def _data(data: Data) -> Iterator[tuple[str, str]]:
 
 
 def _source(key: str, part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """One source of a list."""
+    """Checks one source of a list."""
     known = ("source", "weight", *_OF_A_SOURCE)
     weight = part.get("weight", 1)
     yield from (
@@ -135,7 +135,7 @@ def _source(key: str, part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """How long the run is, and what needs to know it beforehand."""
+    """Checks the length of the run and the settings that depend on it."""
     stop, streaming = recipe.stop, recipe.data.streaming
     if streaming and stop.epochs:
         text = "a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false"
@@ -151,7 +151,7 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def sample_problems(sample: Sample) -> list[tuple[str, str]]:
-    """What contradicts itself in settings of generation, as (key, text)."""
+    """Returns contradictions in the settings of generation as (key, text)."""
     return [*_sampling(sample), *_speculation(sample), *_prompts(sample)]
 
 
@@ -199,7 +199,7 @@ def _chat_problem(messages: tuple[Mapping[str, Any], ...]) -> str | None:
 
 
 def size_problem(size: str) -> str | None:
-    """What is wrong with a text that should be a number of parameters, as 15M is; None: nothing."""
+    """Returns the problem of a parameter count such as 15M, or None."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMB])", size)
     if not match:
         return f"{quoted(size)} is not a size; write it like 15M or 1.1B"
@@ -209,7 +209,7 @@ def size_problem(size: str) -> str | None:
 
 
 def folder_name_problem(name: str) -> str | None:
-    """What keeps a name from naming a run's folder: it must not be hidden, lead elsewhere, or be too long for a file system.
+    """Returns why a name cannot be a run's folder (hidden, leads elsewhere, too long for a file system), or None.
 
     Example:
         >>> folder_name_problem("demo"), folder_name_problem("..")

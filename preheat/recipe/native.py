@@ -1,4 +1,4 @@
-"""What a recipe for DeepSpeed would be with our own engine. No torch."""
+"""Translates a DeepSpeed recipe into one for the native engine. No torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _SAME = {
     2: ("techniques.fsdp={reshard: false}",),
     3: ("techniques.fsdp={}",),
 }
-"""Stage of ZeRO -> the techniques that shard the same."""
+"""ZeRO stage -> the techniques that shard the same tensors."""
 
 
 def native(recipe: Recipe) -> Recipe:
-    """The recipe for the native engine that shards what this one's DeepSpeed does: DeepSpeed cannot run on fake tensors.
+    """Returns the recipe for the native engine with the same sharding, since DeepSpeed cannot run on fake tensors.
 
     Example:
         >>> from preheat.recipe import parse

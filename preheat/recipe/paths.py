@@ -1,4 +1,4 @@
-"""The paths in a recipe, made whole: a run's recipe must say the same wherever it is opened from. No torch."""
+"""Makes the paths in a recipe absolute, so that a run can be opened from any working directory. No torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _KEYS = {
     "evaluate": ("forgetting", "tasks"),
     "sample": ("draft",),
 }
-"""Settings that may name a file or a folder, and may name something else as well (a model of the hub, a share)."""
+"""Settings that may hold a path or something else (a model on the hub, a fraction)."""
 _NAMES = ("tasks", "template")
-"""Of these, those that have names of their own: only what ends like a file is one."""
+"""Those that may also hold built-in names: a value is a path only if it has a suffix."""
 _BUILT_IN = ("stdlib", "docstrings")
 _OF_TECHNIQUES = ("cache", "model", "scores", "start", "teacher")
 
 
 def anchored(recipe: Recipe, home: Path | None = None) -> Recipe:
-    """The recipe with absolute paths where its settings name what stands in `home`, the working folder if None.
+    """Returns the recipe with paths that exist in `home` (default: the working directory) made absolute.
 
     Example:
         >>> from preheat.recipe import Model, Stop
@@ -40,7 +40,7 @@ def anchored(recipe: Recipe, home: Path | None = None) -> Recipe:
 
 
 def published(recipe: Recipe) -> Recipe:
-    """The recipe without the folders of this machine: of an absolute path the name alone, as in what is given to others.
+    """Returns the recipe for publication, with absolute paths cut to their last component.
 
     Example:
         >>> from preheat.recipe import Model, Stop
@@ -55,7 +55,7 @@ def published(recipe: Recipe) -> Recipe:
 
 
 def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[str], str]) -> Recipe:
-    """The recipe with its paths changed; those that may be names of our own by `of_name`."""
+    """Returns the recipe with its paths changed by `of_path`, and those of `_NAMES` by `of_name`."""
 
     def changed(value: Any, change: Callable[[str], str]) -> Any:
         if isinstance(value, tuple):
@@ -65,13 +65,16 @@ def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[s
         return change(value) if isinstance(value, str) and value and value not in _BUILT_IN else value
 
     changes: dict[str, Any] = {
-        part: replace(held, **{key: changed(getattr(held, key), of_name if key in _NAMES else of_path) for key in keys})
+        part: replace(
+            section, **{key: changed(getattr(section, key), of_name if key in _NAMES else of_path) for key in keys}
+        )
         for part, keys in _KEYS.items()
-        for held in [getattr(recipe, part)]
+        for section in [getattr(recipe, part)]
     }
     techniques = {}
     for name, technique in recipe.techniques.items():
-        keys = [field.name for field in dataclasses.fields(technique) if field.name in _OF_TECHNIQUES]  # type: ignore[arg-type]
+        names = [field.name for field in dataclasses.fields(technique)]  # type: ignore[arg-type]
+        keys = [key for key in names if key in _OF_TECHNIQUES]
         moved = {key: changed(getattr(technique, key), of_path) for key in keys}
         techniques[name] = replace(technique, **moved) if moved else technique  # type: ignore[type-var]
     return replace(recipe, techniques=techniques, **changes)

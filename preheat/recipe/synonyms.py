@@ -1,4 +1,4 @@
-"""Which key of ours somebody meant who wrote another: the names that other trainers use, and keys at the wrong level. No torch."""
+"""Suggestions for unknown keys: the names that other trainers use, and keys at the wrong level. No torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ __all__ = ["NAMES", "option_hint", "unknown_key"]
 NAMES: Mapping[str, str] = {
     key: ours
     for ours, keys in {
-        "batch.length": "sequence_len max_length max_seq_length max_seq_len seq_len seq_length cutoff_len block_size model_max_length sequence_length max_sequence_length context_length packed_sequence_size n_ctx",
-        "batch.size": "global_batch_size train_batch_size total_batch_size batch_size local_batch_size effective_batch_size",
+        "batch.length": (
+            "sequence_len max_length max_seq_length max_seq_len seq_len seq_length cutoff_len block_size "
+            "model_max_length sequence_length max_sequence_length context_length packed_sequence_size n_ctx"
+        ),
+        "batch.size": (
+            "global_batch_size train_batch_size total_batch_size batch_size local_batch_size effective_batch_size"
+        ),
         "checkpoint.asynchronous": "async_mode async_save enable_async_checkpointing",
-        "checkpoint.every": "save_steps save_interval checkpoint_interval ckpt_freq saves_per_epoch ckpt_every_steps save_every",
+        "checkpoint.every": (
+            "save_steps save_interval checkpoint_interval ckpt_freq saves_per_epoch ckpt_every_steps save_every"
+        ),
         "checkpoint.keep": "save_total_limit keep_latest_k max_checkpoints keep_last",
         "data.columns": "field_messages column_mapping message_property_mappings field_mapping",
         "data.image_pixels": "image_max_pixels max_pixels",
@@ -28,18 +35,32 @@ NAMES: Mapping[str, str] = {
         "data.limit": "max_samples max_train_samples num_samples_limit",
         "data.packing": "sample_packing packing pack packed packed_sequence",
         "data.prefetch": "dataloader_prefetch_factor prefetch_factor",
-        "data.source": "datasets dataset dataset_name dataset_path train_data train_file data_files train_dataset data_path dataset_dir path_or_dataset path_or_dataset_id",
+        "data.source": (
+            "datasets dataset dataset_name dataset_path train_data train_file data_files train_dataset "
+            "data_path dataset_dir path_or_dataset path_or_dataset_id"
+        ),
         "data.split": "dataset_split train_split",
         "data.streaming": "stream",
         "data.subset": "dataset_config_name config_name",
         "data.template": "chat_template prompt_template prompt_style conversation_template",
         "data.text": "dataset_text_field text_column text_field",
-        "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_config hf_assets_path tokenizer_dir",
-        "data.train_on": "train_on_inputs train_on_prompt completion_only_loss assistant_only_loss mask_prompt roles_to_train",
-        "data.validation": "val_set_size val_size test_size eval_dataset val_split_fraction validation_dataset test_datasets validation_split val_split eval_split validation_file",
+        "data.tokenizer": (
+            "tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_config hf_assets_path tokenizer_dir"
+        ),
+        "data.train_on": (
+            "train_on_inputs train_on_prompt completion_only_loss assistant_only_loss mask_prompt roles_to_train"
+        ),
+        "data.validation": (
+            "val_set_size val_size test_size eval_dataset val_split_fraction validation_dataset test_datasets "
+            "validation_split val_split eval_split validation_file"
+        ),
         "data.vocabulary": "vocab_size",
-        "data.workers": "dataloader_num_workers num_workers preprocessing_num_workers dataset_processes dataset_num_proc",
-        "evaluate.every": "eval_steps eval_interval evals_per_epoch eval_every val_interval val_every_steps run_val_every_n_steps",
+        "data.workers": (
+            "dataloader_num_workers num_workers preprocessing_num_workers dataset_processes dataset_num_proc"
+        ),
+        "evaluate.every": (
+            "eval_steps eval_interval evals_per_epoch eval_every val_interval val_every_steps run_val_every_n_steps"
+        ),
         "evaluate.micro": "per_device_eval_batch_size eval_batch_size",
         "evaluate.rows": "max_eval_samples max_iters eval_iters eval_samples limit_val_batches",
         "evaluate.tasks": "eval_tasks lm_eval_tasks",
@@ -53,14 +74,20 @@ NAMES: Mapping[str, str] = {
         "model.heads": "num_attention_heads n_heads n_head num_heads",
         "model.kv_heads": "num_key_value_heads n_kv_heads n_query_groups num_kv_heads",
         "model.layers": "num_hidden_layers n_layers n_layer num_layers",
-        "model.path": "base_model model_name_or_path model_name model_path pretrained_model_name_or_path checkpoint_dir base_model_config model_id pretrained",
+        "model.path": (
+            "base_model model_name_or_path model_name model_path pretrained_model_name_or_path checkpoint_dir "
+            "base_model_config model_id pretrained"
+        ),
         "model.positions": "max_position_embeddings",
         "model.tie_embeddings": "tie_word_embeddings",
         "model.trust_remote_code": "trust_remote",
         "model.width": "hidden_size n_embd d_model dim embed_dim hidden_dim model_dim",
         "name": "run_name experiment_name job_name wandb_name wandb_run_name",
         "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
-        "optimizer.clip": "max_grad_norm max_norm grad_clip gradient_clip_val clip_grad_norm gradient_clip gradient_clipping clip_grad clip_norm",
+        "optimizer.clip": (
+            "max_grad_norm max_norm grad_clip gradient_clip_val clip_grad_norm gradient_clip "
+            "gradient_clipping clip_grad clip_norm"
+        ),
         "optimizer.eps": "adam_epsilon epsilon adam_eps optimizer_eps",
         "optimizer.lr": "learning_rate max_lr peak_lr max_learning_rate base_lr",
         "optimizer.weight_decay": "wd",
@@ -71,24 +98,42 @@ NAMES: Mapping[str, str] = {
         "sample.tokens": "max_new_tokens",
         "schedule.decay": "cooldown decay_steps lr_decay_steps decay_ratio",
         "schedule.floor": "min_lr_ratio min_lr cosine_min_lr_ratio lr_min",
-        "schedule.kind": "lr_scheduler lr_scheduler_type scheduler decay_type scheduler_type lr_schedule lr_decay_style",
-        "schedule.warmup": "warmup_ratio warmup_steps warmup num_warmup_steps lr_warmup_steps lr_warmup_fraction warmup_fraction",
+        "schedule.kind": (
+            "lr_scheduler lr_scheduler_type scheduler decay_type scheduler_type lr_schedule lr_decay_style"
+        ),
+        "schedule.warmup": (
+            "warmup_ratio warmup_steps warmup num_warmup_steps lr_warmup_steps lr_warmup_fraction warmup_fraction"
+        ),
         "seed": "random_seed manual_seed data_seed rng_seed",
         "stop.epochs": "num_epochs num_train_epochs max_epochs n_epochs epoch",
         "stop.hours": "max_time max_hours time_limit",
-        "stop.steps": "max_steps max_train_steps total_steps training_steps num_iterations iterations train_steps max_steps_per_epoch num_steps train_iters max_iterations",
+        "stop.steps": (
+            "max_steps max_train_steps total_steps training_steps num_iterations iterations train_steps "
+            "max_steps_per_epoch num_steps train_iters max_iterations"
+        ),
         "stop.tokens": "max_tokens train_tokens num_tokens total_tokens token_budget",
-        "techniques.activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing enable_activation_checkpointing recompute gradient_checkpointing_kwargs",
+        "techniques.activation_checkpointing": (
+            "gradient_checkpointing use_gradient_checkpointing enable_activation_checkpointing recompute "
+            "gradient_checkpointing_kwargs"
+        ),
         "techniques.activation_offload": "activation_offloading enable_activation_offloading",
         "techniques.chunked_loss": "chunked_cross_entropy cut_cross_entropy",
         "techniques.compile": "torch_compile use_compile",
         "techniques.context_parallel": "context_parallel_size context_parallel_degree cp_size sequence_parallel_degree",
         "techniques.data_parallel": "ddp ddp_backend dp_size data_parallel_size dp_replicate_size",
-        "techniques.efficient_attention": "flash_attention flash_attn flash_attention_2 attn_implementation sdp_attention xformers_attention use_flash_attn",
+        "techniques.efficient_attention": (
+            "flash_attention flash_attn flash_attention_2 attn_implementation sdp_attention "
+            "xformers_attention use_flash_attn"
+        ),
         "techniques.expert_parallel": "ep_size expert_parallel_size expert_model_parallel_size",
         "techniques.fsdp": "fsdp_config fsdp2 fsdp_version dp_shard_size",
-        "techniques.gradient_accumulation.steps": "gradient_accumulation_steps accumulate_grad_batches accumulation_steps grad_accum_steps grad_accum",
-        "techniques.liger": "use_liger_kernel liger_kernel use_liger enable_liger_kernel liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy",
+        "techniques.gradient_accumulation.steps": (
+            "gradient_accumulation_steps accumulate_grad_batches accumulation_steps grad_accum_steps grad_accum"
+        ),
+        "techniques.liger": (
+            "use_liger_kernel liger_kernel use_liger enable_liger_kernel liger_rope liger_rms_norm "
+            "liger_glu_activation liger_fused_linear_cross_entropy"
+        ),
         "techniques.lora": "adapter peft peft_config lora_target_linear finetuning_type lora_model_dir use_peft",
         "techniques.lora.alpha": "lora_alpha",
         "techniques.lora.dropout": "lora_dropout",
@@ -96,7 +141,9 @@ NAMES: Mapping[str, str] = {
         "techniques.lora.targets": "lora_target_modules lora_target target_modules lora_attn_modules",
         "techniques.mixed_precision": "bf16 fp16 bfloat16 precision dtype torch_dtype mixed_precision_dtype tf32 amp",
         "techniques.nf4": "load_in_4bit quantization_bit bnb_4bit_quant_type quantize load_in_8bit qlora",
-        "techniques.pipeline_parallel": "pipeline_parallel_size pipeline_parallel_degree pp_size pipeline_model_parallel_size",
+        "techniques.pipeline_parallel": (
+            "pipeline_parallel_size pipeline_parallel_degree pp_size pipeline_model_parallel_size"
+        ),
         "techniques.preference": "rl dpo dpo_beta pref_beta pref_loss",
         "techniques.regularized_loss.label_smoothing": "label_smoothing_factor",
         "techniques.tensor_parallel": "tensor_parallel_size tensor_parallel_degree tp_size tensor_model_parallel_size",
@@ -104,7 +151,7 @@ NAMES: Mapping[str, str] = {
     for key in keys.split()
 }
 """Another trainer's name -> our key."""
-# Keys that a recipe does not have, and what does it.
+# Settings of other trainers that are no keys of a recipe, with what to use in their place.
 _FOLDER = "the folder is the command's: preheat train RECIPE --out FOLDER"
 _RESUME = "it is the command's: preheat train RECIPE --out FOLDER --resume"
 _MICRO = (
@@ -129,7 +176,7 @@ _ELSEWHERE = {
 
 @functools.cache
 def _places() -> dict[str, list[str]]:
-    """The last part of every key -> the whole keys that end in it."""
+    """Returns the last component of every key -> the dotted keys that end in it."""
     places: dict[str, list[str]] = {}
     for part in dataclasses.fields(Recipe):
         places.setdefault(part.name, []).append(part.name)
@@ -144,11 +191,11 @@ def _places() -> dict[str, list[str]]:
 
 
 def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
-    """The message of a key that is not known, with the key that was probably meant.
+    """Returns the message for an unknown key, with the key that was probably meant.
 
     Args:
         path: the key, from the recipe's root.
-        known: the keys that stand beside it.
+        known: the valid keys at its level.
 
     Example:
         >>> unknown_key(("learning_rate",), ["optimizer"])
@@ -181,7 +228,7 @@ def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
 
 
 def option_hint(name: str) -> str:
-    """How the command line sets what an unknown option named, if that is a recipe's key; "" if it is none.
+    """Returns how to set the recipe key that an unknown option names, or "" if it names none.
 
     Example:
         >>> option_hint("--learning-rate")

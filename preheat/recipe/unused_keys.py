@@ -1,6 +1,6 @@
-"""Keys of a recipe whose effect depends on another key: what is stated and read by nothing is refused or named. No torch.
+"""Rejects keys of a recipe that have no effect because of another key, or warns of them. No torch.
 
-Keys that need more than the recipe to tell (the model's configuration, the data, the device) are checked where that is known.
+Checks that need the model's configuration, the data or the device are made when these are known.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["RULES", "Rule", "refused", "stated", "warned"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One key, and when something reads it.
+    """A condition under which a key has an effect.
 
     Attributes:
-        key: dotted, `techniques.NAME.KEY` for one of a technique.
-        read: whether something does, by the recipe.
-        why: what it is for and what to do, as the message ends. Names in braces are filled in by the recipe.
-        refuse: the recipe contradicts itself with it; else it may have been left on purpose, and a warning names it.
+        key: dotted; `techniques.NAME.KEY` for a key of a technique.
+        read: takes the recipe, returns true if the key has an effect.
+        why: end of the message: the key's purpose and the fix. Names in braces are filled in from the recipe.
+        refuse: reject the recipe, which contradicts itself; else warn, since the key may have been left on purpose.
     """
 
     key: str
@@ -49,14 +49,14 @@ def _trains_tokenizer(recipe: Recipe) -> bool:
 
 
 def _only(recipe: Recipe) -> str | None:
-    """The source of a recipe that names one, and no other text that is read by the same keys; else None."""
+    """Returns the source if the recipe has only one and no other text is read by the same keys; else None."""
     data = recipe.data
     one = isinstance(data.source, str) and not isinstance(data.validation, str) and recipe.evaluate.forgetting is None
     return str(data.source) if one else None
 
 
 def _has_fields(recipe: Recipe) -> bool:
-    """Whether the rows may have fields that the recipe names."""
+    """Returns True if the rows may have fields that the recipe names."""
     return _only(recipe) not in _BUILT_IN
 
 
@@ -101,12 +101,23 @@ def _of_rows(key: str, read: Callable[[Recipe], object] = lambda r: True) -> Rul
 
 RULES: tuple[Rule, ...] = (
     Rule("model.family", _new, f"{_READY_MADE} family; leave it out"),
-    Rule("model.positions", _new, f"{_READY_MADE} positions; leave it out, or use techniques.rope_scaling", refuse=True),
-    Rule("model.positions", lambda r: r.model.family != "t5", "t5 tells places by their distance, however long; leave it out"),
-    Rule("model.vocabulary", _new, f"{_READY_MADE} embedding; leave it out, or name new tokens in model.add_tokens", refuse=True),
+    Rule(
+        "model.positions", _new, f"{_READY_MADE} positions; leave it out, or use techniques.rope_scaling", refuse=True
+    ),
+    Rule(
+        "model.positions",
+        lambda r: r.model.family != "t5",
+        "t5 tells places by their distance, however long; leave it out",
+    ),
+    Rule(
+        "model.vocabulary",
+        _new,
+        f"{_READY_MADE} embedding; leave it out, or name new tokens in model.add_tokens",
+        refuse=True,
+    ),
     Rule(
         "model.tie_embeddings",
-        lambda r: _new(r) or "tied_embeddings" in r.techniques,  # which says itself that the two contradict each other
+        lambda r: _new(r) or "tied_embeddings" in r.techniques,  # the technique itself rejects the combination
         f"{_READY_MADE} choice; leave it out, or use techniques.tied_embeddings",
         refuse=True,
     ),
@@ -148,8 +159,12 @@ RULES: tuple[Rule, ...] = (
         lambda r: _lists(r) or (r.data.layout in ("auto", "classes") and _has_fields(r)),
         "rows of the layout {layout} have no classes; use data.layout: classes, or leave it out",
     ),
-    Rule("data.subset", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"),
-    Rule("data.split", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"),
+    Rule(
+        "data.subset", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"
+    ),
+    Rule(
+        "data.split", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"
+    ),
     Rule("data.vocabulary", _trains_tokenizer, "there is a tokenizer already, and none is trained; leave it out"),
     Rule("data.image_pixels", lambda r: not _new(r), "a new model reads text alone; leave it out"),
     Rule("data.images", lambda r: not _new(r), "a new model reads text alone; leave it out"),
@@ -159,14 +174,22 @@ RULES: tuple[Rule, ...] = (
         "it is about .txt files, and {source} is none; leave it out",
     ),
     Rule("data.prefetch", lambda r: r.data.workers, "it is of loader processes; set data.workers, or leave it out"),
-    Rule("optimizer.betas", _without("adafactor"), "adafactor keeps no running means of this kind (it has decay); leave it out"),
+    Rule(
+        "optimizer.betas",
+        _without("adafactor"),
+        "adafactor keeps no running means of this kind (it has decay); leave it out",
+    ),
     Rule("optimizer.eps", _without("adafactor", "lion"), "{optimizer} has no such term; leave it out"),
     Rule(
         "schedule.warmup",
         _counted,
         "it is a share of the run, whose length stop.hours does not tell; add stop.steps, or leave it out",
     ),
-    Rule("schedule.decay", lambda r: r.schedule.kind == "wsd", "it is for schedule.kind: wsd, and this is {schedule}; leave it out"),
+    Rule(
+        "schedule.decay",
+        lambda r: r.schedule.kind == "wsd",
+        "it is for schedule.kind: wsd, and this is {schedule}; leave it out",
+    ),
     Rule("schedule.floor", lambda r: r.schedule.kind != "constant", "a constant rate never falls; leave it out"),
     *(
         Rule(
@@ -182,7 +205,10 @@ RULES: tuple[Rule, ...] = (
         "nothing is held out to compare on (data.validation: 0); leave it out",
         refuse=True,
     ),
-    *map(_sampled, ("tokens", "temperature", "repetition_penalty", "stop", "cache", "window", "draft", "lookup", "compile")),
+    *map(
+        _sampled,
+        ("tokens", "temperature", "repetition_penalty", "stop", "cache", "window", "draft", "lookup", "compile"),
+    ),
     Rule("hardware.segments", lambda r: r.hardware.device != "cpu", "a CPU has no segments of this kind; leave it out"),
     Rule(
         "parallel.zero",
@@ -239,7 +265,7 @@ RULES: tuple[Rule, ...] = (
         _of("tensor_parallel", lambda t: t.loss_parallel),
         "only loss_parallel makes logits some rows at a time; leave it out",
     ),
-)  # fmt: skip
+)
 
 
 def _defaults(cls: type[Any]) -> dict[str, Any]:
@@ -250,25 +276,25 @@ def _defaults(cls: type[Any]) -> dict[str, Any]:
 
 
 def stated(recipe: Recipe) -> dict[str, Any]:
-    """The keys of a recipe that are not at their defaults, dotted, and their values; of techniques their names alone, at least.
+    """Returns dotted key -> value for all keys that differ from their defaults; a technique has at least its name.
 
     Example:
         >>> from preheat.recipe import Batch, Recipe, Stop
         >>> stated(Recipe(batch=Batch(size=8), stop=Stop(steps=2)))
         {'batch.size': 8, 'stop.steps': 2}
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in dataclasses.fields(recipe):
         value = getattr(recipe, part.name)
         if part.name == "techniques":
             for name, technique in value.items():
                 inner = _stated(technique, f"techniques.{name}")
-                found |= inner or {f"techniques.{name}": {}}
+                values |= inner or {f"techniques.{name}": {}}
         elif dataclasses.is_dataclass(value):
-            found |= _stated(value, part.name)
+            values |= _stated(value, part.name)
         elif value != part.default:
-            found[part.name] = value
-    return found
+            values[part.name] = value
+    return values
 
 
 def _stated(part: Any, name: str) -> dict[str, Any]:
@@ -279,24 +305,28 @@ def _stated(part: Any, name: str) -> dict[str, Any]:
 
 def _unread(recipe: Recipe, *, refuse: bool) -> Iterator[tuple[str, str]]:
     values = stated(recipe)
-    told: set[str] = set()
+    reported: set[str] = set()
     for rule in RULES:
-        if rule.refuse == refuse and rule.key in values and rule.key not in told and not rule.read(recipe):
-            told.add(rule.key)
+        if rule.refuse == refuse and rule.key in values and rule.key not in reported and not rule.read(recipe):
+            reported.add(rule.key)
             why = rule.why.format(
                 source=quoted(recipe.data.source, 60),
-                layout="prompt" if recipe.data.source == "docstrings" else "text" if recipe.data.source == "stdlib" else recipe.data.layout,
+                layout="prompt"
+                if recipe.data.source == "docstrings"
+                else "text"
+                if recipe.data.source == "stdlib"
+                else recipe.data.layout,
                 schedule=recipe.schedule.kind,
                 optimizer="adafactor" if "adafactor" in recipe.techniques else "lion",
-            )  # fmt: skip
+            )
             yield rule.key, f"{quoted(values[rule.key], 60)} changes nothing: {why}"
 
 
 def refused(recipe: Recipe) -> list[tuple[str, str]]:
-    """What a recipe contradicts itself with, as (key, words)."""
+    """Returns keys without effect that contradict the recipe, as (key, message)."""
     return list(_unread(recipe, refuse=True))
 
 
 def warned(recipe: Recipe) -> list[tuple[str, str]]:
-    """What nothing in the recipe reads, though it may have been left on purpose, as (key, words)."""
+    """Returns keys without effect that may have been left on purpose, as (key, message)."""
     return list(_unread(recipe, refuse=False))

@@ -1,4 +1,4 @@
-"""The boundary: plain values to a Recipe and back, every problem found with its line and the nearest right name."""
+"""Validation: converts plain values to a Recipe and reports every problem with its line and the closest known name."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["RecipeReader", "json_schema"]
 
 @functools.cache
 def _adapter(cls: type) -> Any:
-    """A pydantic validator for one flat dataclass: strict types in JSON's sense, unknown keys refused, bounds kept."""
+    """Returns a pydantic model of a flat dataclass, with strict JSON types and bounds, and without unknown keys."""
     import pydantic
 
     def bounded(bound: Bound) -> pydantic.AfterValidator:
         def check(value: Any) -> Any:
-            words = bound.problem(value) if isinstance(value, int | float) else None
-            if words and not isinstance(value, bool):
-                raise ValueError(words)
+            problem = bound.problem(value) if isinstance(value, int | float) else None
+            if problem and not isinstance(value, bool):
+                raise ValueError(problem)
             return value
 
         return pydantic.AfterValidator(check)
@@ -66,7 +66,7 @@ def _adapter(cls: type) -> Any:
 
 
 def _words(error: Any) -> str:
-    """pydantic's error in one short clause."""
+    """Returns pydantic's error as one short clause."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "literal_error":
         return f"must be {context['expected']}"
@@ -88,16 +88,16 @@ def _words(error: Any) -> str:
 
 
 _MOST_PROBLEMS = 10
-"""As many problems of one recipe are told; the others are counted."""
+"""Problems of one recipe that are reported; the others are counted."""
 
 
 class RecipeReader:
-    """Reads plain values into dataclasses and collects what is wrong with them.
+    """Converts plain values to dataclasses and collects problems.
 
     Args:
-        where: the name that errors give the text.
-        lines: the line of each key.
-        assigned: keys that `--set` gave, with the words that errors name instead of the line.
+        where: name of the text in errors.
+        lines: line of each key.
+        assigned: keys set by `--set` -> what errors name in place of the line.
     """
 
     def __init__(
@@ -108,33 +108,34 @@ class RecipeReader:
         self.more = 0
 
     def say(self, at: Sequence[Any], problem: str | Callable[[], str]) -> None:
-        """Notes a problem of the key at this path. A callable is asked for the text only if it will be shown."""
+        """Records a problem of the key at this path. A callable is called only if its text will be shown."""
         if len(self.found) >= _MOST_PROBLEMS:
             self.more += 1
             return
         self.found[tuple(str(a) for a in at), problem if isinstance(problem, str) else problem()] = None
 
     def place(self, at: tuple[str, ...]) -> str:
-        """Where a key, or the nearest one around it, was given."""
+        """Returns the file and line, or the override, that set a key or its closest parent."""
         for n in range(len(at), 0, -1):
-            if words := self.assigned.get(at[:n]):
-                return words
+            if override := self.assigned.get(at[:n]):
+                return override
             if at[:n] in self.lines:
                 return f"{self.where}:{self.lines[at[:n]]}"
         return self.where
 
     def refuse(self) -> None:
-        """
+        """Raises the collected problems.
+
         Raises:
-            RecipeError: a problem was noted; a line each.
+            RecipeError: there are problems; one line each.
         """
         if self.found:
-            told = dict.fromkeys(f"{self.place(at)}: {text}" for at, text in self.found)
+            lines = dict.fromkeys(f"{self.place(at)}: {text}" for at, text in self.found)
             more = [f"{self.where}: and {self.more:,} more problems"] if self.more else []
-            raise RecipeError("\n".join([*told, *more]))
+            raise RecipeError("\n".join([*lines, *more]))
 
     def flat(self, cls: type, values: Any, at: tuple[str, ...]) -> Any:
-        """One dataclass without nested ones, or None after saying why not."""
+        """Reads a dataclass without nested ones; returns None after recording problems."""
         import pydantic
 
         values = {} if values is None else values
@@ -151,15 +152,16 @@ class RecipeReader:
                 json.dumps({key: value for key, value in values.items() if key in known}, default=str)
             )
         except pydantic.ValidationError as problem:
-            seen: dict[str, list[Any]] = {}
+            by_field: dict[str, list[Any]] = {}
             for error in problem.errors():
-                seen.setdefault(str(error["loc"][0]) if error["loc"] else "", []).append(error)
-            for key, errors in seen.items():
+                by_field.setdefault(str(error["loc"][0]) if error["loc"] else "", []).append(error)
+            for key, errors in by_field.items():
                 here = (*at, key)
-                words = " or ".join(dict.fromkeys(_words(e) for e in errors))
+                reasons = " or ".join(dict.fromkeys(_words(e) for e in errors))
                 self.say(
                     here,
-                    f"{'.'.join(here)}: {shorten(words, 300)}, got {quoted(values[key]) if key in values else 'nothing'}",
+                    f"{'.'.join(here)}: {shorten(reasons, 300)}, got "
+                    f"{quoted(values[key]) if key in values else 'nothing'}",
                 )
             return None
         if unknown:
@@ -173,14 +175,16 @@ class RecipeReader:
     def recipe(self, values: Any) -> Recipe:
         if values is None or values == {}:
             raise RecipeError(
-                f"{self.where}: is empty; write at least a model and an end, e.g. {{model: {{size: 15M}}, stop: {{steps: 100}}}}, "
+                f"{self.where}: is empty; write at least a model and an end, e.g. {{model: {{size: 15M}}, "
+                f"stop: {{steps: 100}}}}, "
                 "or begin with a copy: preheat init demo"
             )
         if not isinstance(values, Mapping):
             raise RecipeError(f"{self.where}: a recipe is a mapping of keys, got {quoted(values)}")
         if "chain" in values:
             raise RecipeError(
-                f"{self.where}: is a chain of steps over a trained model; run it with: preheat compress RUN --recipe {self.where}"
+                f"{self.where}: is a chain of steps over a trained model; run it with: preheat compress "
+                f"RUN --recipe {self.where}"
             )
         parts = {f.name: f for f in dataclasses.fields(Recipe)}
         top = _top_scalars()
@@ -230,14 +234,14 @@ class RecipeReader:
 
 @functools.cache
 def _top_scalars() -> type:
-    """name and seed, which stand at the top level."""
+    """Returns a dataclass of the top-level scalars, name and seed."""
     return dataclasses.make_dataclass(
         "Top", [("name", str, field(default="run")), ("seed", Seed, field(default=0))], frozen=True, kw_only=True
     )
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a recipe file, for editors (`preheat recipes schema`)."""
+    """Returns the JSON schema of a recipe file, for editors (`preheat recipes schema`)."""
 
     def flat(cls: type) -> dict[str, Any]:
         schema: dict[str, Any] = _adapter(cls).model_json_schema()

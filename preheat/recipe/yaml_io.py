@@ -1,7 +1,7 @@
 """YAML 1.2 for recipes: PyYAML's loader and dumper with the scalars of the core schema, and the line of every key.
 
-PyYAML follows YAML 1.1, which reads 1e-4 as text and off as false. What it reads is bounded in size, depth and number of values, since
-a few lines of aliases can stand for billions of values.
+PyYAML follows YAML 1.1, which reads 1e-4 as text and off as false. Size, depth and number of values are bounded, since
+a few lines of aliases can expand to billions of values.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from preheat.sanitize import quoted, shorten
 __all__ = ["LARGEST_FILE", "compose", "nodes", "read", "read_text", "write"]
 
 LARGEST_FILE = 1 << 20
-"""Bytes of a YAML file that is read. A recipe with every default written out has five thousand."""
+"""Maximum size of a YAML file in bytes. A recipe with every default written out has five thousand."""
 _DEEPEST = 32
 _MOST_VALUES = 10_000
-"""PyYAML reads as many in half a second."""
+"""PyYAML reads this many in half a second."""
 _TOO_MANY = f"holds more than {_MOST_VALUES:,} values, aliases (*name) written out"
 
 
@@ -32,7 +32,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class _Unusable(yaml.constructor.ConstructorError):
-    """What YAML allows and no recipe can use."""
+    """Valid YAML that no recipe can use."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -41,9 +41,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.depth += 1
         self.values += 1
-        if self.values > _MOST_VALUES:  # here too, since PyYAML takes a minute to read a megabyte of them
+        if self.values > _MOST_VALUES:  # here too: PyYAML takes a minute for a megabyte of them
             raise _Unusable(None, None, _TOO_MANY, self.peek_event().start_mark)
-        if self.depth > _DEEPEST:  # before PyYAML, which calls itself for each level, runs out of stack
+        if self.depth > _DEEPEST:  # PyYAML recurses for each level: stop before the stack overflows
             problem = f"is nested more than {_DEEPEST} levels deep"
             raise _Unusable(None, None, problem, self.peek_event().start_mark)
         try:
@@ -72,7 +72,7 @@ for _class in (_Loader, _Dumper):
 
 
 def _scalar(read: Callable[[str], Any], rule: str) -> Callable[[yaml.SafeLoader, yaml.Node], Any]:
-    """A constructor whose errors are YAML errors with their line, whatever stands there."""
+    """Returns a constructor that reports its errors as YAML errors with their line."""
 
     def construct(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
         try:
@@ -105,7 +105,7 @@ def _text(text: str) -> str:
     return text
 
 
-# The core schema alone: no dates, no binary, no sets, which nothing here could use.
+# The core schema alone: recipes have no use for dates, binary values and sets.
 _Loader.yaml_constructors = {
     f"tag:yaml.org,2002:{name}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{name}"]
     for name in ("null", "seq", "map")
@@ -124,22 +124,22 @@ _Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("ta
 
 
 def read(path: Path, where: str | None = None) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """`compose` of a file.
+    """Reads a YAML file by `compose`.
 
     Args:
-        where: the name that errors give it; the path if None.
+        where: name of the file in errors; the path if None.
 
     Raises:
-        RecipeError: it cannot be read, is no text, is larger than `LARGEST_FILE`, or as `compose`.
+        RecipeError: the file cannot be read, is not text, is larger than `LARGEST_FILE`, or as for `compose`.
     """
     return compose(read_text(path, where), where or str(path))
 
 
 def read_text(path: Path, where: str | None = None) -> str:
-    """The text of a YAML file; arguments and errors as of `read`."""
+    """Returns the text of a YAML file; arguments and errors as for `read`."""
     where = where or str(path)
     try:
-        if path.exists() and not path.is_file():  # a pipe or a device could be read for ever
+        if path.exists() and not path.is_file():  # reading a pipe or a device may never end
             raise RecipeError(f"{where}: is {'a folder' if path.is_dir() else 'not a file'}; name a YAML file")
         if path.stat().st_size > LARGEST_FILE:
             raise RecipeError(f"{where}: is larger than {LARGEST_FILE >> 20} MiB, which no recipe is; name a YAML file")
@@ -161,15 +161,16 @@ def _tagged(line: str, at: tuple[str, ...], node: yaml.Node) -> str:
 
 
 def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """YAML text as plain values and the line of each key. Keys are text.
+    """Parses YAML text into plain values and the line of each key. Keys are text.
 
     Args:
         text: the YAML.
-        where: the name that errors give it.
-        numbered: errors give the line; not of a value on a command line.
+        where: name of the text in errors.
+        numbered: put the line into errors; False for a value on the command line.
 
     Raises:
-        RecipeError: it is not YAML, a key is given twice, or it is larger, deeper or (by its aliases) longer than any recipe.
+        RecipeError: the text is not YAML, has a duplicate key, or is larger, deeper or (with its aliases expanded)
+            longer than any recipe.
     """
     lines: dict[tuple[str, ...], int] = {}
     nodes = 0
@@ -213,7 +214,7 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
         else:
             try:
                 loader.construct_object(node)
-            except _Unusable as error:  # said here, where the key is known
+            except _Unusable as error:  # reported here, since the key is known
                 raise RecipeError(f"{line}: {_prefix(at)}{error.problem}") from None
 
     node, loader = _composed(text, where, numbered=numbered)
@@ -225,7 +226,7 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
 
 
 def _composed(text: str, where: str, *, numbered: bool) -> tuple[yaml.Node | None, _Loader]:
-    """The nodes of YAML text, in which aliases are not looked at yet, and the loader that constructs them; errors as of `compose`."""
+    """Returns the nodes of YAML text with aliases not yet expanded, and their loader; errors as for `compose`."""
     if len(text) > LARGEST_FILE:
         raise RecipeError(f"{where}: is longer than {LARGEST_FILE >> 20} MiB, which no recipe is")
     with _in_words(where, numbered=numbered):
@@ -235,7 +236,7 @@ def _composed(text: str, where: str, *, numbered: bool) -> tuple[yaml.Node | Non
 
 @contextlib.contextmanager
 def _in_words(where: str, *, numbered: bool) -> Iterator[None]:
-    """Within, PyYAML's errors become a RecipeError of one line."""
+    """Converts PyYAML's errors within the block to a RecipeError of one line."""
     try:
         yield
     except yaml.reader.ReaderError as error:
@@ -251,10 +252,11 @@ def _in_words(where: str, *, numbered: bool) -> Iterator[None]:
 
 
 def nodes(text: str, where: str) -> yaml.Node | None:
-    """YAML text of another program as nodes, of which nothing is constructed: they may have tags that only it knows.
+    """Parses YAML of another program into nodes without constructing values, since it may have tags of its own.
 
     Raises:
-        RecipeError: it is not YAML, or larger, deeper or (by its aliases) longer than any recipe; its words begin with `where`.
+        RecipeError: the text is not YAML, or larger, deeper or (with its aliases expanded) longer than any recipe; the
+            message begins with `where`.
     """
     root, _ = _composed(text, where, numbered=True)
     count, todo = 0, [(root, 0)] if root is not None else []
@@ -273,5 +275,5 @@ def nodes(text: str, where: str) -> yaml.Node | None:
 
 
 def write(value: Any) -> str:
-    """Plain values as YAML that `compose` reads back."""
+    """Returns plain values as YAML that `compose` reads back."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -1,14 +1,16 @@
-"""Chat templates that are known by name: how the models' makers lay out a conversation, as Jinja.
+"""Built-in chat templates: the formats of the models' makers, as Jinja.
 
-Each marks what the assistant writes, its end-of-turn token with it, by `{% generation %}`; transformers reads such marks too.
-BEGIN stands for the tokenizer's beginning-of-text token where the tokenizer's own rules put one, else for nothing.
+Each marks the assistant's text and its end-of-turn token by `{% generation %}`, which transformers supports too. BEGIN
+is replaced by the tokenizer's beginning-of-text token if the tokenizer's own rules add one, and else removed.
 """
 
 from __future__ import annotations
 
 __all__ = ["FORMATS", "SUGGESTIONS"]
 
-_TOOL_JSON = """{%- macro written(c) -%}{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}{%- endmacro -%}
+_TOOL_JSON = """\
+{%- macro written(c) -%}{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}\
+{%- endmacro -%}
 """
 
 _CHATML = (
@@ -24,7 +26,8 @@ _CHATML = (
     {{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
     {%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
     {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within ' }}
-    {{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>' }}
+    {{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n\
+{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>' }}
   {%- endif %}
   {{- '<|im_end|>\\n' }}
 {%- endif %}
@@ -50,7 +53,9 @@ _CHATML = (
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 )
 
-_LLAMA3 = """{%- macro written(c) -%}{"name": {{ c.function.name | tojson }}, "parameters": {{ c.function.arguments | tojson }}}{%- endmacro -%}
+_LLAMA3 = """\
+{%- macro written(c) -%}{"name": {{ c.function.name | tojson }}, "parameters": {{ c.function.arguments | tojson }}}\
+{%- endmacro -%}
 {{- bos_token }}
 {%- set first = messages[0] if messages and messages[0].role == 'system' else none %}
 {%- if first or tools %}
@@ -71,7 +76,8 @@ _LLAMA3 = """{%- macro written(c) -%}{"name": {{ c.function.name | tojson }}, "p
       {{- '<|eot_id|>' }}
     {%- endgeneration %}
   {%- elif not (loop.first and first) %}
-    {{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
+    {{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\\n\\n' \
++ m.content | trim + '<|eot_id|>' }}
   {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
@@ -116,7 +122,8 @@ _GEMMA = """{{- bos_token }}
     {%- generation %}{{- m.content | trim + '<end_of_turn>' }}{%- endgeneration %}
     {{- '\\n' }}
   {%- elif m.role == 'user' %}
-    {{- '<start_of_turn>user\\n' + ('' if told.system else first.content | trim + '\\n\\n') + m.content | trim + '<end_of_turn>\\n' }}
+    {{- '<start_of_turn>user\\n' + ('' if told.system else first.content | trim + '\\n\\n') \
++ m.content | trim + '<end_of_turn>\\n' }}
     {%- set told.system = true %}
   {%- elif not (loop.first and first) %}
     {{- raise_exception('this format has no role ' + m.role + ' here') }}
@@ -187,6 +194,6 @@ FORMATS = {
     "qwen": _CHATML.replace("SYSTEM", "'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.'"),
     "t5": _T5,
 }
-"""Name -> template, with BEGIN still to be filled in. alpaca needs no token but the tokenizer's own end of text."""
+"""Name -> template, with BEGIN still to be replaced. alpaca needs no special token but the tokenizer's end of text."""
 
 SUGGESTIONS = ", ".join(sorted(FORMATS))

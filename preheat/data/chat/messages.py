@@ -1,4 +1,4 @@
-"""Conversations as the layouts of the field write them, as the messages that chat templates read."""
+"""Reads conversations in the common formats (ShareGPT, OpenAI) as the messages of chat templates."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
-"""What layouts call a role, and what templates do."""
+"""Name of a role in a data format -> its name in chat templates."""
 
 
 PLACE = "\ufffc"
-"""Stands in a message's text where an image does: Unicode's character for an object among letters."""
+"""Placeholder of an image in a message's text: Unicode's object replacement character."""
 
 
 class Unreadable(Exception):
-    """A row that cannot be read: the check that it fails, and why."""
+    """An unreadable row, with the check that it fails and the reason."""
 
-    def __init__(self, check: str, words: str):
-        super().__init__(words)
-        self.check, self.words = check, words
+    def __init__(self, check: str, message: str):
+        super().__init__(message)
+        self.check, self.words = check, message
 
 
 def messages_of(value: Any, field: str) -> list[dict[str, Any]]:
-    """Messages from a list of {role, content} or {from, value}; one such object counts as a list of one.
+    """Converts a list of {role, content} or {from, value}, or one such object, to messages.
 
-    A part that is an image becomes `PLACE` in the text, and its file (None: one of another field) one of the message's `images`.
+    An image part becomes `PLACE` in the text, and its file (None if another field has it) an item of the message's
+    `images`.
 
     Raises:
-        Unreadable: it is no such list, or a message of it has no role or no text.
+        Unreadable: the value is not such a list, or a message has no role or no text.
 
     Example:
         >>> messages_of([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "conversations")
@@ -57,39 +58,39 @@ def messages_of(value: Any, field: str) -> list[dict[str, Any]]:
 def _message(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise Unreadable("fields", f"{where} is {kind_of(turn)}, not an object")
-    said, told = ("role", "content") if "role" in turn else ("from", "value")
-    if said not in turn:
+    role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
+    if role_key not in turn:
         raise Unreadable(
             "fields", f"{where} has no 'role', only {', '.join(quoted(key, 40) for key in list(turn)[:8]) or 'nothing'}"
         )
-    name = turn[said]
+    name = turn[role_key]
     if not isinstance(name, str) or name not in ROLES:
         near = nearest(name[:40], sorted(ROLES)) if isinstance(name, str) else f"it is {kind_of(name)}, not text"
         raise Unreadable("roles", f"{where} has the role {quoted(name)}, which nobody knows; {near}")
-    content, made = turn.get(told), dict(turn)
+    content, message = turn.get(content_key), dict(turn)
     for key in ("role", "from", "content", "value"):
-        made.pop(key, None)
-    made = {"role": ROLES[name], **{k: v for k, v in made.items() if v is not None}}
+        message.pop(key, None)
+    message = {"role": ROLES[name], **{k: v for k, v in message.items() if v is not None}}
     if name == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
-    calls = _tool_calls(made.pop("tool_calls", None), where)
+    calls = _tool_calls(message.pop("tool_calls", None), where)
     if isinstance(content, Sequence) and not isinstance(content, str):
         content, images = _joined(content, where)
-        made |= {"images": images} if images else {}
+        message |= {"images": images} if images else {}
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise Unreadable("fields", f"{where} has a '{told}' that is {kind_of(content)}, not text")
-    if not content.strip() and not calls and made["role"] != "system":
-        raise Unreadable("fields", f"{where} has an empty '{told}'")
-    made["content"] = content
+        raise Unreadable("fields", f"{where} has a '{content_key}' that is {kind_of(content)}, not text")
+    if not content.strip() and not calls and message["role"] != "system":
+        raise Unreadable("fields", f"{where} has an empty '{content_key}'")
+    message["content"] = content
     if calls:
-        made["tool_calls"] = calls
-    return {"role": made.pop("role"), "content": made.pop("content"), **made}
+        message["tool_calls"] = calls
+    return {"role": message.pop("role"), "content": message.pop("content"), **message}
 
 
 def _joined(parts: Sequence[Any], where: str) -> tuple[str, list[Any]]:
-    """The text of a message in parts, and the files of the images in it."""
+    """Joins the parts of a message; returns the text and the files of its images."""
     texts, images = [], []
     for part in parts:
         text = part.get("text") if isinstance(part, Mapping) else part
@@ -107,9 +108,9 @@ def _joined(parts: Sequence[Any], where: str) -> tuple[str, list[Any]]:
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """ShareGPT's function_call: one call, or several, as JSON."""
-    found = _json(value, where) if isinstance(value, str) else value
-    return _tool_calls(found if isinstance(found, list) else [found], where) or []
+    """Reads ShareGPT's function_call: one or several calls as JSON."""
+    calls = _json(value, where) if isinstance(value, str) else value
+    return _tool_calls(calls if isinstance(calls, list) else [calls], where) or []
 
 
 def _json(text: str, where: str) -> Any:
@@ -124,33 +125,34 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise Unreadable("fields", f"{where} has tool_calls that are {kind_of(calls)}, not a list")
-    made = []
+    parsed = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise Unreadable("fields", f"{where} has a tool call without a function name")
         arguments = function.get("arguments", function.get("parameters", {}))
-        if isinstance(arguments, str):  # as the API sends them; templates write objects
+        if isinstance(arguments, str):  # text in OpenAI's API, objects in templates
             arguments = _json(arguments, where) if arguments.strip() else {}
         name = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        made.append({"type": "function", **name, "function": {"name": function["name"], "arguments": arguments}})
-    return made
+        parsed.append({"type": "function", **name, "function": {"name": function["name"], "arguments": arguments}})
+    return parsed
 
 
 def tools_of(value: Any, field: str) -> list[dict[str, Any]] | None:
-    """Tools that may be called, from a list of schemas or the same as JSON text; a bare function is wrapped as the API does it."""
+    """Reads tools from a list of schemas or its JSON text; bare functions are wrapped as in OpenAI's API."""
     if value is None or value in ("", "[]"):
         return None
-    found = _json(value, f"field '{field}'") if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
-        raise Unreadable("fields", f"field '{field}' is {kind_of(found)}, not a list of tools")
+    tools = _json(value, f"field '{field}'") if isinstance(value, str) else value
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise Unreadable("fields", f"field '{field}' is {kind_of(tools)}, not a list of tools")
     return [
-        dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in found
+        dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools
     ] or None
 
 
 def order_problem(messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is wrong with the order of roles: an assistant that answers nobody, two questions in a row, no answer at the end.
+    """Returns the problem in the order of roles (answer without a question, two questions in a row, no answer), or
+    None.
 
     Example:
         >>> order_problem([{"role": "user"}, {"role": "user"}])
@@ -174,12 +176,12 @@ def order_problem(messages: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def answer_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What is said and called, to compare answers by."""
+    """Returns contents and tool calls as JSON, to compare answers."""
     return json.dumps([[m["content"], m.get("tool_calls")] for m in messages], ensure_ascii=False, default=str)
 
 
 def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(where, text) of all that stands in messages, for the checks of text."""
+    """Yields (where, text) of all contents and tool calls, for the checks of text."""
     for n, message in enumerate(messages, 1):
         yield f"message {n}", message["content"]
         if message.get("tool_calls"):

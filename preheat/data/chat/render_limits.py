@@ -1,7 +1,7 @@
-"""Limits on a Jinja template while it renders: somebody else wrote it, and a few characters of it can ask for hours or for all memory.
+"""Time and memory limits for rendering untrusted Jinja templates, which can loop for hours or use up all memory.
 
-Jinja's sandbox keeps a template from the system, not from loops within loops, from texts a billion characters wide or from calling itself.
-The limits cost some microseconds (in a thread beside the main one a few more), so that all rows are rendered under them, in this process.
+Jinja's sandbox protects the system, but does not stop nested loops, huge texts or recursion. The limits cost
+microseconds (slightly more outside the main thread), so all rows are rendered under them, in this process.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from preheat.sanitize import quoted
 __all__ = ["TemplateLimit", "limited", "require_small", "require_template"]
 
 SECONDS = 5.0
-"""A conversation takes less than a millisecond, one of a megabyte some ten."""
+"""Time limit. A conversation takes less than a millisecond, one of a megabyte about ten."""
 MEMORY = 512 * 2**20
-"""Bytes more than the process has when it begins."""
+"""Bytes that rendering may add to the process."""
 LARGEST = 2**20
-"""Characters of a template; the longest of the models' have some ten thousand."""
+"""Maximum characters of a template; the longest ones of published models have about ten thousand."""
 TEXT, TIMES = 2**20, 16
-"""Characters that a rendered text may always have, and how many times those of its messages."""
+"""Characters that a rendered text may always have, and the maximum ratio to its messages above that."""
 
 
 _MARKS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-"""transformers' own blocks, which Jinja by itself does not know."""
+"""The {% generation %} blocks of transformers, which Jinja does not know."""
 
 
 class TemplateLimit(PreheatError):
-    """A template that does not end, or takes all memory: no row can be read with it, so this is not the fault of one."""
+    """A template that exceeds a limit. This is not the fault of a single row, since no row can be rendered with it."""
 
     exit_code = 4
 
 
 class _Late(BaseException):
-    """Time is up. No `Exception`: Jinja catches those where it computes what is constant."""
+    """The time limit was reached. Not an `Exception`, since Jinja catches those in constant folding."""
 
 
 @contextlib.contextmanager
 def limited(name: str) -> Iterator[None]:
-    """Renders within limits on time and memory.
+    """Limits time and memory within the block.
 
     Args:
-        name: of the template, for messages.
+        name: name of the template, for messages.
 
     Raises:
-        TemplateLimit: it reaches one of them, or calls itself without end.
+        TemplateLimit: the template reaches a limit or recurses too deeply.
     """
     try:
         with _clock(), _memory_limit:
@@ -73,7 +73,7 @@ def limited(name: str) -> Iterator[None]:
 
 
 class _MemoryLimit:
-    """The process's limit on its address space, lowered while any thread renders."""
+    """Lowers the process's limit on its address space while any thread renders."""
 
     def __init__(self) -> None:
         self.lock, self.threads = threading.Lock(), 0
@@ -97,10 +97,10 @@ class _MemoryLimit:
         try:
             with open("/proc/self/statm", "rb") as file:
                 limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
-        except OSError:  # not Linux: there the limit is not kept either
+        except OSError:  # not Linux, which alone enforces the limit
             return
         if any(0 <= known <= limit for known in (soft, hard)):
-            return  # there is one that is as low
+            return  # the present limit is low enough
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
         self.before = soft, hard
 
@@ -109,17 +109,17 @@ _memory_limit = _MemoryLimit()
 
 
 def _clock() -> contextlib.AbstractContextManager[None]:
-    """Raises _Late in the block after `SECONDS`."""
+    """Returns a context manager that raises _Late in the block after `SECONDS`."""
     return _alarm() if threading.current_thread() is threading.main_thread() else _threads.watching()
 
 
 @contextlib.contextmanager
 def _alarm() -> Iterator[None]:
-    """As `_clock`, by a signal, which reaches the main thread alone; an alarm that was set before goes off when it would have."""
+    """Implements `_clock` for the main thread by SIGALRM; an earlier alarm still rings at its time."""
     begun, used = time.monotonic(), time.thread_time()
 
     def ring(*_: Any) -> None:
-        if time.thread_time() - used < SECONDS / 2:  # the process was stopped, or the machine is busy with others
+        if time.thread_time() - used < SECONDS / 2:  # the process was stopped, or the machine is busy
             signal.setitimer(signal.ITIMER_REAL, SECONDS)
         else:
             raise _Late
@@ -137,7 +137,7 @@ def _alarm() -> Iterator[None]:
 
 @dataclass
 class _Watched:
-    """A thread that renders: its clock, what that showed when it began, and when to look again."""
+    """A rendering thread: its CPU clock, the clock's time at the start, and the time of the next check."""
 
     clock: int
     begun: float
@@ -145,7 +145,7 @@ class _Watched:
 
 
 class _Watcher:
-    """As `_clock`, in any thread: a thread of its own watches it, and has it raise the error at its next instruction."""
+    """Implements `_clock` for any thread: a watchdog thread raises the error in it at its next instruction."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -156,13 +156,13 @@ class _Watcher:
     def watching(self) -> Iterator[None]:
         ident = threading.get_ident()
         if ident in self.watched:
-            yield  # a block within one that is watched
+            yield  # nested in a watched block
             return
-        # Where a thread's own clock cannot be had (macOS), time that others take counts too.
+        # Without a clock of the thread (macOS), the time of others counts too.
         clock = time.pthread_getcpuclockid(ident) if hasattr(time, "pthread_getcpuclockid") else time.CLOCK_MONOTONIC
         with self.changed:
             self.watched[ident] = _Watched(clock, time.clock_gettime(clock), time.monotonic() + SECONDS)
-            if self.thread is None or not self.thread.is_alive():  # as after a fork
+            if self.thread is None or not self.thread.is_alive():  # for example after a fork
                 self.thread = threading.Thread(target=self._watch, name="template-clock", daemon=True)
                 self.thread.start()
             self.changed.notify()
@@ -177,9 +177,12 @@ class _Watcher:
             self._leave(ident)
 
     def _leave(self, ident: int) -> None:
-        """Ends the watch. Whoever takes the thread out of `watched` decides; the lock would stay closed if the error came here."""
+        """Stops watching a thread, without the lock, which would stay locked if the error were raised here.
+
+        The thread that removes the entry from `watched` decides if the error is raised.
+        """
         if self.watched.pop(ident, None) is None:
-            for _ in range(100):  # the error is on its way
+            for _ in range(100):  # the watchdog is about to raise the error
                 time.sleep(0.01)
             raise _Late
 
@@ -191,7 +194,7 @@ class _Watcher:
                     if now < watched.look:
                         continue
                     watched.look = now + SECONDS
-                    # As in `_alarm`.
+                    # As in `_alarm`, only if the thread itself used the time.
                     late = time.clock_gettime(watched.clock) - watched.begun >= SECONDS / 2
                     if late and self.watched.pop(ident, None) is not None:
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Late))
@@ -203,14 +206,14 @@ _threads = _Watcher()
 
 
 def require_small(name: str, text: str, messages: Any) -> None:
-    """Raises TemplateLimit where a rendered text is out of all proportion to what was said."""
+    """Raises TemplateLimit if a rendered text is far longer than its messages."""
     if len(text) > TEXT and len(text) > TEXT + TIMES * len(repr(messages)):
         raise TemplateLimit(f"{name}: makes {len(text):,} characters of a conversation; use another template")
 
 
 @functools.lru_cache(maxsize=16)
 def require_template(name: str, text: str) -> None:
-    """Raises TemplateLimit for a template that is too large, or has a power in it: its digits are computed where no clock stops them."""
+    """Raises TemplateLimit for a template that is too large or has a power, which no time limit can interrupt."""
     import jinja2
     from jinja2 import nodes
 
@@ -222,8 +225,9 @@ def require_template(name: str, text: str) -> None:
         try:
             parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", text))
         except jinja2.TemplateError:
-            return  # told with its line when it is rendered
-    if found := next(parsed.find_all(nodes.Pow), None):
+            return  # reported with its line when it is rendered
+    if power := next(parsed.find_all(nodes.Pow), None):
         raise TemplateLimit(
-            f"{name}, line {found.lineno}: computes a power ({quoted('**')}), which no chat template needs; write the number"
+            f"{name}, line {power.lineno}: computes a power ({quoted('**')}), which no chat template "
+            "needs; write the number"
         )

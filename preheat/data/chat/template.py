@@ -1,10 +1,12 @@
-"""Chat templates: a conversation as text, and which of it the assistant wrote, from the template's marks or proven by rendering.
+"""Chat templates: renders conversations and finds the assistant's text, by the template's marks or by rendering.
 
-A mask is never looked up by the answer's words, which may stand elsewhere too. Where a template marks the assistant's text with
-`{% generation %}`, the marks count. Otherwise a turn begins where the rendering of all messages before it ends, generation
-prompt included, and ends where the rendering up to it does; both must be prefixes of the whole. Some templates write history otherwise
-than the last turn (they leave out earlier reasoning, or put the system message into the last question): there a mark is written into the
-turn's own text and the whole rendered again; if nothing but the mark differs, its place is the border. What nothing proves is refused.
+The mask is never found by searching for the answer, whose text may occur elsewhere too. If a template marks the
+assistant's text with `{% generation %}`, the marks count. Otherwise a turn begins at the end of the rendering of all
+messages before it, including the generation prompt, and ends at the end of the rendering up to it; both must be
+prefixes of the full text. Some templates render history differently from the last turn (they drop earlier reasoning, or
+move the system message into the last question). For these a seal is inserted into the turn's own text and the
+conversation is rendered again; if nothing but the seal changes, its position is the boundary. Anything else is
+rejected.
 """
 
 from __future__ import annotations
@@ -30,26 +32,27 @@ if TYPE_CHECKING:
 __all__ = ["Message", "Template", "TrainOn", "load_template", "special_tokens", "template_for"]
 
 Message = Mapping[str, Any]
-"""{"role", "content"} and what the template knows beside: tool_calls, reasoning_content, name."""
+"""{"role", "content"} and further keys of the template: tool_calls, reasoning_content, name."""
 TrainOn = Literal["assistant", "last", "all"]
 Tools = Sequence[Mapping[str, Any]] | None
 Span = tuple[int, int]
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _SEAL = "zqSEALqz"
-"""What is written into a turn to find its border: letters alone, which no template trims, escapes or takes apart."""
+"""Text inserted into a turn to find its boundary: letters only, which no template trims, escapes or splits."""
 
 
 def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, knob: str = "data.template") -> Template:
-    """The chat template that a recipe names.
+    """Loads the chat template that a recipe names.
 
     Args:
-        setting: None: the tokenizer's own; the name of a built-in format (`builtin_templates.FORMATS`); or the path of a Jinja file.
-        tokenizer: whose special tokens the template writes.
-        knob: what the user set, for messages.
+        setting: name of a built-in template (`builtin_templates.FORMATS`) or path of a Jinja file; None for the
+            tokenizer's own.
+        tokenizer: tokenizer whose special tokens the template uses.
+        knob: the setting, for messages.
 
     Raises:
-        DataError: there is no such template, or it is not Jinja.
+        DataError: there is no such template.
 
     Example:
         >>> load_template("chatml", tokenizer).prompt([{"role": "user", "content": "Hi"}])  # doctest: +SKIP
@@ -77,7 +80,7 @@ def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, kn
 
 
 def _read(setting: str, knob: str) -> tuple[str, str]:
-    """The Jinja of a built-in format or of a file, and what it is called in messages."""
+    """Returns the Jinja of a built-in template or of a file, and its name for messages."""
     if setting in FORMATS:
         return FORMATS[setting], f"template {setting}"
     path = expanded(knob, setting)
@@ -96,18 +99,19 @@ def _read(setting: str, knob: str) -> tuple[str, str]:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerFast | None) -> tuple[str, ...]:
-    """The special tokens of a tokenizer, the longest first; of one that is still to be trained with None."""
+    """Returns the special tokens of a tokenizer, the longest first; None is a tokenizer still to be trained."""
     if tokenizer is None:
         return (END, PAD)
-    found = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-    return tuple(sorted(found, key=lambda t: (-len(t), t)))
+    tokens = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+    return tuple(sorted(tokens, key=lambda t: (-len(t), t)))
 
 
 def template_for(setting: str | None, tokenizer: PreTrainedTokenizerFast | None, layout: str) -> Template:
-    """The template for rows of a layout: as `load_template`, but instructions without a template get the format alpaca.
+    """Loads the template for rows of a layout by `load_template`; for instructions, the default is alpaca.
 
     Args:
-        tokenizer: None: one is still to be trained; it will have an end-of-text token alone.
+        tokenizer: None for a tokenizer still to be trained, which will have no special tokens but end of text and
+            padding.
     """
     if setting is None and layout == "alpaca" and (tokenizer is None or not tokenizer.chat_template):
         setting = "alpaca"
@@ -127,10 +131,10 @@ class Template:
 
     Attributes:
         text: the Jinja.
-        name: where it is from, for messages.
-        variables: what it knows beside the messages: bos_token, eos_token, ...
+        name: its origin, for messages.
+        variables: variables of the template apart from the messages: bos_token, eos_token, ...
         special: the tokenizer's special tokens, the longest first; one of them ends a turn.
-        with_tools: the Jinja for conversations with tools, where the tokenizer has another for these.
+        with_tools: the Jinja for conversations with tools, if the tokenizer has another one for these.
     """
 
     text: str
@@ -140,7 +144,7 @@ class Template:
     with_tools: str | None = None
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> str:
-        """The text that asks for the assistant's next turn; it ends with the generation prompt.
+        """Renders a prompt for the assistant's next turn, which ends with the generation prompt.
 
         Raises:
             DataError: the template does not render these messages.
@@ -148,7 +152,7 @@ class Template:
         return self._render(messages, tools, asks=True)
 
     def text_of(self, messages: Sequence[Message], tools: Tools = None) -> str:
-        """The conversation as it is rendered for training, where nothing is asked for.
+        """Renders the conversation for training, without a generation prompt.
 
         Raises:
             DataError: the template does not render these messages.
@@ -158,7 +162,7 @@ class Template:
     def pieces(
         self, messages: Sequence[Message], tools: Tools = None, train_on: TrainOn = "assistant"
     ) -> tuple[TextSpan, ...]:
-        """The conversation as text that is read and text that is trained on; joined it is what the template renders.
+        """Renders the conversation as spans that are read or trained on; joined they are the rendered text.
 
         Args:
             messages: the conversation. An assistant's message with `weight: 0` is not trained on.
@@ -166,38 +170,38 @@ class Template:
             train_on: every turn of the `assistant`, the `last` of them, or `all` of the text.
 
         Raises:
-            DataError: the template does not render them, or it cannot be proven what the assistant wrote.
+            DataError: the template does not render the messages, or the assistant's text cannot be proven.
         """
-        whole, marks = self._render_marked(messages, tools)
+        text, marks = self._render_marked(messages, tools)
         if train_on == "all":
-            return (TextSpan(whole),)
+            return (TextSpan(text),)
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if marks is None:
-            spans = [self._proven(whole, messages, tools, n) for n in turns]
+            spans = [self._proven(text, messages, tools, n) for n in turns]
         else:
             spans = self._by_turn([mark for mark in marks if mark[0] < mark[1]], messages, tools, turns)
         if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
             raise DataError(f"{self.name}: the assistant's turns overlap in what it renders; use another template")
         wanted = turns[-1:] if train_on == "last" else turns
         trained = [s for n, s in zip(turns, spans, strict=True) if n in wanted and messages[n].get("weight") != 0]
-        return tuple(_cut_up(whole, trained))
+        return tuple(_cut_up(text, trained))
 
     @functools.cached_property
     def answers(self) -> bool:
-        """Whether it writes what the assistant says."""
+        """True if the template renders the assistant's messages."""
         return self._probe is None or _SEAL in self._probe
 
     @functools.cached_property
     def end_of_turn(self) -> str | None:
-        """The special token that ends an assistant's turn; None: it writes none."""
+        """The special token that ends an assistant's turn, or None."""
         if not self._probe or _SEAL not in self._probe:
             return None
-        found = re.match(rf"\s*({self._any})", self._probe[self._probe.rindex(_SEAL) + len(_SEAL) :])
-        return found[1] if found else None
+        match = re.match(rf"\s*({self._any})", self._probe[self._probe.rindex(_SEAL) + len(_SEAL) :])
+        return match[1] if match else None
 
     @functools.cached_property
     def _probe(self) -> str | None:
-        """The shortest conversation; None where the template does not render it (it may want more)."""
+        """The shortest conversation, rendered; None if the template requires more."""
         try:
             return self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _SEAL}], None)
         except DataError:
@@ -213,7 +217,7 @@ class Template:
         return self._rendered(messages, tools, asks, False)[0]
 
     def _render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span] | None]:
-        """The text, and what is marked in it; None: the template has no marks."""
+        """Returns the text and its marked spans, or None if the template has no marks."""
         if not _MARKED.search(self._chosen(tools)):
             return self._render(messages, tools), None
         self._marks_hold  # noqa: B018  # computed once
@@ -238,12 +242,12 @@ class Template:
                     **self.variables,
                 )
             except jinja2.TemplateSyntaxError as error:
-                words = shorten(error.message or "", 200)
-                raise DataError(f"{self.name}, line {error.lineno}: not a Jinja template: {words}") from None
+                reason = shorten(error.message or "", 200)
+                raise DataError(f"{self.name}, line {error.lineno}: not a Jinja template: {reason}") from None
             except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                # In a sandbox, but with the errors of Python's own operators.
-                words = shorten(str(error), 200) or type(error).__name__
-                raise DataError(f"{self.name}{_line(error)}: does not render the row: {words}") from None
+                # The sandbox still raises the errors of Python's own operators.
+                reason = shorten(str(error), 200) or type(error).__name__
+                raise DataError(f"{self.name}{_line(error)}: does not render the row: {reason}") from None
         require_small(self.name, texts[0], messages)
         return texts[0], marks[0] if marked else []
 
@@ -251,7 +255,7 @@ class Template:
 
     @functools.cached_property
     def _marks_hold(self) -> None:
-        """Marks inside a Jinja macro or `set` block have wrong places: seen in a conversation whose words are known."""
+        """Checks the marks in a known conversation: inside a Jinja macro or `set` block their offsets are wrong."""
         answers = ("zqONEqz", "zqTWOqz")
         talk = [m for a in answers for m in ({"role": "user", "content": "?"}, {"role": "assistant", "content": a})]
         try:
@@ -261,56 +265,62 @@ class Template:
         inside = "\0".join(text[a:b] for a, b in marks)
         if any(a in text and a not in inside for a in answers) or "?" in inside:
             raise DataError(
-                f"{self.name}: its {{% generation %}} marks do not hold what the assistant says (a mark inside a macro or a set "
+                f"{self.name}: its {{% generation %}} marks do not hold what the assistant says (a mark "
+                "inside a macro or a set "
                 "block has no place); take the marks out, so that the mask is found by rendering, or move them"
             )
 
     def _by_turn(self, marks: list[Span], messages: Sequence[Message], tools: Tools, turns: list[int]) -> list[Span]:
-        """One span a turn, where a template marks a turn in several blocks or leaves one out."""
+        """Merges marks to one span per turn, for templates that mark a turn in several blocks."""
         if len(marks) == len(turns):
             return marks
-        made, before = [], 0
+        spans, before = [], 0
         for n in turns:
             upto = len([1 for a, b in self._rendered(messages[: n + 1], tools, False, True)[1] if a < b])
             if not before < upto <= len(marks):
                 raise DataError(
                     f"{self.name}: message {n + 1} has no {{% generation %}} mark; mark every assistant turn, or none"
                 )
-            made.append((marks[before][0], marks[upto - 1][1]))
+            spans.append((marks[before][0], marks[upto - 1][1]))
             before = upto
-        return made
+        return spans
 
     # --- proof by rendering
 
-    def _proven(self, whole: str, messages: Sequence[Message], tools: Tools, n: int) -> Span:
-        """Where the turn of message `n` begins and ends in `whole`."""
+    def _proven(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> Span:
+        """Returns the start and end of the turn of message `n` in the rendered text."""
         before = self._render(messages[:n], tools, asks=True)
-        upto = whole if n == len(messages) - 1 else self._render(messages[: n + 1], tools)
-        start = len(before) if whole.startswith(before) else self._begin(whole, messages, tools, n)
+        upto = text if n == len(messages) - 1 else self._render(messages[: n + 1], tools)
+        start = len(before) if text.startswith(before) else self._begin(text, messages, tools, n)
         if start is None:
-            asked = self._render(messages[:n], tools)
-            if before.startswith(asked) and whole.startswith(asked):
+            history = self._render(messages[:n], tools)
+            if before.startswith(history) and text.startswith(history):
                 raise DataError(
-                    f"{self.name}: its generation prompt {quoted(before[len(asked) :][-60:])} is no beginning of message {n + 1} as it renders "
-                    f"it, {quoted(whole[len(asked) :][:60])}: what is trained on would never be asked for; write the answers as it asks for "
-                    "them (with an open <think>, say), mark the assistant's text with {% generation %}, or use another data.template"
+                    f"{self.name}: its generation prompt {quoted(before[len(history) :][-60:])} is no "
+                    f"beginning of message {n + 1} as it renders "
+                    f"it, {quoted(text[len(history) :][:60])}: what is trained on would never be asked for; "
+                    "write the answers as it asks for "
+                    "them (with an open <think>, say), mark the assistant's text with {% generation %}, "
+                    "or use another data.template"
                 )
             raise self._unproven(n, "begins")
-        end = self._cut(whole, start, len(upto)) if whole.startswith(upto) else self._end(whole, messages, tools, n)
+        end = self._cut(text, start, len(upto)) if text.startswith(upto) else self._end(text, messages, tools, n)
         if end is None:
             raise self._unproven(n, "ends")
         return start, max(start, end)
 
     def _unproven(self, n: int, what: str) -> DataError:
         return DataError(
-            f"{self.name}: where message {n + 1}, of the assistant, {what} cannot be proven: it renders history otherwise than the "
-            f"last turn; mark the assistant's text in it with {{% generation %}}, use another data.template ({SUGGESTIONS}), "
+            f"{self.name}: where message {n + 1}, of the assistant, {what} cannot be proven: it renders "
+            "history otherwise than the "
+            f"last turn; mark the assistant's text in it with {{% generation %}}, use another "
+            f"data.template ({SUGGESTIONS}), "
             "or data.train_on: all"
         )
 
-    def _cut(self, whole: str, start: int, stop: int) -> int:
-        """The end of a turn: after its end-of-turn token; what a template writes behind that is nobody's."""
-        turn = whole[start:stop]
+    def _cut(self, text: str, start: int, stop: int) -> int:
+        """Returns the end of a turn, after its end-of-turn token; text behind that belongs to no turn."""
+        turn = text[start:stop]
         run = re.search(rf"(?:(?:{self._any})\s*)+\Z", turn)
         if run is None:
             return start + len(turn.rstrip())
@@ -320,47 +330,48 @@ class Template:
         assert first
         return start + run.start() + first.end()
 
-    def _end(self, whole: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
+    def _end(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
         for changed in _sealed_behind(messages[n]):
-            place = self._place(whole, messages, tools, n, changed)
+            place = self._place(text, messages, tools, n, changed)
             if place is None:
                 continue
             if self.end_of_turn is None:
                 return None if messages[n].get("tool_calls") else place
-            found = whole.find(self.end_of_turn, place)
-            return found + len(self.end_of_turn) if found >= 0 else None
+            marker = text.find(self.end_of_turn, place)
+            return marker + len(self.end_of_turn) if marker >= 0 else None
         return None
 
-    def _begin(self, whole: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
+    def _begin(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
         message = messages[n]
-        asked, before = self._render(messages[:n], tools), self._render(messages[:n], tools, asks=True)
-        opening = before[len(asked) :] if before.startswith(asked) else ""
+        history, before = self._render(messages[:n], tools), self._render(messages[:n], tools, asks=True)
+        opening = before[len(history) :] if before.startswith(history) else ""
         for changed in _sealed_before(message):
-            place = self._place(whole, messages, tools, n, changed)
+            place = self._place(text, messages, tools, n, changed)
             if place is None:
                 continue
-            # What the turn has before the seal: seen where it is the last, after what stands before it or after a mere question.
+            # Find the text of the turn before the seal by rendering it as the last one, after its history or a short
+            # question.
             for talk in (messages[:n], [{"role": "user", "content": "?"}]):
                 prompt, answered = self._render(talk, tools, asks=True), self._render([*talk, message], tools)
                 alone = self._place(answered, [*talk, message], tools, len(talk), changed)
                 if alone is None or not answered.startswith(prompt):
                     continue
                 lead = answered[len(prompt) : alone]
-                if whole.endswith(opening + lead, 0, place):
+                if text.endswith(opening + lead, 0, place):
                     return place - len(lead)
-                if opening and whole.endswith(opening, 0, place):
+                if opening and text.endswith(opening, 0, place):
                     return place
         return None
 
-    def _place(self, whole: str, messages: Sequence[Message], tools: Tools, n: int, changed: Message) -> int | None:
-        """Where the seal in a changed message stands, if nothing but the seal changes."""
+    def _place(self, text: str, messages: Sequence[Message], tools: Tools, n: int, changed: Message) -> int | None:
+        """Returns the position of the seal of a changed message, or None if more than the seal changes."""
         sealed = self._render([*messages[:n], changed, *messages[n + 1 :]], tools)
         place = sealed.find(_SEAL)
-        return place if place >= 0 and sealed[:place] + sealed[place + len(_SEAL) :] == whole else None
+        return place if place >= 0 and sealed[:place] + sealed[place + len(_SEAL) :] == text else None
 
 
 def _sealed_behind(message: Message) -> Iterator[Message]:
-    """The message with the seal at its end, in the ways that templates let stand."""
+    """Yields the message with the seal at its end, in the last tool call or behind the text."""
     if message.get("tool_calls"):
         yield _sealed_call(message, -1)
         return
@@ -370,7 +381,7 @@ def _sealed_behind(message: Message) -> Iterator[Message]:
 
 
 def _sealed_before(message: Message) -> Iterator[Message]:
-    """The message with the seal where its own text begins: before a call, the answer, or the answer behind reasoning."""
+    """Yields the message with the seal at its beginning: in the first call, before the text, or after reasoning."""
     if message.get("tool_calls"):
         yield _sealed_call(message, 0)
     content = message.get("content") or ""
@@ -386,20 +397,20 @@ def _sealed_call(message: Message, which: int) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _cut_up(whole: str, spans: Sequence[Span]) -> Iterator[TextSpan]:
+def _cut_up(text: str, spans: Sequence[Span]) -> Iterator[TextSpan]:
     at = 0
     for start, end in spans:
         if start > at:
-            yield TextSpan(whole[at:start], False)
+            yield TextSpan(text[at:start], False)
         if end > start:
-            yield TextSpan(whole[start:end])
+            yield TextSpan(text[start:end])
         at = end
-    if at < len(whole):
-        yield TextSpan(whole[at:], False)
+    if at < len(text):
+        yield TextSpan(text[at:], False)
 
 
 def _line(error: BaseException) -> str:
-    """', line N' of the template that an error was raised in."""
+    """Returns ', line N' for the line of the template that raised an error, or ''."""
     line, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":

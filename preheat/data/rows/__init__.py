@@ -1,1 +1,1 @@
-"""Rows of the user's files: readers, formats, and what objectives need of them."""
+"""Rows of the user's files: readers, layouts, and kinds of examples."""

@@ -1,4 +1,4 @@
-"""What rows hold and objectives read: text, pairs of answers, liked answers or classes; and whether the two fit."""
+"""Kinds of examples (text, pairs of answers, liked answers, classes), and the check that data fits the objective."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["examples_of", "require_examples"]
 
 
 def examples_of(recipe: Recipe) -> ExampleKind:
-    """What the rows of a recipe's data must hold."""
-    asked = (t.examples() for t in recipe.techniques.values())
-    return next((found for found in asked if found is not None), ExampleKind())
+    """Returns the kind of examples that a recipe's objective requires."""
+    kinds = (t.examples() for t in recipe.techniques.values())
+    return next((kind for kind in kinds if kind is not None), ExampleKind())
 
 
 _HOLDS = {
@@ -31,36 +31,40 @@ _FIX = {
 
 
 def require_examples(recipe: Recipe, data: PreparedData, *, encoder: bool = False) -> None:
-    """Refuses data of another kind than the objective reads, and more classes than it has.
+    """Checks that the data has the kind of examples, and the classes, that the objective reads.
 
     Args:
-        encoder: the model has one, which reads what is not trained on.
+        encoder: the model has an encoder, which reads the untrained tokens.
 
     Raises:
-        DataError: rows of another kind, or text to continue where an encoder is to read; RecipeError: too few classes in the recipe.
+        DataError: the rows are of another kind, or plain text for an encoder-decoder.
+        RecipeError: the recipe has too few classes.
     """
-    asked = examples_of(recipe)
+    required = examples_of(recipe)
     owner = next(
         (f"techniques.{t.name()}" for t in recipe.techniques.values() if t.examples() is not None),
         "next-token training",
     )
     for side in (data.train, data.validation):
         if isinstance(side, Rows) and len(side.tokens.ends):
-            _compare(asked, side.tokens.examples, owner, data.source)
+            _compare(required, side.tokens.examples, owner, data.source)
             if encoder and side.tokens.trained is None:
                 raise DataError(
-                    f"{data.source}: is text to continue, all of it trained on, and an encoder-decoder reads a prompt and writes the answer; "
-                    "name data of both (data.layout: prompt_completion, alpaca, messages), and leave data.train_on: all out"
+                    f"{data.source}: is text to continue, all of it trained on, and an encoder-decoder "
+                    "reads a prompt and writes the answer; "
+                    "name data of both (data.layout: prompt_completion, alpaca, messages), and leave "
+                    "data.train_on: all out"
                 )
 
 
-def _compare(asked: ExampleKind, held: ExampleKind, owner: str, source: str) -> None:
-    if held.kind != asked.kind:
+def _compare(required: ExampleKind, actual: ExampleKind, owner: str, source: str) -> None:
+    if actual.kind != required.kind:
         raise DataError(
-            f"{source}: holds {_HOLDS[held.kind]}, but {owner} reads {_HOLDS[asked.kind]}; "
-            f"{_FIX[held.kind].format(technique=owner)}, or name other data"
+            f"{source}: holds {_HOLDS[actual.kind]}, but {owner} reads {_HOLDS[required.kind]}; "
+            f"{_FIX[actual.kind].format(technique=owner)}, or name other data"
         )
-    if held.classes > asked.classes:
+    if actual.classes > required.classes:
         raise RecipeError(
-            f"{owner}.classes: {asked.classes}, but the data has class {held.classes - 1} (they are numbered from 0); set it to {held.classes}"
+            f"{owner}.classes: {required.classes}, but the data has class {actual.classes - 1} (they are "
+            f"numbered from 0); set it to {actual.classes}"
         )

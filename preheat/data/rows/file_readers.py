@@ -1,7 +1,7 @@
-"""Rows and texts from files: text, JSONL, JSON, CSV and Parquet, read lazily. Every error names the file and the line or row.
+"""Lazy readers of text, JSONL, JSON, CSV and Parquet files. Every error names the file and the line or row.
 
-All JSON that a user's file holds is read by `parse_json`, with limits on its depth and its numbers, and all lines by `read_lines`, with one on
-their size: what no reader survives is refused in a line.
+`parse_json` limits the depth and the numbers of JSON, and `read_lines` the length of lines, so that hostile or damaged
+files end in a one-line error.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ TEXT = (".txt", ".md", ".py")
 ROWS = (".jsonl", ".json", ".parquet", ".csv")
 
 CUT_ABOVE = 64 * 1024
-"""A larger .txt file (bytes) is not one document: as one it could be neither split into train and validation nor shuffled."""
+"""Bytes above which a .txt file is cut into documents: a single one could be neither split nor shuffled."""
 CUT_AT = 4 * 1024
-"""It is cut at the first blank line after so many characters ..."""
+"""Such a file is cut at the first blank line after this many characters ..."""
 CUT_AT_ANY_LINE = 4 * CUT_AT
-"""... at the first line end after so many, and within a line of more."""
+"""... and at the latest after this many, at the end of a line or within a longer one."""
 
 LONGEST = 16 * 2**20
-"""Bytes of a line, and characters of a row, at most: the longest books have as many. A tokenizer takes a second and more for each million of
-one text, and some take longer by more than in proportion."""
+"""Maximum bytes of a line and characters of a row, enough for the longest books. Tokenizers take a second and more per
+million characters of a text, and some scale worse than linearly."""
 
 
 def kind_of(value: Any) -> str:
-    """What a value of JSON is, in words.
+    """Returns the type of a JSON value, for messages.
 
     Example:
         >>> kind_of(None), kind_of([1]), kind_of("a")
@@ -73,10 +73,10 @@ def kind_of(value: Any) -> str:
 
 
 def expanded(knob: str, name: str | Path) -> Path:
-    """The path that a user wrote, with `~` as the home folder; it may be absent.
+    """Returns the path that a user wrote, with `~` expanded; it need not exist.
 
     Raises:
-        DataError: there is no such home, or the system takes no such path.
+        DataError: there is no such home folder, or the path is invalid.
     """
     try:
         path = Path(name).expanduser()
@@ -85,14 +85,14 @@ def expanded(knob: str, name: str | Path) -> Path:
         raise DataError(f"{knob} {quoted(str(name))}: there is no such home folder; write the whole path") from None
     except (FileNotFoundError, NotADirectoryError):
         return path
-    except (OSError, ValueError) as error:  # too long, not allowed, a link to itself; a NUL
-        words = getattr(error, "strerror", None) or error
-        raise DataError(f"{knob} {quoted(str(name))}: cannot be looked at ({words}); name another path") from None
+    except (OSError, ValueError) as error:  # too long, no permission, a link to itself; a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{knob} {quoted(str(name))}: cannot be looked at ({reason}); name another path") from None
     return path
 
 
 def missing(knob: str, path: Path) -> DataError:
-    """The error for a path that does not exist, with the nearest name that does."""
+    """Returns the error for a path that does not exist, with the closest name that does."""
     if path.is_symlink():
         return DataError(
             f"{knob} {shown(path)}: is a link to {shown(os.readlink(path))}, which does not exist; mend the link"
@@ -106,42 +106,44 @@ def missing(knob: str, path: Path) -> DataError:
 
 
 def shown(path: Path | str) -> str:
-    """A path as messages have it: without control characters, its middle cut where it is very long."""
+    """Returns a path for messages: without control characters, and shortened if very long."""
     text = clean(path).replace("\n", "␊").replace("\t", "␉")
     return text if len(text) <= 300 else shorten(text, 300)
 
 
 def listed(names: Iterable[Any], most: int = 8) -> str:
-    """Some names for a message, quoted and shortened, and how many there are beside.
+    """Returns the first names for a message, quoted and shortened, and the number of the others.
 
     Example:
         >>> listed(["a", "b"]), listed(range(12), 2)
         ("'a', 'b'", "'0', '1' and 10 more")
     """
     names = [str(name) for name in names]
-    some = ", ".join(quoted(name, 40) for name in names[:most])
-    return some + (f" and {len(names) - most:,} more" if len(names) > most else "")
+    first = ", ".join(quoted(name, 40) for name in names[:most])
+    return first + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def closest(word: str, known: Sequence[str]) -> str:
-    """`nearest` of names that a user's file holds, which may be many and long."""
-    few = [shorten(name, 40) for name in known[:100]]
-    near = nearest(shorten(word, 40), few)
+    """Returns `nearest` for names in a user's file, which may be many and long."""
+    candidates = [shorten(name, 40) for name in known[:100]]
+    near = nearest(shorten(word, 40), candidates)
     return near if near.startswith("did") else f"known: {listed(known)}" if known else "there are none here"
 
 
 def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
-    """The files that `path`, a file or a folder, stands for, in a fixed order; what they are, and what of a folder is not read, in words.
+    """Finds the files to read at a path; returns them in a fixed order, and descriptions of these and of files not
+    read.
 
-    Data files beside their own metadata (a README, a dataset_infos.json) are the usual case, so in a folder the rows
-    go first: .jsonl, .parquet and .csv, else .json, else text files.
+    In a folder, data files often come with metadata (a README, a dataset_infos.json), so one kind is read: .jsonl,
+    .parquet and .csv, else .json, else text files.
     """
     if not path.is_dir():
         if not path.is_file():
             raise DataError(f"{knob} {shown(path)}: is {_kind(path)}, neither a file nor a folder; name one of these")
         if path.suffix not in TEXT + ROWS:
             raise DataError(
-                f"{knob} {shown(path)}: preheat reads {', '.join(TEXT + ROWS)}, and no '{shown(path.suffix)}'; rename or convert the file"
+                f"{knob} {shown(path)}: preheat reads {', '.join(TEXT + ROWS)}, and no "
+                f"'{shown(path.suffix)}'; rename or convert the file"
             )
         if path.stat().st_size == 0:
             raise DataError(f"{knob} {shown(path)}: the file is empty")
@@ -151,7 +153,8 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
         chosen = [p for p in every if p.suffix in suffixes]
         if ".jsonl" not in suffixes and any(p.suffix == ".arrow" for p in every):
             raise DataError(
-                f"{knob} {shown(path)}: has .arrow files without the state.json that datasets.save_to_disk writes beside them; "
+                f"{knob} {shown(path)}: has .arrow files without the state.json that datasets.save_to_disk "
+                "writes beside them; "
                 "it is not whole: write it again, or as .parquet"
             )
         if chosen:
@@ -166,7 +169,7 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
 
 
 def _under(knob: str, folder: Path) -> tuple[list[Path], Counter[str]]:
-    """The files in a folder and its folders, sorted, that have content; and how many are left for another reason than their suffix."""
+    """Returns the non-empty files under a folder, sorted, and counts of the others (hidden, empty, special)."""
     files, left = list[Path](), Counter[str]()
 
     def unreadable(error: OSError) -> NoReturn:
@@ -188,7 +191,7 @@ def _under(knob: str, folder: Path) -> tuple[list[Path], Counter[str]]:
 
 
 def _kind(path: Path) -> str:
-    """What a path is that is no file and no folder."""
+    """Returns the kind of a path that is neither a file nor a folder."""
     if path.is_symlink() and not path.exists():
         return "a link to nothing"
     mode = path.stat().st_mode
@@ -201,13 +204,13 @@ def _suffix(path: Path) -> str:
 
 
 def _counted(left: Counter[str]) -> str:
-    """'3 .txt, 1 hidden': the most common first."""
+    """Returns counts as text, the largest first: '3 .txt, 1 hidden'."""
     parts = [f"{count:,} {what}" for what, count in sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))]
     return ", ".join(parts[:8]) + (f" and {sum(sorted(left.values())[:-8]):,} others" if len(parts) > 8 else "")
 
 
 def columns_of(path: Path) -> list[str] | None:
-    """The fields of all rows of a file, where it states them before any row (Parquet, CSV)."""
+    """Returns the fields of a file whose format declares them before the rows (Parquet, CSV); else None."""
     try:
         if path.suffix == ".parquet":
             import pyarrow
@@ -231,11 +234,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def read_file(path: Path, columns: Sequence[str] | None = None, *, whole: bool = False) -> Iterator[tuple[str, Any]]:
-    """(where, row) of each row of a file, lazily: an object with fields, or the text of a file without rows.
+    """Yields (where, row) of a file; a row is an object with fields, or the text of a file without rows.
 
     Args:
-        columns: read no others, where the format lets them be left out.
-        whole: a long .txt file is one document, and not cut.
+        columns: columns to read, if the format can skip others.
+        whole: read a long .txt file as one document.
     """
     try:
         if path.suffix == ".txt" and not whole and path.stat().st_size > CUT_ABOVE:
@@ -250,7 +253,8 @@ def read_file(path: Path, columns: Sequence[str] | None = None, *, whole: bool =
             for number, names, values in read_csv(path):
                 if len(values) != len(names):
                     raise DataError(
-                        f"{shown(path)}:{number}: has {len(values):,} fields where the first line names {len(names):,}; quote commas and line ends"
+                        f"{shown(path)}:{number}: has {len(values):,} fields where the first line names "
+                        f"{len(names):,}; quote commas and line ends"
                     )
                 yield f"{shown(path)}:{number}", dict(zip(names, values, strict=True))
         else:
@@ -270,15 +274,15 @@ OTHER_FORMATS = {
     b"\xff\xfe": ("text in UTF-16", "convert it to UTF-8"),
     b"\xfe\xff": ("text in UTF-16", "convert it to UTF-8"),
 }
-"""How files begin that often bear a wrong name."""
+"""First bytes of formats whose files often have a wrong suffix -> (format, advice)."""
 
 
 def read_lines(path: Path, *, longest: int | None = LONGEST) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their ends, decoded from UTF-8, without a byte order mark.
+    """Yields (number, line) with line ends, decoded from UTF-8, without a byte order mark.
 
     Raises:
-        DataError: a line is no text in UTF-8, or has more than `longest` bytes.
-        OSError: as opening and reading raise it.
+        DataError: a line is not text in UTF-8, or has more than `longest` bytes.
+        OSError: the file cannot be opened or read.
     """
     offset = 0
     with path.open("rb") as file:
@@ -288,7 +292,8 @@ def read_lines(path: Path, *, longest: int | None = LONGEST) -> Iterator[tuple[i
                 raise DataError(f"{where}: is {what[0]}, not text in UTF-8; {what[1]}")
             if longest is not None and len(raw) > longest:
                 raise DataError(
-                    f"{where}: the line has more than {longest // 2**20:,} MiB, and a row at most that; cut it into several rows"
+                    f"{where}: the line has more than {longest // 2**20:,} MiB, and a row at most that; "
+                    "cut it into several rows"
                 )
             if b"\0" in raw:
                 raise DataError(f"{where}: byte {offset + raw.index(0):,} is 0: a binary file, not text")
@@ -297,7 +302,8 @@ def read_lines(path: Path, *, longest: int | None = LONGEST) -> Iterator[tuple[i
             except UnicodeDecodeError as error:
                 bad = raw[error.start]
                 raise DataError(
-                    f"{where}: byte {offset + error.start:,} (0x{bad:02x}) is not text in UTF-8; convert the file or leave it out"
+                    f"{where}: byte {offset + error.start:,} (0x{bad:02x}) is not text in UTF-8; convert "
+                    "the file or leave it out"
                 ) from None
             offset += len(raw)
             yield number, line.removeprefix("\ufeff") if number == 1 else line
@@ -310,15 +316,15 @@ def _raw_lines(file: Any, longest: int | None) -> Iterator[bytes]:
 
 
 def parse_json(text: str, where: str, *, lines: bool = False, hint: str = "") -> Any:
-    """`read_value`, with an error that names the place.
+    """Parses JSON by `read_value`; errors name the file and the row.
 
     Args:
         where: file and row, for messages.
-        lines: the text has several lines, and `where` is a file: errors name the line.
-        hint: said behind what is no JSON.
+        lines: `where` is the file of a text with several lines: errors add the line.
+        hint: advice after the message for text that is not JSON.
 
     Raises:
-        DataError: as `read_value` raises BadJson.
+        DataError: in place of BadJson.
     """
     try:
         return read_value(text, once=True)
@@ -328,25 +334,25 @@ def parse_json(text: str, where: str, *, lines: bool = False, hint: str = "") ->
 
 
 def _cut(path: Path) -> Iterator[tuple[str, str]]:
-    """One long text as documents of a few KB whose concatenation is the text."""
-    held: list[str] = []
+    """Cuts a long text into documents of a few KB whose concatenation is the text."""
+    parts: list[str] = []
     size = first = 0
     for number, line in read_lines(path, longest=None):
         for start in range(0, len(line), CUT_AT_ANY_LINE):
-            if not held:
+            if not parts:
                 first = number
             piece = line[start : start + CUT_AT_ANY_LINE]
-            held.append(piece)
+            parts.append(piece)
             size += len(piece)
             if size >= CUT_AT_ANY_LINE or (size >= CUT_AT and not line.strip()):
-                yield f"{shown(path)}:{first}", "".join(held)
-                held, size = [], 0
-    if held:
-        yield f"{shown(path)}:{first}", "".join(held)
+                yield f"{shown(path)}:{first}", "".join(parts)
+                parts, size = [], 0
+    if parts:
+        yield f"{shown(path)}:{first}", "".join(parts)
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, value) of each line that is not blank."""
+    """Yields (where, value) of each line that is not blank."""
     for number, line in read_lines(path):
         if line.strip():
             where = f"{shown(path)}:{number}"
@@ -354,7 +360,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_json(path: Path) -> Any:
-    """What a .json file holds; of a file of blanks an empty list."""
+    """Returns the content of a .json file; an empty list for a blank file."""
     text = "".join(line for _, line in read_lines(path, longest=None))
     if not text.strip():
         return []
@@ -370,10 +376,10 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_csv(path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
-    """(line, names, values) of each row; a quoted value may go over several lines."""
+    """Yields (line, names, values) of each row; a quoted value may span several lines."""
     import csv
 
-    csv.field_size_limit(2**31 - 1)  # of the process; the default, 128 KiB, is less than a long document
+    csv.field_size_limit(2**31 - 1)  # process-wide; the default of 128 KiB is too short for documents
     reader = csv.reader((line for _, line in read_lines(path)), strict=True)
     names: list[str] = []
     try:
@@ -391,7 +397,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """(where, row) of each row, with these columns alone where stated."""
+    """Yields (where, row) of each row, restricted to `columns` if given."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,4 +1,4 @@
-"""Layouts: what the fields of a row mean, recognised by their names or stated, and the document that a row becomes."""
+"""Detects the layout of rows from their fields, or takes it from the recipe, and converts rows to documents."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ __all__ = ["Layout", "class_names", "layout_of"]
 
 _LIKED = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0, True: 1, False: 0}
 _BROKEN = re.compile("[ÂÃ][\x80-\xbf]|â€[\x80-\xff\u0152-\u2122]|ï»¿|ðŸ|[\ufffd\x80-\x9f]")
-"""UTF-8 that was read as Latin-1 or Windows-1252, replacement characters, and controls that no text has."""
+"""Signs of a wrong encoding: UTF-8 read as Latin-1 or Windows-1252, replacement characters, C1 controls."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How rows are read.
+    """The layout of rows: the meaning of their fields and how they become documents.
 
     Attributes:
-        kind: of `LAYOUTS`.
-        columns: its fields by role -> what the file calls them.
-        reason: by what it was recognised, for people.
-        template: the chat template; None: there is none, or why not stands in `lacking`.
-        lacking: the message for rows that need a template.
-        wraps: put the template around prompts and completions that are mere text.
-        train_on: which turns of a conversation.
+        kind: key of `LAYOUTS`.
+        columns: role -> name of the field in the file.
+        reason: how the layout was detected, for users.
+        template: the chat template; None if there is none, or if it failed with the message in `lacking`.
+        lacking: error message for rows that need a template.
+        wraps: apply the template to prompts and completions that are plain text.
+        train_on: turns of a conversation to train on.
         classes: names of the classes, in order.
-        special: special tokens of the tokenizer, looked for in the text of rows.
-        eye: how images are read; None: the model reads text alone.
-        folder: where the files of images stand that are not named from the root.
-        strange: the first row's fields are of no layout.
+        special: special tokens of the tokenizer, searched for in the text of rows.
+        eye: image processor; None for text-only models.
+        folder: base of relative paths of images.
+        strange: the fields of the first row match no layout.
     """
 
     kind: str
@@ -60,35 +60,35 @@ class Layout:
 
     @property
     def chat_template(self) -> Template | None:
-        """The template that the rows are laid out by; None: they are texts, whatever the tokenizer has."""
+        """The template that renders the rows; None for plain text, even if the tokenizer has a template."""
         chats = self.kind in ("alpaca", "messages", "sharegpt") or (self.wraps and self.kind not in ("classes", "text"))
         return self.template if chats else None
 
     def names(self) -> list[str]:
-        """The fields of a file that are read."""
+        """Returns the fields of the file that are read."""
         return list(dict.fromkeys(self.columns.values()))
 
     @property
     def words(self) -> str:
-        """The layout and by what it was recognised, for people."""
+        """The layout and how it was detected, for users."""
         return f"{self.kind}, {self.reason}"
 
     def key(self) -> tuple[object, ...]:
-        """All that decides what a row becomes."""
+        """Returns everything that decides the document of a row, as a cache key."""
         template = (
             (self.template.text, self.template.with_tools, dict(self.template.variables)) if self.template else None
         )
-        seen = (self.eye.key(), str(self.folder)) if self.eye else None
-        return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, seen
+        images = (self.eye.key(), str(self.folder)) if self.eye else None
+        return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, images
 
     def require(self, names: Sequence[str], where: str) -> None:
-        """Raises DataError when a field that all rows need is not among their names."""
+        """Raises DataError if a required field is missing."""
         for role in LAYOUTS[self.kind][0]:
             if self.columns[role] not in names:
                 raise DataError(f"{where}: {self._absent(role, names)}")
 
     def document(self, row: Any, where: str) -> Document:
-        """The document of a row; where it cannot be read, one without sequences whose notes say why.
+        """Converts a row to a document; an unreadable row gives one without sequences, with the reason in its notes.
 
         Raises:
             DataError: the layout needs a chat template and there is none.
@@ -101,14 +101,14 @@ class Layout:
                 row = {self.columns.get("text", "text"): row}
             if not isinstance(row, Mapping):
                 raise Unreadable("fields", f"is {kind_of(row)}, not an object with fields")
-            made = self._document(row, notes)
-            if (size := sum(len(piece.text) for sequence in made.sequences for piece in sequence)) > LONGEST:
+            document = self._document(row, notes)
+            if (size := sum(len(piece.text) for sequence in document.sequences for piece in sequence)) > LONGEST:
                 raise Unreadable(
                     "fields", f"has {size:,} characters of text, and a row at most {LONGEST:,}; cut it into several"
                 )
         except Unreadable as problem:
             return Document((), where=where, notes=((problem.check, problem.words),))
-        return made._replace(
+        return document._replace(
             where=where, notes=tuple(dict(reversed(notes)).items())
         )  # the first of each check: rows are counted
 
@@ -134,8 +134,8 @@ class Layout:
         if isinstance(answers, str):
             prompt = before if isinstance(before, str) else ""
             return Document(((*([TextSpan(prompt, False)] if prompt else []), TextSpan(answers)),), label=label)
-        made = self._chat([*before, *answers], self._tools(row), notes, read=len(before))
-        return self._judged(made)._replace(label=label) if self.kind == "unpaired" else made
+        chat = self._chat([*before, *answers], self._tools(row), notes, read=len(before))
+        return self._judged(chat)._replace(label=label) if self.kind == "unpaired" else chat
 
     # --- fields
 
@@ -163,7 +163,7 @@ class Layout:
         return value
 
     def _look(self, where: str, text: str, notes: list[tuple[str, str]]) -> None:
-        """Notes what is wrong with a text in itself."""
+        """Checks a text for a wrong encoding and for special tokens, and notes the findings."""
         if not text.isascii():
             try:
                 text.encode()
@@ -171,9 +171,11 @@ class Layout:
                 raise Unreadable(
                     "encoding", f"{where} holds half a surrogate pair at character {error.start}, which is not text"
                 ) from None
-            if found := _BROKEN.search(text):
-                words = f"{where} holds {found[0]!r} at character {found.start()}, as text read in a wrong encoding has"
-                notes.append(("encoding", words))
+            if match := _BROKEN.search(text):
+                message = (
+                    f"{where} holds {match[0]!r} at character {match.start()}, as text read in a wrong encoding has"
+                )
+                notes.append(("encoding", message))
         if any(first in text for first in self._firsts):
             token = next((t for t in self.special if t in text), None)
             if token is not None:
@@ -188,13 +190,14 @@ class Layout:
     def _class(self, row: Mapping[str, Any]) -> int:
         value = self._value(row, "label")
         if isinstance(value, int) and not isinstance(value, bool) and str(value) not in self.classes:
-            if 0 <= value < len(self.classes):  # the number of a class whose names are stated
+            if 0 <= value < len(self.classes):  # the index of a class with a given name
                 return value
         elif value is not None and class_name(value) in self.classes:
             return self.classes.index(class_name(value))
         raise Unreadable(
             "fields",
-            f"field '{self.columns['label']}' is {quoted(value)}, none of the classes {', '.join(shorten(c, 40) for c in self.classes[:12])}",
+            f"field '{self.columns['label']}' is {quoted(value)}, none of the classes "
+            f"{', '.join(shorten(c, 40) for c in self.classes[:12])}",
         )
 
     def _liked(self, row: Mapping[str, Any]) -> int:
@@ -210,20 +213,20 @@ class Layout:
     # --- conversations
 
     def _talk(self, row: Mapping[str, Any], role: str) -> list[Message]:
-        found: list[Message] = list(messages_of(self._value(row, role), self.columns[role]))
+        messages: list[Message] = list(messages_of(self._value(row, role), self.columns[role]))
         system = self._optional(row, "system")
-        if isinstance(system, str) and system.strip() and (not found or found[0]["role"] != "system"):
-            found = [{"role": "system", "content": system}, *found]
-        return found
+        if isinstance(system, str) and system.strip() and (not messages or messages[0]["role"] != "system"):
+            messages = [{"role": "system", "content": system}, *messages]
+        return messages
 
     def _instruction(self, row: Mapping[str, Any]) -> list[Message]:
         values = {role: self._value(row, role) for role in ("instruction", "output")}
         for role in values:
-            self._text(row, role, [], empty=False)  # its text is looked at as a message
-        more = self._optional(row, "input")
-        if more is not None and not isinstance(more, str):
-            raise Unreadable("fields", f"field '{self.columns['input']}' is {kind_of(more)}, not text")
-        asked = values["instruction"] + (f"\n\n{more}" if more and more.strip() else "")
+            self._text(row, role, [], empty=False)  # their notes are dropped: `_chat` checks the texts again
+        extra = self._optional(row, "input")
+        if extra is not None and not isinstance(extra, str):
+            raise Unreadable("fields", f"field '{self.columns['input']}' is {kind_of(extra)}, not text")
+        question = values["instruction"] + (f"\n\n{extra}" if extra and extra.strip() else "")
         talk: list[Message] = []
         if isinstance(system := self._optional(row, "system"), str) and system.strip():
             talk.append({"role": "system", "content": system})
@@ -236,7 +239,7 @@ class Layout:
             ):
                 raise Unreadable("fields", f"field '{self.columns['history']}' is no list of pairs of texts")
             talk += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-        return [*talk, {"role": "user", "content": asked}, {"role": "assistant", "content": values["output"]}]
+        return [*talk, {"role": "user", "content": question}, {"role": "assistant", "content": values["output"]}]
 
     def _chat(
         self,
@@ -246,17 +249,17 @@ class Layout:
         read: int = 0,
         images: Sequence[Any] | None = None,
     ) -> Document:
-        """A conversation; the first `read` messages are only read.
+        """Renders a conversation; the first `read` messages are not trained on.
 
         Args:
-            images: files of the row's own field; None: it has no such field.
+            images: files of the row's image field; None without such a field.
         """
         if self.template is None:
             raise DataError(self.lacking)
         for where, text in texts_of(talk):
             self._look(where, text, notes)
-        if words := order_problem(talk):
-            notes.append(("roles", words))
+        if problem := order_problem(talk):
+            notes.append(("roles", problem))
         talk, pictures = resolve_images(talk, images, self.eye, self.folder)
         if pictures and self.train_on == "all":
             raise Unreadable("images", "has images, and data.train_on: all would train on their places; use assistant")
@@ -272,8 +275,8 @@ class Layout:
     # --- images
 
     def _images(self, row: Mapping[str, Any]) -> Sequence[Any] | None:
-        """The files that a row names in a field of its own; None: no row has such a field."""
-        names = (self.columns.get("images", "images"), "image")  # which the first row may lack
+        """Returns the files in a row's image field, or None if the layout has no such field."""
+        names = (self.columns.get("images", "images"), "image")  # which may be missing in the first row
         value = next((row[name] for name in names if row.get(name) is not None), None)
         if value is None:
             return [] if "images" in self.columns else None
@@ -282,7 +285,7 @@ class Layout:
     # --- answers that are compared or judged
 
     def _asked(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]]) -> tuple[Any, Any]:
-        """What was asked, and the answer: both text, or both messages."""
+        """Returns the prompt and the answer, either both as text or both as messages."""
         answer: Any = self._value(row, role)
         if isinstance(answer, str):
             answer = self._text(row, role, notes, empty=False)
@@ -291,8 +294,8 @@ class Layout:
         before: Any = None
         for asks in ("messages", "conversations", "prompt"):
             needed = asks in LAYOUTS[self.kind][0]
-            if (found := self._value(row, asks) if needed else self._optional(row, asks)) is not None or needed:
-                chat = isinstance(found, list | Mapping)
+            if (value := self._value(row, asks) if needed else self._optional(row, asks)) is not None or needed:
+                chat = isinstance(value, list | Mapping)
                 before = self._talk(row, asks) if chat else self._text(row, asks, notes, empty=True)
                 break
         if isinstance(answer, str) and (before is None or isinstance(before, str)) and not (self.wraps and before):
@@ -318,8 +321,8 @@ class Layout:
             cut = 0 if before else len(shared)
             if not good[cut:].strip() or not bad[cut:].strip():
                 raise Unreadable("fields", "one of the two answers is the beginning of the other")
-            asked = (TextSpan(shared, False),) if shared else ()
-            return Document(((*asked, TextSpan(good[cut:])), (*asked, TextSpan(bad[cut:]))))
+            prompt = (TextSpan(shared, False),) if shared else ()
+            return Document(((*prompt, TextSpan(good[cut:])), (*prompt, TextSpan(bad[cut:]))))
         shared = _alike(*([answer_of([m]) + m["role"] for m in talk] for talk in (good, bad)))
         chats = [self._chat([*before, *talk], self._tools(row), notes, len(before) + shared) for talk in (good, bad)]
         return Document(tuple(self._judged(chat).sequences[0] for chat in chats), complete=True)
@@ -333,54 +336,55 @@ class Layout:
 
 
 def _shared(one: str, other: str) -> str:
-    """The beginning that two texts share, up to the last white space in it."""
+    """Returns the common prefix of two texts, up to its last white space."""
     same = one[: _alike(one, other)]
     return same[: len(same) - len(re.split(r"\s", same)[-1])]
 
 
 def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items two sequences share at their beginning."""
+    """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: Any) -> Layout:
-    """The layout of a source, from what the recipe states or from its fields.
+    """Returns the layout of a source, as set by the recipe or detected from its fields.
 
     Args:
-        names: of the fields.
+        names: names of the fields.
         first: the first row.
         where: the source, for messages.
-        more: the other attributes of `Layout`.
+        more: other attributes of `Layout`.
 
     Raises:
-        DataError: the fields are of no layout, or lack what the stated one needs.
+        DataError: the recipe's layout or columns are invalid.
     """
     kinds = get_args(get_type_hints(Data)["layout"])
     if data.layout not in kinds:
         raise DataError(f"{where}: data.layout {data.layout}: no such layout; {nearest(str(data.layout), list(kinds))}")
-    stated = {k: v for k in ("prompt", "completion") if (v := getattr(data, k))} | dict(data.columns)
+    named = {k: v for k in ("prompt", "completion") if (v := getattr(data, k))} | dict(data.columns)
     if data.text != "text":
-        stated.setdefault("text", data.text)
-    for role in stated:
+        named.setdefault("text", data.text)
+    for role in named:
         roles = sorted({r for needs, reads in LAYOUTS.values() for r in (*needs, *reads)})
         if role not in roles:
             raise DataError(f"data.columns.{role}: no layout has such a field; {nearest(role, roles)}")
-    kind, why = (data.layout, "stated") if data.layout != "auto" else _recognised(stated, names, first)
+    kind, why = (data.layout, "stated") if data.layout != "auto" else _recognised(named, names, first)
     needs, reads = LAYOUTS[kind]
-    for role in stated:
+    for role in named:
         if data.columns.get(role) and role not in (*needs, *reads):
             raise DataError(
-                f"data.columns.{role}: the layout {kind} ({why}) has no such field, only {', '.join((*needs, *reads))}; state data.layout"
+                f"data.columns.{role}: the layout {kind} ({why}) has no such field, only "
+                f"{', '.join((*needs, *reads))}; state data.layout"
             )
-    columns = {role: stated.get(role, role) for role in needs}
-    if kind == "sharegpt" and "conversations" not in names and "messages" in names and "conversations" not in stated:
+    columns = {role: named.get(role, role) for role in needs}
+    if kind == "sharegpt" and "conversations" not in names and "messages" in names and "conversations" not in named:
         columns["conversations"] = "messages"
-    if kind == "messages" and "messages" not in names and "conversations" in names and "messages" not in stated:
+    if kind == "messages" and "messages" not in names and "conversations" in names and "messages" not in named:
         columns["messages"] = "conversations"
-    columns |= {role: stated.get(role, role) for role in reads if role in stated or role in names}
+    columns |= {role: named.get(role, role) for role in reads if role in named or role in names}
     if "images" in reads and "images" not in columns and "image" in names:
-        columns["images"] = "image"  # as LLaVA's rows have it
+        columns["images"] = "image"  # the field's name in LLaVA's data
     special = tuple(more.pop("special", ()))
     strange = kind == "text" and data.layout == "auto" and isinstance(first, Mapping) and columns["text"] not in names
     return Layout(
@@ -388,35 +392,35 @@ def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: 
     )
 
 
-def _recognised(stated: Mapping[str, str], names: Sequence[str], first: Any) -> tuple[str, str]:
-    """The layout that fields are of, and by which."""
+def _recognised(named: Mapping[str, str], names: Sequence[str], first: Any) -> tuple[str, str]:
+    """Detects the layout from field names; returns it and the reason."""
     if not isinstance(first, Mapping):
         return "text", "recognised by text without fields"
 
     def has(*roles: str) -> bool:
-        return all(stated.get(role, role) in names for role in roles)
+        return all(named.get(role, role) in names for role in roles)
 
     def fields(*roles: str) -> str:
         return f"recognised by the field{'s' * (len(roles) > 1)} " + " and ".join(
-            stated.get(role, role) for role in roles
+            named.get(role, role) for role in roles
         )
 
     for kind in ("preference", "unpaired", "classes", "prompt", "alpaca"):
         needs = LAYOUTS[kind][0]
-        if kind == "classes" and "label" not in stated:  # a field of this name beside a text may be anything
+        if kind == "classes" and "label" not in named:  # a field of this name may mean anything
             continue
-        if kind == "unpaired" and "label" not in stated and not isinstance(first.get("label"), bool):
+        if kind == "unpaired" and "label" not in named and not isinstance(first.get("label"), bool):
             continue
         if has(*needs):
             return kind, fields(*needs)
-    if "text" in stated:
+    if "text" in named:
         return "text", fields("text")
     for role in ("messages", "conversations"):
-        value = first.get(stated.get(role, role))
+        value = first.get(named.get(role, role))
         if isinstance(value, Sequence) and value and isinstance(value[0], Mapping):
             return "sharegpt" if "from" in value[0] else "messages", fields(role)
         if has(role) and not isinstance(value, str):
             return {"messages": "messages", "conversations": "sharegpt"}[role], fields(role)
-    if "prompt" in stated or "completion" in stated:
+    if "prompt" in named or "completion" in named:
         return "prompt", "stated by data.prompt"
     return "text", fields("text")

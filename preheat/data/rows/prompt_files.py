@@ -1,4 +1,4 @@
-"""Prompts from a file: a text's lines, or JSONL rows that are text, {"prompt": text} or {"messages": [...]}."""
+"""Reads prompts from a file: lines of text, or JSONL rows that are text, {"prompt": text} or {"messages": [...]}."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ __all__ = ["read_prompts"]
 
 
 def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Mapping[str, Any]]]:
-    """The prompts of a file, in order; lines without text are left out.
+    """Reads the prompts of a file, in order, without blank lines.
 
     Args:
-        path: `.jsonl` holds a JSON value a line; any other file a prompt a line.
+        path: `.jsonl` with one JSON value per line; any other file with one prompt per line.
+        knob: setting that names the file, for messages.
 
     Raises:
-        DataError: no such file, no text in UTF-8, no prompt in it, or a row that is none; with the line.
+        DataError: the file is missing, not in UTF-8 or without prompts, or a row is not a prompt; with the line.
     """
     path = expanded(knob, path)
     if not path.exists():
         raise missing(knob, path)
     if not path.is_file():
         raise DataError(f"{knob} {shown(path)}: is no file; name one with a prompt a line")
-    made: list[str | list[Mapping[str, Any]]] = []
+    prompts: list[str | list[Mapping[str, Any]]] = []
     try:
         if path.suffix == ".jsonl":
-            made = [_prompt(row, where) for where, row in read_jsonl(path)]
+            prompts = [_prompt(row, where) for where, row in read_jsonl(path)]
         else:
-            made = [text for _, line in read_lines(path) for text in line.splitlines() if text.strip()]
+            prompts = [text for _, line in read_lines(path) for text in line.splitlines() if text.strip()]
     except OSError as error:
         raise DataError(f"{knob} {shown(path)}: cannot be read ({error.strerror or error})") from None
-    if not made:
+    if not prompts:
         raise DataError(f"{knob} {shown(path)}: holds no prompt; write one a line")
-    return made
+    return prompts
 
 
 def _prompt(row: Any, where: str) -> str | list[Mapping[str, Any]]:
@@ -53,7 +54,8 @@ def _prompt(row: Any, where: str) -> str | list[Mapping[str, Any]]:
         )
     ):
         raise DataError(
-            f'{where}: is no prompt; write {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}'
+            f'{where}: is no prompt; write {{"prompt": "..."}} or {{"messages": [{{"role": "user", '
+            f'"content": "..."}}]}}'
         )
     if row[-1]["role"] == "assistant":
         raise DataError(

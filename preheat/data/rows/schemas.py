@@ -1,4 +1,4 @@
-"""The layouts by name, and their fields; classes by what stands in the field of a label."""
+"""Layouts of rows with their fields, and classes from the values of a label field."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unpaired": (("completion", "label"), ("prompt", "conversations", "messages", "system", "tools")),
     "classes": (("text", "label"), ()),
 }
-"""Layout -> the fields that it needs, and those that it reads where they stand."""
+"""Layout -> (required fields, optional fields)."""
 
 
 def class_name(value: Any) -> str:
-    """The name of a class as a field has it: text, a number, true or false."""
+    """Returns the name of the class that a label field names by text, a number, or true or false."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def said_by_columns(known: Sequence[str]) -> str:
-    """How to say what fields are that no layout has: by the one that is nearly a layout's, else by an example.
+    """Returns advice for unknown fields: the setting for one that resembles a layout's field, else an example.
 
     Example:
         >>> said_by_columns(["mesages"])
@@ -46,26 +46,32 @@ def said_by_columns(known: Sequence[str]) -> str:
     if len(known) == 1:
         return f"set data.text: {known[0]}"
     pair = f"data.columns={{prompt: {known[0]}, completion: {known[1]}}}"
-    return f"say what they are: {pair} where the one is asked and the other answers, or data.text: {known[0]} for plain text"
+    return (
+        f"say what they are: {pair} where the one is asked and the other answers, or data.text: {known[0]} for "
+        "plain text"
+    )
 
 
 def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
-    """The distinct values of a label's field as names of classes: numbers by size, else by alphabet.
+    """Returns the distinct values of a label field as class names, in numeric or alphabetic order.
 
     Raises:
-        DataError: they are fewer than two, or too many to be classes.
+        DataError: there are fewer than two, or too many to be classes.
     """
-    found = {v for v in values if isinstance(v, str | int) and (not isinstance(v, str) or v.strip())}
-    if not 2 <= len(found) <= 10_000:
-        some = (
+    distinct = {v for v in values if isinstance(v, str | int) and (not isinstance(v, str) or v.strip())}
+    if not 2 <= len(distinct) <= 10_000:
+        amount = (
             "has one value"
-            if len(found) == 1
+            if len(distinct) == 1
             else "has no value"
-            if not found
-            else f"has {len(found):,} different values"
+            if not distinct
+            else f"has {len(distinct):,} different values"
         )
         raise DataError(
-            f"{where}: the field of the label {some} in all rows; classes are 2 or more, name their field by data.columns.label"
+            f"{where}: the field of the label {amount} in all rows; classes are 2 or more, name their field "
+            "by data.columns.label"
         )
-    numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in found)
-    return tuple(map(str, sorted(found))) if numbers else tuple(sorted(map(class_name, found)))  # type: ignore[type-var]
+    numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in distinct)
+    if numbers:
+        return tuple(map(str, sorted(distinct)))  # type: ignore[type-var]
+    return tuple(sorted(map(class_name, distinct)))
