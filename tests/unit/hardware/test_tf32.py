@@ -125,15 +125,12 @@ def test_a_plan_takes_its_rate_for_products_alone() -> None:
     assert plans["fp32"]["matrix_rate"] == 19.5e12
 
 
-def test_a_search_may_take_it_where_rounding_is_allowed() -> None:
-    def taken(device: Device) -> list[Any]:
-        recipe = tiny("{}")
-        return list(MixedPrecision().options(context_of(recipe, hf.configure(recipe, 96), device)))
-
+def test_it_gives_up_rounding_and_no_search_adds_it() -> None:
     asked = MixedPrecision(mode="fp32", tf32=True)
     assert (asked.search_numerics(), MixedPrecision(mode="fp32").search_numerics()) == ("rounding", "exact")
     assert MixedPrecision(mode="bf16_pure", tf32=True).search_numerics() == "different"
-    assert asked in taken(Roofline.of("A100-80GB").as_device)
-    assert asked not in taken(Roofline.of("T4").as_device)
-    assert asked not in taken(DEVICE)
     assert Tag.TF32_PRODUCTS in asked.provided()
+    recipe = tiny("{}")
+    context = context_of(recipe, hf.configure(recipe, 96), Roofline.of("A100-80GB").as_device)
+    # bf16 is faster on every device that has TF32, and one option more cost a search of 64 devices the best layout.
+    assert asked not in list(MixedPrecision().options(context))
