@@ -41,7 +41,7 @@ def is_oom(error: BaseException) -> bool:
     """Whether an exception says that memory could not be had.
 
     Example:
-        >>> is_exhaustion(MemoryError()), is_exhaustion(RuntimeError("shapes differ"))
+        >>> is_oom(MemoryError()), is_oom(RuntimeError("shapes differ"))
         (True, False)
     """
     if isinstance(error, MemoryError):

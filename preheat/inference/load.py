@@ -46,7 +46,7 @@ class LoadedModel:
         """Continues texts and answers chats with `write_texts`; `kwargs`: template, seed, batch, on_text, kept, timed.
 
         Example:
-            >>> open_model("runs/demo").write(["import os\\n"])[0].text                                 # doctest: +SKIP
+            >>> load_model("runs/demo").write(["import os\\n"])[0].text                                 # doctest: +SKIP
         """
         path = settings.draft if settings is not None else None
         if path is not None and path not in self._drafts:

@@ -159,7 +159,7 @@ def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) 
         room: GiB that there are for the run, less what the imports took; None: not known, anything less than now is tried.
 
     Example:
-        >>> climb_down(recipe, planner, room=1.5).rungs[0].set                           # doctest: +SKIP
+        >>> find_fallbacks(recipe, planner, room=1.5).rungs[0].set                           # doctest: +SKIP
         ('evaluate.micro=4',)
     """
     present = planner.rung(recipe, recipe)
