@@ -71,7 +71,7 @@ def sizes_of(techniques: Iterable[Spread], world: int) -> dict[Axis, int]:
             else:
                 sizes[axis] = max(sizes[axis], size)
     fixed = math.prod(sizes.values())
-    words = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
+    product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
     if len(rest) > 1:
         raise ValueError(f"{' and '.join(sorted(rest.values()))} both take the devices that are left; leave one out")
     if world % fixed or (not rest and world != fixed):
@@ -80,7 +80,7 @@ def sizes_of(techniques: Iterable[Spread], world: int) -> dict[Axis, int]:
                 f"the recipe's techniques use 1 device, not {world}; add data_parallel or fsdp for the others"
             )
         left = "" if rest or world % fixed else "; add data_parallel or fsdp for the others"
-        raise ValueError(f"{words} does not multiply to {world} device{'s' if world > 1 else ''}{left}")
+        raise ValueError(f"{product} does not multiply to {world} device{'s' if world > 1 else ''}{left}")
     for axis in rest:
         sizes[axis] *= world // fixed
     return sizes
@@ -114,13 +114,13 @@ class Mesh:
             return cls()
         order = list(Axis)
         devices = init_device_mesh(kind, tuple(sizes[a] for a in order), mesh_dim_names=tuple(map(str, order)))
-        made = cls(dict(sizes), dist.get_rank(), devices)
+        mesh = cls(dict(sizes), dist.get_rank(), devices)
         for axes in (
             _TOGETHER
         ):  # now, and not in the middle of a step: all processes make groups together, and a dry run makes none
-            if made.size(*axes) > 1:
-                made.sub(*axes)
-        return made
+            if mesh.size(*axes) > 1:
+                mesh.sub(*axes)
+        return mesh
 
     @property
     def world(self) -> int:
@@ -132,13 +132,13 @@ class Mesh:
 
     def index(self, *axes: Axis) -> int:
         """This device's number along some axes together, from 0; their order counts."""
-        place, left = {}, self.rank
+        coordinates, remainder = {}, self.rank
         for axis in reversed(Axis):
-            left, place[axis] = divmod(left, self.sizes[axis])
-        found = 0
+            remainder, coordinates[axis] = divmod(remainder, self.sizes[axis])
+        index = 0
         for axis in axes:
-            found = found * self.sizes[axis] + place[axis]
-        return found
+            index = index * self.sizes[axis] + coordinates[axis]
+        return index
 
     def along(self, ranks: Iterable[int]) -> tuple[Axis, ...]:
         """The axes along which some devices differ in their places.
@@ -147,8 +147,8 @@ class Mesh:
             >>> Mesh({**dict.fromkeys(Axis, 1), Axis.SHARD: 4, Axis.TENSOR: 2}).along([0, 2, 4, 6])
             (<Axis.SHARD: 'shard'>,)
         """
-        places = [Mesh(self.sizes, rank) for rank in ranks]
-        return tuple(axis for axis in Axis if len({place.index(axis) for place in places}) > 1)
+        meshes = [Mesh(self.sizes, rank) for rank in ranks]
+        return tuple(axis for axis in Axis if len({mesh.index(axis) for mesh in meshes}) > 1)
 
     def sub(self, *axes: Axis) -> Any:
         """torch's mesh of the devices along some axes that hold this one: one dimension, whatever the number of axes.
@@ -204,9 +204,9 @@ class Mesh:
 
         if self.world == 1:
             return value
-        found = torch.tensor(value, dtype=torch.int64, device=device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return int(found)
+        largest = torch.tensor(value, dtype=torch.int64, device=device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
 
 
 @contextmanager

@@ -440,9 +440,9 @@ class Build:
 
     def own(self, slot: Slot, function: Callable[..., Any], owner: str) -> None:
         """Puts `function` into a slot for `owner`. The engine's plain form ('plain') may be replaced, once."""
-        held = self._slots.get(slot)
-        if held is not None and held[0] not in ("plain", owner):
-            raise ValueError(f"slot '{slot}' is owned by {held[0]} already; {owner} cannot own it too")
+        current = self._slots.get(slot)
+        if current is not None and current[0] not in ("plain", owner):
+            raise ValueError(f"slot '{slot}' is owned by {current[0]} already; {owner} cannot own it too")
         assert owner == "plain" or slot in _REGISTRY[owner].owns, f"{owner} does not declare that it owns {slot}"
         self._slots[slot] = (owner, function)
 

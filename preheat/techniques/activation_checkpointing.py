@@ -72,7 +72,7 @@ def checkpoint_layers(
     planner = None
     if keep != "inputs":
         planner = CheckpointPolicyCache(
-            lambda seen: keep_matmuls(seen, products) if keep == "products" else knapsack(seen, float(keep))
+            lambda trace: keep_matmuls(trace, products) if keep == "products" else knapsack(trace, float(keep))
         )
     chosen = [layer for index, layer in enumerate(layers) if (index + 1) % every == 0]
     for layer in chosen:
@@ -92,14 +92,14 @@ class Checkpointed:
 
     def __init__(self, forward: Callable[..., Any], kind: Any, planner: CheckpointPolicyCache | None):
         self.forward, self.kind, self.planner = forward, kind, planner
-        self.how: dict[str, Any] | None = None if planner else {}
+        self.checkpoint_kwargs: dict[str, Any] | None = None if planner else {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Chooses for inputs of such shapes. Who traces calls has to call it first, since the layer is looked at under fake tensors."""
         import torch
 
         if self.planner is not None and torch.is_grad_enabled():
-            self.how = {"context_fn": self.planner(self.kind, self.forward, args, dict(kwargs))}
+            self.checkpoint_kwargs = {"context_fn": self.planner(self.kind, self.forward, args, dict(kwargs))}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch
@@ -111,9 +111,9 @@ class Checkpointed:
             raise ValueError(
                 "a layer that is computed twice would fill the KV cache twice; call the model with use_cache=False"
             )
-        if self.how is None or not torch.compiler.is_compiling():
+        if self.checkpoint_kwargs is None or not torch.compiler.is_compiling():
             self.prepare(args, kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, **(self.how or {}), **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, **(self.checkpoint_kwargs or {}), **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,21 +151,21 @@ class ActivationCheckpointing(Searchable):
         return self.provides if self.acts() else frozenset()
 
     def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
-        stated = replace(self, on_gpu="mode")
+        fixed = replace(self, on_gpu="mode")
         if not self.left_open(context.device):
-            return stated
+            return fixed
         fitting: list[tuple[float, ActivationCheckpointing]] = []
         for mode in ("none", "selective", "full"):
-            other = replace(stated, mode=mode, budget=None, products=1, every=1)
-            tags = (context.tags - self.provides) | other.provided()
-            if conflicts_of({**context.recipe.techniques, self.name(): other}.values(), replace(context, tags=tags)):
+            candidate = replace(fixed, mode=mode, budget=None, products=1, every=1)
+            tags = (context.tags - self.provides) | candidate.provided()
+            if conflicts_of({**context.recipe.techniques, self.name(): candidate}.values(), replace(context, tags=tags)):
                 continue
-            foreseen = plan(other)
-            if has_room(foreseen):
-                fitting.append((foreseen["seconds_per_step"], other))
+            prediction = plan(candidate)
+            if has_room(prediction):
+                fitting.append((prediction["seconds_per_step"], candidate))
             if mode == "none" and fitting:
                 break  # nothing is computed twice
-        return min(fitting, key=lambda pair: pair[0])[1] if fitting else stated
+        return min(fitting, key=lambda pair: pair[0])[1] if fitting else fixed
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
@@ -193,14 +193,14 @@ class ActivationCheckpointing(Searchable):
             return Change(f"{len(layers)} layers keep everything, and nothing is computed again", len(layers))
         keep: Any = {"full": "inputs", "selective": "products", "budget": self.budget}[self.mode]
         count = checkpoint_layers(layers, every=self.every, keep=keep, products=self.products)
-        kept = {
+        policy = {
             "full": "inputs kept",
             "selective": "inputs and matrix products kept"
             if self.products == 1
             else f"inputs, attention and one in {self.products} matrix products kept",
             "budget": f"inputs and at most {self.budget or 0:.0%} of the rest kept",
         }[self.mode]
-        return Change(f"{count} of {len(layers)} layers computed again in backward, {kept}", count)
+        return Change(f"{count} of {len(layers)} layers computed again in backward, {policy}", count)
 
     def options(self, context: Context) -> Iterable[Technique]:
         yield from (ActivationCheckpointing(mode="selective", products=n) for n in (1, 2))

@@ -68,16 +68,16 @@ class ActivationOffload(Searchable):
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        why = []
+        problems = []
         if context.device.kind != "cuda":
-            why.append(
+            problems.append(
                 "needs a CUDA device: on a CPU activations are in the host's memory already; use activation_checkpointing"
             )
         if self.stay >= context.model.layers:
-            why.append(
+            problems.append(
                 f"stay: {self.stay} of {context.model.layers} layers sends none; use at most {context.model.layers - 1}"
             )
-        return why
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.hf import anatomy

@@ -63,7 +63,7 @@ class Apollo(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.hf import ends
 
-        chosen: dict[str, Any] = {
+        options: dict[str, Any] = {
             "rank": self.rank,
             "every": self.every,
             "scale": (1.0 if self.rank else 128**0.5) if self.scale == "auto" else self.scale,
@@ -73,7 +73,7 @@ class Apollo(Technique):
 
         def make(groups: Any, **settings: Any) -> Any:
             others = [weight for trained in build.trained for weight in ends(trained)]
-            return apollo_optimizer(groups, by_adamw=others, **chosen, **settings)
+            return apollo_optimizer(groups, by_adamw=others, **options, **settings)
 
         build.own(Slot.OPTIMIZER, make, self.name())
         others = {id(weight) for weight in ends(part)}

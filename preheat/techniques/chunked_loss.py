@@ -92,32 +92,32 @@ class ChunkedLoss(Searchable):
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        why = []
+        problems = []
         if self.kernel == "liger":
             import importlib.util
 
             if context.device.kind != "cuda":
-                why.append("kernel: liger needs a CUDA device; use ours or auto")
+                problems.append("kernel: liger needs a CUDA device; use ours or auto")
             elif importlib.util.find_spec("liger_kernel") is None:
-                why.append("kernel: liger is not installed; pip install liger-kernel, or use ours")
+                problems.append("kernel: liger is not installed; pip install liger-kernel, or use ours")
         if self.kernel == "torch":
             import torch
 
             if "LinearCrossEntropyOptions" not in vars(torch.nn):
-                why.append(
+                problems.append(
                     f"kernel: torch {torch.__version__} has no chunked linear_cross_entropy; use ours, or torch 2.13"
                 )
         if self.kernel in ("torch", "liger"):
             adds = [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]
             if adds:
-                why.append(
+                problems.append(
                     f"kernel: {self.kernel} knows plain cross entropy only, without what {adds[0]} adds; use ours"
                 )
             if context.model.logit_softcap:
-                why.append(
+                problems.append(
                     f"kernel: {self.kernel} would leave out the cap on the logits of {context.model.family}; use ours"
                 )
-        return why
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.hf import require_plain_head

@@ -62,10 +62,10 @@ def confusion(predicted: Tensor, truth: Tensor, classes: int) -> Tensor:
     """
     import torch
 
-    place = torch.where(truth < 0, classes * classes, truth * classes + predicted)
-    counted = torch.zeros(classes * classes + 1, device=truth.device)
-    counted.index_add_(0, place, torch.ones_like(place, dtype=counted.dtype))
-    return counted[:-1].view(classes, classes)
+    cell = torch.where(truth < 0, classes * classes, truth * classes + predicted)
+    counts = torch.zeros(classes * classes + 1, device=truth.device)
+    counts.index_add_(0, cell, torch.ones_like(cell, dtype=counts.dtype))
+    return counts[:-1].view(classes, classes)
 
 
 def accuracy_and_f1(table: Tensor) -> dict[str, float]:
@@ -77,8 +77,8 @@ def accuracy_and_f1(table: Tensor) -> dict[str, float]:
         {'accuracy': 0.75, 'macro_f1': 0.42857142857142855}
     """
     right, occur, named = (t.double() for t in (table.diagonal(), table.sum(1), table.sum(0)))
-    seen = occur + named > 0
-    f1 = 2 * right[seen] / (occur + named)[seen]
+    present = occur + named > 0
+    f1 = 2 * right[present] / (occur + named)[present]
     return {"accuracy": float(right.sum() / occur.sum().clamp(min=1)), "macro_f1": float(f1.mean())}
 
 
@@ -102,14 +102,14 @@ class Classification(Technique):
         config.num_labels = self.classes
 
     def check(self, context: Context) -> list[str]:
-        recipe, why = context.recipe, []
+        recipe, problems = context.recipe, []
         if recipe.data.packing == "stream":
-            why.append("data.packing: stream cuts documents at row ends; use auto or whole")
+            problems.append("data.packing: stream cuts documents at row ends; use auto or whole")
         if recipe.sample.wanted:
-            why.append("sample: a classifier writes no text; leave them out")
+            problems.append("sample: a classifier writes no text; leave them out")
         if recipe.evaluate.baselines:
-            why.append("evaluate.baselines: a unigram model knows no classes; set it to false")
-        return why
+            problems.append("evaluate.baselines: a unigram model knows no classes; set it to false")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.ops.classification_head import draw_head, give_classes
@@ -133,7 +133,7 @@ class Classification(Technique):
             states = hidden(batch)
             total = over_logits(states, batch.labels)
             with torch.no_grad():
-                last = _last_places(batch)
+                last = _last_positions(batch)
                 logits = head(part)(states.detach().flatten(0, 1)[last])
                 table = confusion(logits.argmax(dim=-1), batch.labels.flatten()[last], self.classes)
             return LossSum(total, batch.weight, {"confusion": table})
@@ -141,7 +141,7 @@ class Classification(Technique):
         return objective
 
 
-def _last_places(batch: Batch) -> torch.Tensor:
+def _last_positions(batch: Batch) -> torch.Tensor:
     """Where documents end in the flattened batch; from the lengths on the host."""
     from preheat.hardware.transfers import to_device
 

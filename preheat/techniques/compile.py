@@ -200,8 +200,8 @@ class Compile(Searchable):
         from preheat.hardware.cpp_build import uncompiled
 
         device = context.device
-        lacking = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
-        return [lacking] if lacking else []
+        missing = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
+        return [missing] if missing else []
 
     def acts(self) -> bool:
         return self.when == "always"
@@ -249,27 +249,27 @@ class Compile(Searchable):
 
         layers = anatomy(part).layers
         if not self.acts():
-            why = {"auto": "no GPU" if build.device.kind == "cpu" else "no plan chose it"}.get(
+            reason = {"auto": "no GPU" if build.device.kind == "cpu" else "no plan chose it"}.get(
                 self.when, f"when: {self.when}"
             )
-            return Change(f"{len(layers)} layers run uncompiled ({why})", len(layers))
+            return Change(f"{len(layers)} layers run uncompiled ({reason})", len(layers))
         compiled = compile_layers(
             layers, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph, limit=self.limit
         )
         if part.config.model_type in KERNEL_FAMILIES:
-            found = forwards(part, norm=rms_norm, gate=gated_silu if gates(part) else None)
+            overrides = forwards(part, norm=rms_norm, gate=gated_silu if gates(part) else None)
             within = {id(m) for layer in layers for m in layer.modules()}
-            compiled.planned = [pair for pairs in found.values() for pair in pairs if id(pair[0]) in within]
+            compiled.planned = [pair for pairs in overrides.values() for pair in pairs if id(pair[0]) in within]
         build.state.counters["recompilations"] = lambda: max(0, compiled.graphs - 1)
-        told: list[int] = []
+        reported: list[int] = []
 
-        def tell(build: Build) -> None:
-            if compiled.graphs >= self.limit and not told:
-                told.append(build.state.step)
-                words = f"techniques.compile.limit: {compiled.graphs} graphs are compiled; batches of other shapes run uncompiled from here on"
-                build.state.events.append({"kind": "notice", "words": words})
+        def report_limit(build: Build) -> None:
+            if compiled.graphs >= self.limit and not reported:
+                reported.append(build.state.step)
+                message = f"techniques.compile.limit: {compiled.graphs} graphs are compiled; batches of other shapes run uncompiled from here on"
+                build.state.events.append({"kind": "notice", "words": message})
 
-        build.hooks.after_update.append(tell)
+        build.hooks.after_update.append(report_limit)
         return Change(f"{len(layers)} layers compiled when they first run", len(layers))
 
 
@@ -277,10 +277,10 @@ def _ends_sooner(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether a run by the one plan has done sooner what it does by the other, its start included; by their steps alone, where no one knows how long it is."""
 
     def per_token(plan: Mapping[str, Any]) -> float:
-        whole = plan["seconds_total"]
-        if whole is None:
+        total = plan["seconds_total"]
+        if total is None:
             return 1 / float(plan["tokens_per_second"])
-        left = whole - plan["seconds_to_start"]  # of hours that end a run, and of the seconds that steps take
-        return float(whole / (plan["tokens_per_second"] * left)) if left > 0 else math.inf
+        remaining = total - plan["seconds_to_start"]  # of hours that end a run, and of the seconds that steps take
+        return float(total / (plan["tokens_per_second"] * remaining)) if remaining > 0 else math.inf
 
     return per_token(one) < per_token(other)

@@ -70,8 +70,8 @@ def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulyss
     return (ulysses_attention if kind == "ulysses" else ring_attention)(kernel, group)
 
 
-_SHORT = 2048  # places on a device below which rows had better be shared out whole
-_LONG = 4096  # places on a device from which on a ring's pieces are large enough to hide what is sent behind them
+_MIN_POSITIONS = 2048  # places on a device below which rows had better be shared out whole
+_RING_POSITIONS = 4096  # places on a device from which on a ring's pieces are large enough to hide what is sent behind them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,24 +105,24 @@ class ContextParallel(Searchable):
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        recipe, why = context.recipe, []
+        recipe, problems = context.recipe, []
         if Tag.REDUCED_GRADIENTS not in context.tags:
-            why.append(
+            problems.append(
                 "each device has gradients of its own places, and nothing adds them up; add data_parallel or fsdp"
             )
         if recipe.batch.length < 2 * self.degree:
-            why.append(
+            problems.append(
                 f"degree: {self.degree} devices cannot share out rows of {recipe.batch.length} places; use at most {recipe.batch.length // 2}"
             )
-        judging = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.owned()]
-        if judging:
-            why.append(f"the loss of {judging[0]} is over whole rows, of which each device has a part; leave one out")
+        objectives = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.owned()]
+        if objectives:
+            problems.append(f"the loss of {objectives[0]} is over whole rows, of which each device has a part; leave one out")
         heads = self._heads(context)[0]
         if self.kind == "ulysses" and heads % self.degree:
-            why.append(
+            problems.append(
                 f"kind: ulysses cannot share out {heads} heads among {self.degree} devices; use a degree that divides them, or kind: ring"
             )
-        return why
+        return problems
 
     def _heads(self, at: Context | Build) -> tuple[int, int]:
         """Heads of queries, and of keys and values, that stand before the exchange together."""
@@ -142,26 +142,26 @@ class ContextParallel(Searchable):
         heads, shared = self._heads(build)
         if heads % self.degree:
             return "ring", f"{heads} heads cannot be shared out among {self.degree} devices"
-        places = -(-build.recipe.batch.length // self.degree)
-        of_layer: dict[str, Any] = {
-            "places": places,
+        positions = -(-build.recipe.batch.length // self.degree)
+        layer: dict[str, Any] = {
+            "places": positions,
             "shared": shared,
             "head_dim": build.model.head_dim,
             "degree": self.degree,
         }
-        one, other = ulysses_bytes(heads=heads, size=1, **of_layer), ring_bytes(size=1, **of_layer)
-        if places < _LONG:
-            return "ulysses", f"{places:,} places on a device are too few to hide a ring's sending"
+        ulysses, ring = ulysses_bytes(heads=heads, size=1, **layer), ring_bytes(size=1, **layer)
+        if positions < _RING_POSITIONS:
+            return "ulysses", f"{positions:,} places on a device are too few to hide a ring's sending"
         try:
             fused = pieces_like(build.slot(Slot.ATTENTION_KERNEL)) is FlashPieces
         except ValueError:
             fused = False
         if not fused:
             return "ulysses", "a ring has no fused kernel here"
-        return ("ring", "it sends less") if other < one else ("ulysses", "a ring would send more")
+        return ("ring", "it sends less") if ring < ulysses else ("ulysses", "a ring would send more")
 
     def apply(self, build: Build, part: Any) -> Change:
-        kind, why = self._chosen(build)
+        kind, reason = self._chosen(build)
         kernel, group = build.slot(Slot.ATTENTION_KERNEL), build.mesh.group(Axis.CONTEXT)
         try:
             exchanged(kernel, group, kind=kind)
@@ -171,10 +171,10 @@ class ContextParallel(Searchable):
         build.own(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
         rank, zigzag = build.mesh.index(Axis.CONTEXT), kind == "ring"
         build.hooks.transforms.append((Order.SPLIT, lambda batch: cut_rows(batch, self.degree, rank, zigzag=zigzag)))
-        words = f"each row among {self.degree} devices, attention of {build.model.layers} layers by {kind}"
-        return Change(words + (f" ({why})" if why else ""), build.model.layers, kernel=kind)
+        summary = f"each row among {self.degree} devices, attention of {build.model.layers} layers by {kind}"
+        return Change(summary + (f" ({reason})" if reason else ""), build.model.layers, kernel=kind)
 
     def options(self, context: Context) -> Iterable[Technique]:
         world, length = math.prod(context.sizes.values()), context.recipe.batch.length
-        degrees = [n for n in (2, 4, 8, 16) if world % n == 0 and length >= n * _SHORT] or [self.degree]
+        degrees = [n for n in (2, 4, 8, 16) if world % n == 0 and length >= n * _MIN_POSITIONS] or [self.degree]
         return [replace(self, degree=n) for n in degrees]

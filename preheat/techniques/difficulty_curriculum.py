@@ -122,12 +122,12 @@ def losses_of(
     config = (folder / "config.json").read_text(encoding="utf-8")
     key = digest("difficulty", 1, source.fingerprint(), config, *content, rows.length, rows.packing)
 
-    def build(made: Path) -> dict[str, Any]:
-        np.save(made / "losses.npy", _losses(folder, source, rows, device, micro))
+    def build(target: Path) -> dict[str, Any]:
+        np.save(target / "losses.npy", _losses(folder, source, rows, device, micro))
         return {}
 
-    found, _ = entry(cache or cache_folder(), f"losses-{key}", build)
-    return np.load(found / "losses.npy")
+    cached, _ = entry(cache or cache_folder(), f"losses-{key}", build)
+    return np.load(cached / "losses.npy")
 
 
 def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> np.ndarray:
@@ -157,7 +157,7 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
     materialize(model, torch.device(device))
     source.fill(model, seed=0)
     model.eval()
-    found = []
+    losses = []
     with torch.no_grad():
         for batch in evaluation_batches(rows, micro=micro, limit=len(rows)):
             hidden = hf.hidden_states(
@@ -169,8 +169,8 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
             )
             for states, labels in zip(hidden, batch.labels.to(device), strict=True):  # logits of one row at a time
                 total = CrossEntropy()(hf.logits(model, states), labels).sum()
-                found.append(float(total) / max(int((labels >= 0).sum()), 1))
-    return np.array(found, np.float64)
+                losses.append(float(total) / max(int((labels >= 0).sum()), 1))
+    return np.array(losses, np.float64)
 
 
 class _Ranking:
@@ -217,21 +217,21 @@ class DifficultyCurriculum(Technique):
     """How the share grows: with the square root of the time, or linearly."""
 
     def check(self, context: Context) -> list[str]:
-        stop, why = context.recipe.stop, []
-        stated = [name for name in ("by", "scores", "model") if getattr(self, name) is not None]
-        if len(stated) > 1:
-            why.append(f"{stated[0]}: and {stated[1]} both say what is hard; state one")
+        stop, problems = context.recipe.stop, []
+        given = [name for name in ("by", "scores", "model") if getattr(self, name) is not None]
+        if len(given) > 1:
+            problems.append(f"{given[0]}: and {given[1]} both say what is hard; state one")
         if context.recipe.data.streaming:
-            why.append("by: rows that are read while training cannot be ranked before; set data.streaming: false")
+            problems.append("by: rows that are read while training cannot be ranked before; set data.streaming: false")
         if self.start == 1 or self.until == 0:
-            why.append(
+            problems.append(
                 "start: with 1 (or until: 0) all rows are drawn from the beginning; use start: 0.1 and until: 0.5, or leave it out"
             )
         if not (stop.steps or stop.tokens or stop.epochs):
-            why.append(
+            problems.append(
                 "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens or epochs"
             )
-        return why
+        return problems
 
     def _scores(self, rows: Rows, device: str) -> np.ndarray:
         from preheat.data.difficulty import by_length, by_rarity, from_file
@@ -261,7 +261,7 @@ class DifficultyCurriculum(Technique):
             )
 
         build.own(Slot.SAMPLE_ORDER, order, self.name())
-        what = (
+        source = (
             f"scores of {self.scores}"
             if self.scores
             else f"the loss of {self.model}"
@@ -269,5 +269,5 @@ class DifficultyCurriculum(Technique):
             else self.by or "rarity"
         )
         return Change(
-            f"rows by {what}: the easiest {self.start:.0%} at first, all after {self.until:.0%} of the run", 1
+            f"rows by {source}: the easiest {self.start:.0%} at first, all after {self.until:.0%} of the run", 1
         )

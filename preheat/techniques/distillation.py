@@ -138,60 +138,60 @@ class Distillation(Technique):
         if not self.teacher:
             return ["teacher: is not stated; name the Hugging Face folder of the model to learn from"]
         try:
-            found = hf.facts(teacher.config_of(Path(self.teacher), recipe.batch.length))
+            teacher_facts = hf.facts(teacher.config_of(Path(self.teacher), recipe.batch.length))
             own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
-            other = other_pieces(own, self.teacher, recipe.model.add_tokens)
-            why = [other] if other and self.pieces == "same" else self._cutting(own, other)
+            mismatch = other_pieces(own, self.teacher, recipe.model.add_tokens)
+            problems = [mismatch] if mismatch and self.pieces == "same" else self._tokenizer_problems(own, mismatch)
         except PreheatError as error:
             return [str(error)]
-        if not other and model.vocabulary > found.vocabulary:
-            why.append(
-                f"teacher: its head has {found.vocabulary:,} rows and the student's {model.vocabulary:,}, so it says nothing of some of them; "
-                f"set model.vocabulary: {found.vocabulary} for a new student, or take another teacher"
+        if not mismatch and model.vocabulary > teacher_facts.vocabulary:
+            problems.append(
+                f"teacher: its head has {teacher_facts.vocabulary:,} rows and the student's {model.vocabulary:,}, so it says nothing of some of them; "
+                f"set model.vocabulary: {teacher_facts.vocabulary} for a new student, or take another teacher"
             )
         if not self.mixture and not self.hidden and not self.on_policy:
-            why.append(
+            problems.append(
                 "mixture: with 0, and without hidden, the teacher counts for nothing; use 0.5, or leave distillation out"
             )
         changed = recipe.model.config or any(
             t.stage < Stage.KERNEL and t.stage != Stage.ADAPT for t in recipe.techniques.values()
         )
         if self.mixture == 1 and not self.hidden and not changed and teacher.reads_teacher(recipe, Path(self.teacher)):
-            why.append(
+            problems.append(
                 "teacher: is the very model that the student begins as, and the labels count for nothing (mixture: 1), so there is nothing to "
                 "learn; name a larger teacher, change the student, or lower mixture"
             )
-        fewest = min(model.layers, found.layers)
+        fewest = min(model.layers, teacher_facts.layers)
         if self.matched > fewest:
-            why.append(f"matched: {self.matched} places, but the shallower model has {fewest}; use at most {fewest}")
+            problems.append(f"matched: {self.matched} places, but the shallower model has {fewest}; use at most {fewest}")
         if self.matched > 1 and not self.hidden:
-            why.append(
+            problems.append(
                 "matched: says which hidden states are compared, and hidden is 0; set hidden: 0.1, or leave matched out"
             )
         if self.layers == "spread":
-            why += teacher.spreading_problems(recipe, Path(self.teacher), model.layers, found.layers)
+            problems += teacher.spreading_problems(recipe, Path(self.teacher), model.layers, teacher_facts.layers)
         cached, writes, common = self.cache is not None, self.on_policy > 0, self.pieces == "common"
-        return why + teacher.rows_problems(context, cached=cached, hidden=self.hidden > 0, writes=writes, common=common)
+        return problems + teacher.rows_problems(context, cached=cached, hidden=self.hidden > 0, writes=writes, common=common)
 
-    def _cutting(self, own: str | None, other: str | None) -> list[str]:
+    def _tokenizer_problems(self, own: str | None, mismatch: str | None) -> list[str]:
         if self.pieces == "same":
             return []
         if own is None:
             return [
                 "pieces: common compares two tokenizers, and the student's is trained on the data; set data.tokenizer to a folder that has it"
             ]
-        if other is None:
+        if mismatch is None:
             return [
                 "pieces: common is for a teacher with another tokenizer, and this one has the student's; leave it out"
             ]
-        beside = [
+        unsupported = [
             name
-            for name, there in (("hidden", self.hidden), ("cache", self.cache), ("on_policy", self.on_policy))
-            if there
+            for name, value in (("hidden", self.hidden), ("cache", self.cache), ("on_policy", self.on_policy))
+            if value
         ]
         return [
             f"{name}: is not made for places of other pieces (pieces: common); leave it out, or take a teacher with the student's tokenizer"
-            for name in beside
+            for name in unsupported
         ]
 
     def apply(self, build: Build, part: Any) -> Change:
@@ -210,42 +210,42 @@ class Distillation(Technique):
         )
         build.sources["teacher"] = WeightSource(folder, knob=f"techniques.{self.name()}.teacher")
         count = sum(p.numel() for p in teacher.model.parameters())
-        words = (
+        summary = (
             f"{self.divergence} divergence at temperature {self.temperature:g} from a teacher of {count:,} parameters in "
             f"{'bf16' if bf16 else 'fp32'}, {self.mixture:.0%} of the loss"
         )
         matcher = self._matcher(build, teacher) if self.pieces == "common" else None
         if matcher:
-            words += f", compared over {len(matcher.common[0]):,} pieces that both have"
+            summary += f", compared over {len(matcher.common[0]):,} pieces that both have"
         if self.hidden:
             maps = teachers.add_maps(part, teacher.facts.width, self.matched, build.weights)
-            words += f"; hidden states at {len(maps)} place{'s' * (len(maps) > 1)} x {self.hidden:g}"
+            summary += f"; hidden states at {len(maps)} place{'s' * (len(maps) > 1)} x {self.hidden:g}"
         if self.layers == "spread":
-            words += f"; begins from the teacher's layers {teachers.init_from_layers(part, build.weights, teacher.facts.layers)}"
+            summary += f"; begins from the teacher's layers {teachers.init_from_layers(part, build.weights, teacher.facts.layers)}"
         build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # of an evaluation; a step states its own
         if self.cache is None:
             build.parts["teacher"] = [teacher.model]
-            says = self._across(teacher, matcher) if matcher else self._live(part, teacher)
+            training_loss = self._common_loss(teacher, matcher) if matcher else self._live_loss(part, teacher)
             if self.on_policy:
-                build.hooks.transforms.append((Order.MOVE, self._writer(build, part)))
-                words += f"; in {self.on_policy:.0%} of the rows of what the student writes itself"
+                build.hooks.transforms.append((Order.MOVE, self._on_policy(build, part)))
+                summary += f"; in {self.on_policy:.0%} of the rows of what the student writes itself"
         else:
-            kept = _Kept(teacher, part, Path(self.cache), top=self.top, temperature=self.temperature)
-            build.hooks.dataset_passes.append(kept)
-            build.hooks.transforms.append((Order.PACK, kept.beside))
-            says = self._read
-            words += (
-                f", whose {kept.top} likeliest tokens a place are read from {self.cache}, {kept.bytes:,} bytes a place"
+            teacher_cache = _TeacherCache(teacher, part, Path(self.cache), top=self.top, temperature=self.temperature)
+            build.hooks.dataset_passes.append(teacher_cache)
+            build.hooks.transforms.append((Order.PACK, teacher_cache.beside))
+            training_loss = self._cached_loss
+            summary += (
+                f", whose {teacher_cache.top} likeliest tokens a place are read from {self.cache}, {teacher_cache.bytes:,} bytes a place"
             )
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             if not part.training:
                 return LossSum(over_logits(hidden(batch), batch.labels), batch.weight)
-            return says(batch, hidden, over_logits)
+            return training_loss(batch, hidden, over_logits)
 
         build.own(Slot.OBJECTIVE, objective, self.name())
         build.loss.scores = means
-        return Change(words, count)
+        return Change(summary, count)
 
     def _row_loss(self, head: Any, *, partly: bool = False) -> Any:
         from preheat.ops.losses.distillation import Distilled
@@ -253,7 +253,7 @@ class Distillation(Technique):
         settings: Any = {"direction": self.divergence, "temperature": self.temperature, "mixture": self.mixture}
         return Distilled(head, **settings, written=self.on_policy > 0, partly=partly)
 
-    def _writer(self, build: Build, part: Any) -> Any:
+    def _on_policy(self, build: Build, part: Any) -> Any:
         from preheat.data.tokenizer import load_tokenizer
         from preheat.models import configs
         from preheat.models.distillation import on_policy
@@ -278,7 +278,7 @@ class Distillation(Technique):
         mine, theirs = (tokenizer_alignment.TokenizerView(t, pieces_of(t), t.eos_token_id) for t in both)
         return tokenizer_alignment.TokenAligner(mine, theirs, teacher.facts.positions)
 
-    def _across(self, teacher: Teacher, matcher: TokenAligner) -> Callable[..., LossSum]:
+    def _common_loss(self, teacher: Teacher, matcher: TokenAligner) -> Callable[..., LossSum]:
         """The loss where the teacher reads the same text in pieces of its own."""
         import torch
 
@@ -286,7 +286,7 @@ class Distillation(Technique):
 
         own, theirs = (torch.tensor(n, device=teacher.build.torch_device) for n in matcher.common)
 
-        def says(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+        def training_loss(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             other = matcher(batch)
             last, _ = teacher.read(other.batch)
             states = last.gather(1, other.at.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
@@ -295,35 +295,35 @@ class Distillation(Technique):
             total = over_logits(hidden(batch), batch.labels, states, other.said, row_loss=row_loss)
             return LossSum(total, batch.weight, row_loss.sums)
 
-        return says
+        return training_loss
 
-    def _read(self, batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+    def _cached_loss(self, batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
         """The loss where what the teacher said stands beside the tokens."""
         row_loss = self._row_loss(None)
         total = over_logits(hidden(batch), batch.labels, *batch.beside, row_loss=row_loss)
         return LossSum(total, batch.weight, row_loss.sums)
 
-    def _live(self, part: Any, teacher: Teacher) -> Callable[..., LossSum]:
+    def _live_loss(self, part: Any, teacher: Teacher) -> Callable[..., LossSum]:
         """The loss where the teacher reads each micro-batch too: before the student, so that only its hidden states stand beside the student's."""
         from preheat.models.distillation import teacher as teachers
         from preheat.ops.losses.distillation import mapped_distance
 
-        places = self.matched if self.hidden else 0
+        count = self.matched if self.hidden else 0
 
-        def says(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
-            last, theirs = teacher.read(batch, places)
+        def training_loss(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+            last, theirs = teacher.read(batch, count)
             row_loss = self._row_loss(_head(teacher, last.dtype))
-            states, own = teachers.capture_hidden(part, places, lambda: hidden(batch))
+            states, own = teachers.capture_hidden(part, count, lambda: hidden(batch))
             total = over_logits(states, batch.labels, last, *batch.beside, row_loss=row_loss)
-            if not places:
+            if not count:
                 return LossSum(total, batch.weight, row_loss.sums)
             maps = part.get_submodule(teachers.MAPS)
-            apart = mapped_distance(own, theirs, [m.weight for m in maps], batch.labels)
+            distance = mapped_distance(own, theirs, [m.weight for m in maps], batch.labels)
             return LossSum(
-                total + self.hidden * apart, batch.weight, row_loss.sums | {"hidden_distance": apart.detach()}
+                total + self.hidden * distance, batch.weight, row_loss.sums | {"hidden_distance": distance.detach()}
             )
 
-        return says
+        return training_loss
 
 
 def _head(teacher: Teacher, dtype: Any, *, same: bool = True) -> Any:
@@ -337,7 +337,7 @@ def _head(teacher: Teacher, dtype: Any, *, same: bool = True) -> Any:
     return TeacherHead(whole(weight.detach()).to(dtype), rows, hf.softcap(teacher.model))
 
 
-class _Kept:
+class _TeacherCache:
     """What a teacher holds likeliest at every place of the rows, on disk: made before training where it is missing, read by row then."""
 
     ROWS = 512  # of logits at a time
@@ -381,7 +381,7 @@ class _Kept:
         materialize(teacher.model, build.torch_device)
         build.sources["teacher"].fill(teacher.model, seed=0)
         micro = build.slot(Slot.BATCH_SHAPE)(1.0).micro
-        self.rows.fill(rows, missing, lambda batch: self._said(teacher, batch), micro=micro, progress=progress)
+        self.rows.fill(rows, missing, lambda batch: self._likeliest(teacher, batch), micro=micro, progress=progress)
         size = len(missing) * length * self.bytes / 2**20
         build.state.events.append(
             {"kind": "notice", "words": f"the teacher read {len(missing):,} rows: {size:,.1f} MiB in {self.folder}"}
@@ -391,9 +391,9 @@ class _Kept:
         from preheat.models.weights import materialize
 
         materialize(self.teacher.model, self.teacher.build.torch_device)
-        self._said(self.teacher, batch)
+        self._likeliest(self.teacher, batch)
 
-    def _said(self, teacher: Teacher, batch: Batch) -> list[Tensor]:
+    def _likeliest(self, teacher: Teacher, batch: Batch) -> list[Tensor]:
         """Values [rows, length, top + 1] and indices [rows, length, top] of a batch, as they are kept."""
         import torch
 
@@ -406,11 +406,11 @@ class _Kept:
                 stack.enter_context(context())
             last, _ = teacher.read(replace(batch, tokens=batch.tokens.to(device), positions=batch.positions.to(device)))
             head = _head(teacher, last.dtype)
-            found = [
+            tops = [
                 likeliest(head(states), self.top, self.temperature) for states in last.flatten(0, 1).split(self.ROWS)
             ]
-        values = torch.cat([f.values for f in found]).to(torch.float16)
-        indices = torch.cat([f.indices for f in found]).to(getattr(torch, self.kind))
+        values = torch.cat([f.values for f in tops]).to(torch.float16)
+        indices = torch.cat([f.indices for f in tops]).to(getattr(torch, self.kind))
         return [t.unflatten(0, batch.tokens.shape) for t in (values, indices)]
 
     def beside(self, batch: Batch) -> Batch:

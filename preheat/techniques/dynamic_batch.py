@@ -37,17 +37,17 @@ def regrouped(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
         >>> [(part.tokens.shape[0], part.weight, part.rows) for part in regrouped([b, b], 4)]
         [(4, 16, (7, 8, 9, 7)), (2, 8, (8, 9))]
     """
-    held: list[Batch] = []
+    pending: list[Batch] = []
     count = 0
     for batch in batches:
-        held.append(batch)
+        pending.append(batch)
         count += batch.tokens.shape[0]
         while count >= rows:
-            whole = _joined(held)
-            yield _rows_of(whole, 0, rows)
-            held, count = ([_rows_of(whole, rows, count)], count - rows) if count > rows else ([], 0)
-    if held:
-        yield _joined(held)
+            joined = _joined(pending)
+            yield _rows_of(joined, 0, rows)
+            pending, count = ([_rows_of(joined, rows, count)], count - rows) if count > rows else ([], 0)
+    if pending:
+        yield _joined(pending)
 
 
 def _joined(parts: Sequence[Batch]) -> Batch:
@@ -101,10 +101,10 @@ def sizes(rows: int) -> list[int]:
         >>> sizes(12)
         [12, 6, 3, 2, 1]
     """
-    found = [rows]
-    while found[-1] > 1:
-        found.append(-(-found[-1] // 2))
-    return found
+    candidates = [rows]
+    while candidates[-1] > 1:
+        candidates.append(-(-candidates[-1] // 2))
+    return candidates
 
 
 @dataclass
@@ -133,12 +133,12 @@ class MicroBatch:
         if self.rows >= self.most:
             return None
         more = min(2 * self.rows, self.most)
-        need = foreseen(self.floor, peak, self.rows, more)
-        if need > self.limit:
+        prediction = foreseen(self.floor, peak, self.rows, more)
+        if prediction > self.limit:
             self.most = self.rows  # asked once: what a checkpoint keeps then decides the rest of the run
             return None
         self.rows = more
-        return f"{need / 2**30:.2f} GiB foreseen of {self.limit / 2**30:.2f}"
+        return f"{prediction / 2**30:.2f} GiB foreseen of {self.limit / 2**30:.2f}"
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows, "most": self.most}
@@ -169,27 +169,27 @@ class DynamicBatch(Searchable):
         from preheat.hardware.probe import can_begin_peak
 
         devices = math.prod(context.sizes[axis] for axis in DATA)
-        rows, why = context.recipe.batch.size // devices, []
+        rows, problems = context.recipe.batch.size // devices, []
         if self.start != "auto" and self.start > rows:
             shared = f" over {devices} devices" if devices > 1 else ""
-            why.append(
+            problems.append(
                 f"start: {self.start} rows are more than batch.size {rows * devices}{shared}; use at most {rows}, or auto"
             )
         if not can_begin_peak(context.device.kind):
-            why.append("target: this system does not let the memory of one step be measured; use gradient_accumulation")
-        return why
+            problems.append("target: this system does not let the memory of one step be measured; use gradient_accumulation")
+        return problems
 
     def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
         if self.start != "auto":
             return self
 
         def share(other: Technique) -> float:
-            foreseen = plan(other)
-            return float(foreseen["peak_gib"] / foreseen["available_gib"])
+            prediction = plan(other)
+            return float(prediction["peak_gib"] / prediction["available_gib"])
 
-        every = sizes(context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
-        fits = (size for size in every if share(replace(self, start=size)) <= self.target)
-        return replace(self, start=next(fits, every[-1]))
+        candidates = sizes(context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
+        fits = (size for size in candidates if share(replace(self, start=size)) <= self.target)
+        return replace(self, start=next(fits, candidates[-1]))
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.hardware.cpu_allocator import release_unused
@@ -208,24 +208,24 @@ class DynamicBatch(Searchable):
             alarm=(1 + self.target) / 2 * memory,
         )
         build.state.saved[self.name()] = state
-        plain = build.slot(Slot.FORWARD_BACKWARD)
-        looking = False
+        inner = build.slot(Slot.FORWARD_BACKWARD)
+        measuring = False
 
         def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> Any:
-            nonlocal looking
+            nonlocal measuring
             length, full = batches[0].tokens.shape[1], build.recipe.batch.length
             if not state.begun:
                 state.begun, state.floor = True, resident_bytes() if kind == "cpu" else _allocated()
             # Only steps of full rows tell what full rows need; the first one of a run warms up.
-            looking = build.state.step > 0 and build.state.step % self.every == 0 and length == full
-            if looking:
+            measuring = build.state.step > 0 and build.state.step % self.every == 0 and length == full
+            if measuring:
                 begin_peak(kind)
             parts = regrouped(batches, max(1, state.rows * full // length))
             # Of several devices the engine tells which is the last, so they are counted first.
-            return plain(build, list(parts) if build.hooks.before_backward else parts, global_weight)
+            return inner(build, list(parts) if build.hooks.before_backward else parts, global_weight)
 
         def after_update(build: Build) -> None:
-            if not looking:
+            if not measuring:
                 return
             # Of several devices that which needs most decides for all, as they must take equally many micro-batches.
             peak, before = build.mesh.most(peak_bytes(kind, since_begun=True), build.torch_device), state.rows

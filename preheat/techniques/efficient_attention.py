@@ -161,10 +161,10 @@ class EfficientAttentionTechnique(Searchable):
 
         if context.device.kind == "cpu":
             fast = Tag.BF16_COMPUTE in context.tags and context.recipe.batch.length <= BLOCKS_UP_TO
-            return "blocks" if _particular(context) or fast else "flash"
-        if _half(context) and (context.device.capability or _AMPERE) >= _AMPERE and _flash_sees(context):
+            return "blocks" if _beyond_causal(context) or fast else "flash"
+        if _half(context) and (context.device.capability or _AMPERE) >= _AMPERE and _flash_supports(context):
             return "cudnn" if _prefers_cudnn(context) else "flash"
-        if _particular(context) or context.model.head_dim % _alignment(context):
+        if _beyond_causal(context) or context.model.head_dim % _alignment(context):
             return "flex" if context.model.head_dim >= _FLEX_HEAD else "blocks"
         return "efficient"
 
@@ -177,46 +177,46 @@ class EfficientAttentionTechnique(Searchable):
         flash = (
             {"flash", "cudnn"} if self.kernel == "auto" else {"flash"}
         )  # beside cuDNN's, auto takes flash attention for windows
-        why = []
-        if _windowed(context) and chosen not in _WINDOWS and not (cuda and chosen in flash and _flash_sees(context)):
-            why.append(
+        problems = []
+        if _windowed(context) and chosen not in _WINDOWS and not (cuda and chosen in flash and _flash_supports(context)):
+            problems.append(
                 f"kernel: {chosen} has no window, and attention here is limited to one; use blocks, flex or auto"
             )
         if context.model.score_softcap and chosen not in _SOFTCAP:
-            why.append(
+            problems.append(
                 f"kernel: {chosen} cannot cap its scores, as {context.model.family} does; use blocks, flex or auto"
             )
         if Tag.GLOBAL_TOKENS in context.tags and chosen not in _GLOBAL and chosen in _WINDOWS:
-            why.append(f"kernel: {chosen} has no global tokens; use blocks, flex or auto")
+            problems.append(f"kernel: {chosen} has no global tokens; use blocks, flex or auto")
         if chosen == "flex" and not cuda:
-            why.append(
+            problems.append(
                 "kernel: flex needs a CUDA device, since torch has no backward pass for it on a CPU; use blocks, flash or auto"
             )
         elif not cuda and chosen not in ("flash", "blocks"):
-            why.append(f"kernel: {chosen} needs a CUDA device; use flash, blocks or auto")
+            problems.append(f"kernel: {chosen} needs a CUDA device; use flash, blocks or auto")
         if chosen == "flex" and cuda and context.model.head_dim < _FLEX_HEAD:
-            why.append(
+            problems.append(
                 f"kernel: flex needs heads of at least {_FLEX_HEAD}, and the model's have {context.model.head_dim}; use blocks"
             )
         if chosen in ("flash", *_PACKAGES) and cuda and not half:
-            why.append(f"kernel: {chosen} on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient")
+            problems.append(f"kernel: {chosen} on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient")
         if chosen == "flash" and cuda and (context.device.capability or _AMPERE) < _AMPERE:
-            why.append(
+            problems.append(
                 f"kernel: flash needs an Ampere GPU (8.0) or later, and this one is {context.device.capability}; "
                 "use efficient or auto"
             )
         if chosen in _PACKAGES and context.device.at_hand and not _installed(_PACKAGES[chosen][0]):
-            why.append(f"kernel: {chosen} needs the package {_PACKAGES[chosen][0]}: {_PACKAGES[chosen][1]}")
+            problems.append(f"kernel: {chosen} needs the package {_PACKAGES[chosen][0]}: {_PACKAGES[chosen][1]}")
         if chosen == "flash3" and cuda and context.device.capability is not None and context.device.capability < (9, 0):
-            why.append(
+            problems.append(
                 f"kernel: flash3 needs a Hopper GPU (9.0), and this one is {context.device.capability}; use flash2 or flash"
             )
         if chosen == "efficient" and context.model.head_dim % (align := _alignment(context)):
-            why.append(
+            problems.append(
                 f"kernel: efficient needs heads of a multiple of {align}, and the model's have "
                 f"{context.model.head_dim}; use blocks"
             )
-        return why
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         chosen = self._chosen(build)
@@ -239,20 +239,20 @@ def _windowed(context: Context | Build) -> bool:
     return Tag.SLIDING_WINDOW in context.tags or (window is not None and window < context.recipe.batch.length)
 
 
-def _particular(context: Context | Build) -> bool:
+def _beyond_causal(context: Context | Build) -> bool:
     """Whether attention is more than causal: within a window, or of capped scores."""
     return _windowed(context) or context.model.score_softcap is not None
 
 
-def _flash_sees(context: Context | Build) -> bool:
+def _flash_supports(context: Context | Build) -> bool:
     """Whether flash attention has arguments for what the layers see: everything before a token, or a window of it."""
     sizes = context.sizes if isinstance(context, Context) else context.mesh.sizes
     if context.model.score_softcap is not None or context.model.head_dim > _FLASH_HEAD:
         return False
     if not _windowed(context):
         return True
-    whole = sizes[Axis.CONTEXT] == 1  # a ring of parts of rows has no window
-    return whole and context.model.head_dim % 8 == 0 and Tag.GLOBAL_TOKENS not in context.tags
+    unsharded = sizes[Axis.CONTEXT] == 1  # a ring of parts of rows has no window
+    return unsharded and context.model.head_dim % 8 == 0 and Tag.GLOBAL_TOKENS not in context.tags
 
 
 def _prefers_cudnn(context: Context | Build) -> bool:

@@ -47,13 +47,13 @@ def add_bias(model: nn.Module) -> list[Tensor]:
 
     from preheat.models.moe import BIAS, routers
 
-    found = routers(model)
-    for router in found:
+    modules = routers(model)
+    for router in modules:
         if BIAS not in router._buffers:
             weight: Any = router.weight
             zeros = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
             router.register_buffer(BIAS, zeros, persistent=False)
-    return [router.get_buffer(BIAS) for router in found]
+    return [router.get_buffer(BIAS) for router in modules]
 
 
 def move_bias(biases: Sequence[Tensor], tokens: Tensor, rate: float) -> None:
@@ -99,16 +99,16 @@ class ExpertBalancing(Technique):
         if "router_aux_loss_coef" in recipe.model.config:
             raise ValueError("coefficient: model.config.router_aux_loss_coef says the same; state it here alone")
         if self.coefficient == "auto" and self.method == "bias":
-            wanted = 0.0
+            coefficient = 0.0
         else:
-            wanted = 0.01 if self.coefficient == "auto" else float(self.coefficient)
+            coefficient = 0.01 if self.coefficient == "auto" else float(self.coefficient)
         if moe.has_bias(config):
-            if wanted:
+            if coefficient:
                 raise ValueError(
                     f"coefficient: {config.model_type} is balanced by its bias, and has no loss for it; use method: bias without one"
                 )
             return
-        config.router_aux_loss_coef = wanted
+        config.router_aux_loss_coef = coefficient
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.moe import TOKENS, coefficient, has_bias, routers
@@ -125,12 +125,12 @@ class ExpertBalancing(Technique):
             move_bias(biases, build.mesh.add(tokens, *DATA, Axis.CONTEXT), self.rate)
 
         build.hooks.after_update.append(move)
-        kept = (
+        scope = (
             "part of the model and of its folder"
             if has_bias(part.config)
             else "used in training alone: evaluations and exports route without it"
         )
         return Change(
-            f"a bias on the choice of {build.model.experts} experts in {layers} layers, moved by {self.rate:g} a step; {kept}",
+            f"a bias on the choice of {build.model.experts} experts in {layers} layers, moved by {self.rate:g} a step; {scope}",
             layers,
         )

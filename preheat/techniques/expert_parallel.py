@@ -47,16 +47,16 @@ def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
     from preheat.ops.distributed.fully_shard import OWN_MESH
     from preheat.ops.grouped_mm import EXCHANGE, Exchange
 
-    found = experts_of(module)
-    for experts in found:
-        for name, whole in list(experts._parameters.items()):
-            assert whole is not None
-            part = whole.detach().chunk(among.size())[among.get_local_rank()].clone()
-            spread = DTensor.from_local(part, among, [Shard(0)], run_check=False)
-            experts._parameters[name] = nn.Parameter(spread, requires_grad=whole.requires_grad)
+    modules = experts_of(module)
+    for experts in modules:
+        for name, full in list(experts._parameters.items()):
+            assert full is not None
+            part = full.detach().chunk(among.size())[among.get_local_rank()].clone()
+            sharded = DTensor.from_local(part, among, [Shard(0)], run_check=False)
+            experts._parameters[name] = nn.Parameter(sharded, requires_grad=full.requires_grad)
         setattr(experts, EXCHANGE, Exchange(among))
         setattr(experts, OWN_MESH, alike)
-    return len(found)
+    return len(modules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,8 @@ class ExpertParallel(Searchable):
         if axis is Axis.SHARD and build.mesh.size(Axis.REPLICATE) > 1:
             alike = build.mesh.together(build.mesh.sub(Axis.REPLICATE), alike)
         layers = share_experts(part, among, alike)
-        words = f"{build.model.experts} experts of {layers} layers over {degree} devices, {build.model.experts // degree} on each; tokens by all-to-all"
-        return Change(words, layers)
+        summary = f"{build.model.experts} experts of {layers} layers over {degree} devices, {build.model.experts // degree} on each; tokens by all-to-all"
+        return Change(summary, layers)
 
     def options(self, context: Context) -> Iterable[Technique]:
         devices = context.sizes[_axis(context.sizes)]

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Fp8", "convert_to_fp8"]
 
-_UNIT = 16  # fp8 products take sizes that are multiples of this
-_FIRST = (8, 9)  # compute capability of the first NVIDIA devices with fp8 (Ada); Hopper is 9.0
+_ALIGNMENT = 16  # fp8 products take sizes that are multiples of this
+_MIN_CAPABILITY = (8, 9)  # compute capability of the first NVIDIA devices with fp8 (Ada); Hopper is 9.0
 
 
 def convert_to_fp8(
@@ -54,9 +54,9 @@ def convert_to_fp8(
     from torch import nn
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    kept = {id(m) for m in keep}
-    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and id(m) not in kept}
-    fits = {name for name, m in linear.items() if m.in_features % _UNIT == 0 and m.out_features % _UNIT == 0}
+    excluded = {id(m) for m in keep}
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and id(m) not in excluded}
+    fits = {name for name, m in linear.items() if m.in_features % _ALIGNMENT == 0 and m.out_features % _ALIGNMENT == 0}
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     convert_to_float8_training(model, module_filter_fn=lambda module, name: name in fits, config=config)
     return sorted(fits), sorted(linear.keys() - fits)
@@ -78,31 +78,31 @@ class Fp8(Searchable):
         return "different"  # over a run: 3 bits of mantissa in every product
 
     def check(self, context: Context) -> list[str]:
-        why = []
+        problems = []
         device, rows = context.device, context.recipe.batch.length
         if device.kind == "cpu":
-            why.append(
+            problems.append(
                 "needs a CUDA device of compute capability 8.9 or more (Ada, Hopper, Blackwell): a CPU has no fp8 products"
             )
-        elif device.capability is not None and device.capability < _FIRST:
-            found = ".".join(map(str, device.capability))
-            why.append(f"needs compute capability 8.9 or more; {device.name} has {found}: leave fp8 out there")
-        if rows % _UNIT:  # the gradient of a weight sums over tokens, which is then an inner size
-            why.append(f"needs batch.length to be a multiple of {_UNIT}, not {rows}")
+        elif device.capability is not None and device.capability < _MIN_CAPABILITY:
+            capability = ".".join(map(str, device.capability))
+            problems.append(f"needs compute capability 8.9 or more; {device.name} has {capability}: leave fp8 out there")
+        if rows % _ALIGNMENT:  # the gradient of a weight sums over tokens, which is then an inner size
+            problems.append(f"needs batch.length to be a multiple of {_ALIGNMENT}, not {rows}")
         if importlib.util.find_spec("torchao") is None:
-            why.append("needs torchao, which is not installed: pip install torchao")
-        return why
+            problems.append("needs torchao, which is not installed: pip install torchao")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.hf import head
 
-        done, left = convert_to_fp8(part, recipe=self.recipe, keep=[head(part)])
-        if not done:
-            raise RecipeError(f"techniques.fp8: no linear map has sizes that are multiples of {_UNIT}; leave it out")
-        beside = f"; {len(left)} left in high precision, {left[0]} for one (not multiples of {_UNIT})" if left else ""
+        converted, left = convert_to_fp8(part, recipe=self.recipe, keep=[head(part)])
+        if not converted:
+            raise RecipeError(f"techniques.fp8: no linear map has sizes that are multiples of {_ALIGNMENT}; leave it out")
+        skipped = f"; {len(left)} left in high precision, {left[0]} for one (not multiples of {_ALIGNMENT})" if left else ""
         return Change(
-            f"products of {len(done)} linear maps in fp8, {self.recipe} scales{beside}; embedding and head high",
-            len(done),
+            f"products of {len(converted)} linear maps in fp8, {self.recipe} scales{skipped}; embedding and head high",
+            len(converted),
         )
 
     def options(self, context: Context) -> Iterable[Technique]:

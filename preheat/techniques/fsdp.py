@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["FSDP", "shard_fully"]
 
 
-def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **how: Any) -> int:
+def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **settings: Any) -> int:
     """Shards a module with FSDP2, each of its layers as a group of its own, in place; gradients are summed. `preheat.ops.distributed.fully_shard` has the settings.
 
     Args:
@@ -37,7 +37,7 @@ def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **how
     """
     from preheat.ops.distributed import fully_shard
 
-    return fully_shard.shard_fully(module, layers, mesh, **how)
+    return fully_shard.shard_fully(module, layers, mesh, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +81,14 @@ class FSDP(Searchable):
         return "exact" if self.gather == "own" else "rounding"
 
     def check(self, context: Context) -> list[str]:
-        found = []
+        problems = []
         if context.sizes[Axis.SHARD] * context.sizes[Axis.CONTEXT] < 2:
-            found.append(
+            problems.append(
                 "shares out weights among devices, and there is one; start several with --nproc (or plan with --count)"
             )
         if self.offload and context.device.kind == "cpu":
-            found.append("offload: the weights are on the host already; leave it out")
-        return found
+            problems.append("offload: the weights are on the host already; leave it out")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         import torch
@@ -115,20 +115,20 @@ class FSDP(Searchable):
         build.own(Slot.FORWARD, fully_shard.forward_through(part), self.name())
         if self.reduce == "last":
             build.hooks.before_backward.append(part.set_requires_gradient_sync)
-        many = build.mesh.size(*across)
+        degree = build.mesh.size(*across)
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
-        return Change(f"weights in {groups} groups, a {many}th of each on a device{copies}", groups)
+        return Change(f"weights in {groups} groups, a {degree}th of each on a device{copies}", groups)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        travels: tuple[Literal["own", "bf16"], ...] = ("own", "bf16") if Tag.BF16_COMPUTE in context.tags else ("own",)
-        kept: tuple[tuple[bool, Literal["each", "last"]], ...] = (
+        precisions: tuple[Literal["own", "bf16"], ...] = ("own", "bf16") if Tag.BF16_COMPUTE in context.tags else ("own",)
+        combinations: tuple[tuple[bool, Literal["each", "last"]], ...] = (
             (True, "each"),
             (True, "last"),
             (False, "each"),
             (False, "last"),
         )
         return [
-            replace(self, reshard=again, reduce=reduce, gather=gather) for gather in travels for again, reduce in kept
+            replace(self, reshard=again, reduce=reduce, gather=gather) for gather in precisions for again, reduce in combinations
         ]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:

@@ -71,12 +71,12 @@ class FusedOperators(Searchable):
     def check(self, context: Context) -> list[str]:
         from preheat.models.kernel_swap import KERNEL_FAMILIES
 
-        why = []
+        problems = []
         if context.model.family not in KERNEL_FAMILIES:
-            why.append(f"is for {', '.join(KERNEL_FAMILIES)}, not {context.model.family}; leave it out")
+            problems.append(f"is for {', '.join(KERNEL_FAMILIES)}, not {context.model.family}; leave it out")
         if not (self.norm or self.gate):
-            why.append("norm, gate: both are false; leave fused_operators out")
-        return why
+            problems.append("norm, gate: both are false; leave fused_operators out")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         if build.mesh.size(Axis.TENSOR) > 1:

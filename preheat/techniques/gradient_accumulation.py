@@ -111,9 +111,9 @@ def train_with_gradient_accumulation(
         batches = iter(dataloader)
         while group := list(itertools.islice(batches, accumulation_steps)):
             shares = [_share(criterion, targets) for _, targets in group]
-            whole = 1.0 if summed else sum(shares)
+            total = 1.0 if summed else sum(shares)
             # a mean over no target at all is NaN, not 0
-            parts = [(*batch, share / whole) for batch, share in zip(group, shares, strict=True) if share]
+            parts = [(*batch, share / total) for batch, share in zip(group, shares, strict=True) if share]
             if parts:
                 losses.append(accumulate(parts, loss_of, global_weight=1))
                 optimizer.step()
@@ -167,18 +167,18 @@ class GradientAccumulation(Searchable):
     def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
         if self.on_gpu != "auto":
             return self
-        stated = replace(self, on_gpu="steps")
+        fixed = replace(self, on_gpu="steps")
         if not self.left_open(context.device):
-            return stated
+            return fixed
         rows, _ = _rows(context.recipe, context.sizes)
-        chosen = stated
+        chosen = fixed
         for steps in (n for n in range(2, rows + 1) if rows % n == 0):
-            other = replace(stated, steps=steps)
+            candidate = replace(fixed, steps=steps)
             large = rows // steps > 1 and rows // steps * context.recipe.batch.length > _FILLS_A_GPU
-            if large or conflicts_of({**context.recipe.techniques, self.name(): other}.values(), context):
+            if large or conflicts_of({**context.recipe.techniques, self.name(): candidate}.values(), context):
                 continue
-            foreseen = plan(chosen := other)
-            if has_room(foreseen):
+            prediction = plan(chosen := candidate)
+            if has_room(prediction):
                 break
         return chosen
 

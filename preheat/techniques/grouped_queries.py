@@ -78,7 +78,7 @@ class GroupedQueries(Technique):
             return architecture.pool_heads(value, self.kv_heads, facts.head_dim)
 
         build.weights.map(architecture.KEYS_AND_VALUES, pool)
-        how = "new weights" if build.weights.folder is None else "the mean of each group of those read"
+        origin = "new weights" if build.weights.folder is None else "the mean of each group of those read"
         return Change(
-            f"{facts.heads} query heads on {self.kv_heads} key-value heads in {facts.layers} layers, {how}", count
+            f"{facts.heads} query heads on {self.kv_heads} key-value heads in {facts.layers} layers, {origin}", count
         )

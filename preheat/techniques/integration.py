@@ -69,7 +69,7 @@ def integration_example(
     if precision not in dtypes:
         raise ValueError(f"precision: {precision!r} is not known; use {', '.join(dtypes)}")
     half = dtypes[precision] if use_mixed_precision else None
-    rank, world = _place()
+    rank, world = _rank_and_world()
     if half == torch.float16 and world > 1:
         raise ValueError("precision: fp16 skips steps by each process's own gradients; on several processes use bf16")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,8 +97,8 @@ def integration_example(
     for step in range(steps):
         begun = time.perf_counter()
         first = (step * world + rank) * rows
-        places = [(first + n) % len(data) for n in range(rows)]
-        batch = data[places].to(device, torch.int64)
+        indices = [(first + n) % len(data) for n in range(rows)]
+        batch = data[indices].to(device, torch.int64)
 
         def loss_sum(part: torch.Tensor) -> torch.Tensor:
             with autocast(device.type, half) if half else nullcontext():
@@ -111,25 +111,25 @@ def integration_example(
         optimizer.zero_grad(set_to_none=True)
         seconds.append(time.perf_counter() - begun)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else max(peak_resident_bytes() - before, 0)
-    kept = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-    where = f"stage {zero_stage}" + ("" if world > 1 else ", one process: nothing is sharded")
+    state_tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    sharding = f"stage {zero_stage}" + ("" if world > 1 else ", one process: nothing is sharded")
     return {
         "losses": losses,
         "tokens_per_second": world * rows * length / median(seconds[1:] or seconds),
         "peak_memory_gib": peak / 2**30,
         "parameters": parameters,
-        "optimizer_bytes": optimizer.state_bytes() if zero_stage else sum(t.nbytes for t in kept),
+        "optimizer_bytes": optimizer.state_bytes() if zero_stage else sum(t.nbytes for t in state_tensors),
         "processes": world,
         "on": {
             "gradient_accumulation": f"{accumulation_steps} micro-batches of {batch_size} rows",
             "mixed_precision": f"{precision} under autocast, weights in fp32" if half else "off: fp32",
-            "zero": where if zero_stage else "off: AdamW",
+            "zero": sharding if zero_stage else "off: AdamW",
             "efficient_attention": "fused" if use_efficient_attention else "off: all scores in memory",
         },
     }
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_world() -> tuple[int, int]:
     """This process's rank, and how many there are."""
     import torch.distributed as dist
 
@@ -160,5 +160,5 @@ def _bytes(length: int, rows: int = 4096) -> torch.Tensor:
         text += document.text.encode("utf-8", "replace")
         if len(text) >= wanted:
             break
-    whole = len(text) // (length + 1)
-    return torch.frombuffer(text, dtype=torch.uint8)[: whole * (length + 1)].view(whole, length + 1)
+    full_rows = len(text) // (length + 1)
+    return torch.frombuffer(text, dtype=torch.uint8)[: full_rows * (length + 1)].view(full_rows, length + 1)

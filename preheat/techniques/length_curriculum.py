@@ -82,8 +82,8 @@ def shape_at(length: int, *, rows: int, micro: int, full: int, keep: Literal["ro
         >>> shape_at(64, rows=8, micro=4, full=256), shape_at(64, rows=8, micro=4, full=256, keep="rows")
         (Shape(rows=32, length=64, micro=16), Shape(rows=8, length=64, micro=4))
     """
-    whole = rows if keep == "tokens" else max(1, round(rows * length / full))
-    cut = -(-whole * full // length)
+    full_rows = rows if keep == "tokens" else max(1, round(rows * length / full))
+    cut = -(-full_rows * full // length)
     return Shape(cut, length, min(cut, micro if keep == "rows" else max(1, micro * full // length)))
 
 
@@ -129,45 +129,45 @@ class LengthCurriculum(Technique):
         recipe = context.recipe
         data, stop, full = recipe.data, recipe.stop, recipe.batch.length
         start, multiple = self._lengths(recipe)
-        why = []
+        problems = []
         if self.lengths:
             stages = [*self.lengths, full]
             shorter = next(((a, b) for a, b in itertools.pairwise(stages) if b <= a), None)
             if shorter:
                 named = " (batch.length)" if shorter[1] == full else ""
-                why.append(
+                problems.append(
                     f"lengths: a stage of {shorter[1]:,} tokens{named} follows one of {shorter[0]:,}; they must rise up to batch.length {full:,}"
                 )
             if self.start != "auto" or self.schedule != "steps":
-                why.append("lengths: are the stages themselves; leave start and schedule out")
+                problems.append("lengths: are the stages themselves; leave start and schedule out")
         elif start >= full:
-            why.append(f"start: {start} is not below batch.length {full}; use {full // 4} or so, or longer rows")
+            problems.append(f"start: {start} is not below batch.length {full}; use {full // 4} or so, or longer rows")
         if start % multiple and not self.lengths:
-            why.append(
+            problems.append(
                 f"start: {start} is no multiple of {multiple}; use start: {-(-start // multiple) * multiple}, or set multiple"
             )
         if start < 2:
-            why.append("start: a row of 1 token has nothing to predict from; use 8 or more")
+            problems.append("start: a row of 1 token has nothing to predict from; use 8 or more")
         last = (stop.steps - 1) / stop.steps if stop.steps else 1.0
         if not 0 < self.until < 1 or self.until > last:
             end = f"the last of {stop.steps} steps begins at {last:g} of the run" if stop.steps else "the run ends at 1"
-            why.append(
+            problems.append(
                 f"until: at {self.until:g} the full length is never reached, or from the start ({end}); use 0.3 or so"
             )
         if not (stop.steps or stop.tokens or stop.epochs):
-            why.append(
+            problems.append(
                 "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens or epochs"
             )
         if self.keep == "rows" and (stop.tokens or stop.epochs):
-            why.append(
+            problems.append(
                 "keep: rows reads fewer tokens a step, so stop.tokens and stop.epochs give no number of steps; use stop.steps"
             )
         paired = data.prompt is not None or data.source == "docstrings" or data.layout not in ("auto", "text")
         if data.packing == "whole" or (data.packing == "auto" and paired):
-            why.append(
+            problems.append(
                 "start: shorter rows would part completions from their prompts; set data.packing: stream, or leave this out"
             )
-        return why
+        return problems
 
     def length(self, recipe: Recipe, progress: float) -> int:
         """Tokens of a row at this share of a run of the recipe."""
@@ -196,9 +196,9 @@ class LengthCurriculum(Technique):
 
         build.own(Slot.BATCH_SHAPE, shape, self.name())
         lengths = list(dict.fromkeys(self.length(recipe, n / 1000) for n in range(1001)))
-        some = lengths if len(lengths) < 9 else [*lengths[:3], "...", *lengths[-2:]]
-        words = f"rows of {', '.join(map(str, some))} tokens, full after {self.until:.0%} of the steps; {self.keep} a step kept"
-        words += ". The plan is for full rows throughout"
+        shown = lengths if len(lengths) < 9 else [*lengths[:3], "...", *lengths[-2:]]
+        summary = f"rows of {', '.join(map(str, shown))} tokens, full after {self.until:.0%} of the steps; {self.keep} a step kept"
+        summary += ". The plan is for full rows throughout"
         if build.device.kind == "cpu" and self.schedule != "steps":
-            words += "; the heap may hold up to a half more than planned, which schedule: steps spares"
-        return Change(words, len(lengths))
+            summary += "; the heap may hold up to a half more than planned, which schedule: steps spares"
+        return Change(summary, len(lengths))

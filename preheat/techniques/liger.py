@@ -106,22 +106,22 @@ class Liger(Searchable):
             ]
         import importlib.util
 
-        why = []
+        problems = []
         if importlib.util.find_spec("liger_kernel") is None:
-            why.append("liger-kernel is not installed; pip install liger-kernel")
+            problems.append("liger-kernel is not installed; pip install liger-kernel")
         if context.model.family not in KERNEL_FAMILIES and self.provided():
-            why.append(
+            problems.append(
                 f"its norm, rotary and gate are for {', '.join(KERNEL_FAMILIES)}, not {context.model.family}; set all three to false"
             )
         if not (self.norm or self.rotary or self.gate or self.loss):
-            why.append("norm, rotary, gate, loss: all are false; leave liger out")
+            problems.append("norm, rotary, gate, loss: all are false; leave liger out")
         if self.loss and (
             other := [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]
         ):
-            why.append(f"loss: is plain cross entropy, without what {other[0]} adds; set loss: false")
+            problems.append(f"loss: is plain cross entropy, without what {other[0]} adds; set loss: false")
         if self.loss and context.model.logit_softcap:
-            why.append(f"loss: would leave out the cap on the logits of {context.model.family}; set loss: false")
-        return why
+            problems.append(f"loss: would leave out the cap on the logits of {context.model.family}; set loss: false")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         counts = use_liger(part, norm=self.norm, rotary=self.rotary, gate=self.gate) if self.provided() else {}

@@ -95,11 +95,11 @@ def _add_to_experts(model: nn.Module, rank: int, scale: float, *, drawn: bool) -
     from preheat.models.moe import experts_of
     from preheat.ops.adapters.moe_lora import add_pairs, draw_pairs
 
-    found = experts_of(model)
-    if not found:
+    modules = experts_of(model)
+    if not modules:
         raise SettingError("expert_rank", f"{rank} is for experts, and the model has none; leave it out")
-    add_pairs(found, rank, scale)
-    for experts in found if drawn else ():
+    add_pairs(modules, rank, scale)
+    for experts in modules if drawn else ():
         draw_pairs(experts)
 
 
@@ -218,39 +218,39 @@ class Lora(Technique):
         return self.provides if self.variant == "pissa" else self.provides - {Tag.MODIFIED_BASE}
 
     def check(self, context: Context) -> list[str]:
-        found = []
+        problems = []
         if self.variant == "pissa" and Tag.QUANTIZED_BASE in context.tags:
-            found.append(
+            problems.append(
                 "variant: pissa changes the base's weights, which stand packed in few bits; use lora, rslora or dora"
             )
         if self.variant == "pissa" and self.start:
-            found.append(
+            problems.append(
                 "start: pissa begins from the base's singular directions and not from an adapter; use variant: lora"
             )
         if self.expert_rank:
             if not context.model.experts:
-                found.append(
+                problems.append(
                     f"expert_rank: {self.expert_rank} is for experts, and {context.model.family} has none; leave it out"
                 )
             if self.variant not in ("lora", "rslora"):
-                found.append(
+                problems.append(
                     f"expert_rank: goes with lora and rslora, and variant is {self.variant}; set expert_rank: 0"
                 )
             if self.dropout or self.start:
-                found.append(
+                problems.append(
                     f"expert_rank: does not go with {'dropout' if self.dropout else 'start'}; leave one of them out"
                 )
         if self.embedding_rank:
             if self.variant not in ("lora", "rslora"):
-                found.append(
+                problems.append(
                     f"embedding_rank: goes with lora and rslora, and variant is {self.variant}; set embedding_rank: 0"
                 )
             split = sorted({Tag.PIPELINE_STAGES, Tag.TENSOR_PARALLEL} & context.tags)
             if split:
-                found.append(
+                problems.append(
                     f"embedding_rank: does not go with {split[0]}, which takes embedding and head apart; set embedding_rank: 0"
                 )
-        return found
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
@@ -295,8 +295,8 @@ class Lora(Technique):
         half = {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & build.tags
         if half and self.variant != "dora":  # whose lengths are taken in fp32
             under_autocast(part)
-        trained, whole = shares(part)
-        beside = (
+        trained, total = shares(part)
+        extras = (
             f", of rank {self.expert_rank} on each of {build.model.experts} experts in {count - len(names)} layers"
             if self.expert_rank
             else ""
@@ -304,16 +304,16 @@ class Lora(Technique):
         maps = len(names) - bool(self.embedding_rank)
         if self.embedding_rank:
             tied = " and the head that is tied to it" if config.ensure_weight_tying else ""
-            beside += f", of rank {self.embedding_rank} on the embedding{tied}"
+            extras += f", of rank {self.embedding_rank} on the embedding{tied}"
         return Change(
-            f"{self.variant} of rank {self.rank} on {maps} linear maps{beside}{begun}: "
-            f"{trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
+            f"{self.variant} of rank {self.rank} on {maps} linear maps{extras}{begun}: "
+            f"{trained:,} of {total:,} parameters trained ({trained / total:.1%})",
             count,
         )
 
     def _begin_experts(self, build: Build, part: Any) -> int:
         from preheat.ops.adapters.moe_lora import OWN, adapted_experts, draw_pairs
 
-        found = {id(experts) for experts in adapted_experts(part)}
-        build.weights.fresh(OWN, [name for name, module in part.named_modules() if id(module) in found], draw_pairs)
-        return len(found)
+        expert_ids = {id(experts) for experts in adapted_experts(part)}
+        build.weights.fresh(OWN, [name for name, module in part.named_modules() if id(module) in expert_ids], draw_pairs)
+        return len(expert_ids)

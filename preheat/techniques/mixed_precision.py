@@ -70,9 +70,9 @@ def to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] =
     """
     import torch
 
-    kept = {id(p) for module in keep for p in module.parameters()}
+    excluded = {id(p) for module in keep for p in module.parameters()}
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    chosen = [p for p in (frozen or model.parameters()) if p.dtype == torch.float32 and id(p) not in kept]
+    chosen = [p for p in (frozen or model.parameters()) if p.dtype == torch.float32 and id(p) not in excluded]
     for p in chosen:
         p.data = p.data.to(dtype)
     return sum(p.numel() for p in chosen)
@@ -251,40 +251,40 @@ class MixedPrecision(Searchable):
         return self if has_tf32(device) else replace(self, tf32=False)
 
     def check(self, context: Context) -> list[str]:
-        why = []
+        problems = []
         for pattern in self._patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
-                why.append(f"keep_fp32: {pattern!r} is no regular expression ({error})")
+                problems.append(f"keep_fp32: {pattern!r} is no regular expression ({error})")
         if self.tf32 and not has_tf32(context.device):
-            why.append(
+            problems.append(
                 f"tf32: {context.device.name} has no TF32, which NVIDIA's GPUs have from Ampere on; leave it out"
             )
         if self.keep_fp32 and self.mode == "fp32":
-            why.append("keep_fp32: with mode: fp32 everything is; leave it out")
+            problems.append("keep_fp32: with mode: fp32 everything is; leave it out")
         if self.frozen != "fp32" and self.mode not in ("bf16", "fp16"):
-            why.append(
+            problems.append(
                 f"frozen: {self.frozen} is for mode: bf16 or fp16, and mode: {self.mode} decides it; leave it out"
             )
         elif self.frozen == "half" and Tag.FROZEN_BASE not in context.tags:
-            why.append(
+            problems.append(
                 "frozen: half has nothing to keep so, since no technique freezes a base; leave it out, or use auto"
             )
         if self.keep_fp32 and self.owned() and Tag.REDUCED_GRADIENTS in context.tags:
-            why.append(
+            problems.append(
                 f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together and need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
             )
         if self.mode.endswith("_master") and Tag.FROZEN_BASE in context.tags:
             half = self.mode.removesuffix("_master")
             other = "bf16_weights, which keeps the frozen ones in bf16" if half == "bf16" else half
-            why.append(f"mode: {self.mode} is for models that are trained whole; with a frozen base use {other}")
-        return why
+            problems.append(f"mode: {self.mode} is for models that are trained whole; with a frozen base use {other}")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         import torch
 
-        whole = sum(p.numel() for p in part.parameters())
+        total = sum(p.numel() for p in part.parameters())
         if self.tf32 and build.torch_device.type == "cuda":  # under fake tensors nothing is computed
             allow_tf32(build)
         in_tf32 = ", fp32 products in TF32" if self.tf32 else ""
@@ -293,7 +293,7 @@ class MixedPrecision(Searchable):
                 "weights and optimizer in fp32, products in TF32"
                 if self.tf32
                 else "weights, products and optimizer in fp32",
-                whole,
+                total,
             )
         half = torch.float16 if self.mode.startswith("fp16") else torch.bfloat16
         full = all(p.requires_grad for p in part.parameters())
@@ -303,26 +303,26 @@ class MixedPrecision(Searchable):
             raise RecipeError(
                 f"techniques.{self.name()}.mode: {self.mode} is for models that are trained whole; some weights are frozen"
             )
-        kept = self._keep(build, part, half if of_weights and full else None)
+        fp32_modules = self._keep(build, part, half if of_weights and full else None)
         if half == torch.float16:
             self._scale(build)
-        beside = (f"; {len(kept)} modules in fp32" if kept else "") + in_tf32
+        suffix = (f"; {len(fp32_modules)} modules in fp32" if fp32_modules else "") + in_tf32
         name, cached = self.mode[:4], Tag.SHARDED_WEIGHTS not in build.tags
         if not of_weights:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             scaled = ", loss scaled" if half == torch.float16 else ""
-            return Change(f"matrix products in {name} under autocast, weights in fp32{scaled}{beside}", whole)
-        count = to_half(part, half, keep=kept)
+            return Change(f"matrix products in {name} under autocast, weights in fp32{scaled}{suffix}", total)
+        count = to_half(part, half, keep=fp32_modules)
         if not full:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
-            return Change(f"frozen weights in {name}; trained ones in fp32 under autocast{beside}", count)
+            return Change(f"frozen weights in {name}; trained ones in fp32 under autocast{suffix}", count)
         if self.mode == "bf16_pure":
-            return Change(f"weights, gradients and moments in bf16, rounded to the nearest{beside}", count)
+            return Change(f"weights, gradients and moments in bf16, rounded to the nearest{suffix}", count)
         build.own(Slot.OPTIMIZER, functools.partial(self._optimizer, build), self.name())
         if self.mode == "bf16_weights":
-            return Change(f"weights and gradients in bf16, rounded stochastically; moments in fp32{beside}", count)
+            return Change(f"weights and gradients in bf16, rounded stochastically; moments in fp32{suffix}", count)
         scaled = ", loss scaled" if half == torch.float16 else ""
-        return Change(f"weights and gradients in {name}; masters and moments in fp32{scaled}{beside}", count)
+        return Change(f"weights and gradients in {name}; masters and moments in fp32{scaled}{suffix}", count)
 
     def _keep(self, build: Build, part: Any, back_to: Any) -> list[Any]:
         import torch
@@ -335,11 +335,11 @@ class MixedPrecision(Searchable):
         if not self._patterns:
             return []
         last = head(part)
-        kept = keep_in_fp32(part, self._patterns, back_to=back_to, last=[last])
+        fp32_modules = keep_in_fp32(part, self._patterns, back_to=back_to, last=[last])
         names = [name for name, module in part.named_modules() if module is last]
         if any(re.search(pattern, name) for pattern in self._patterns for name in names):
             build.loss.head_dtype = torch.float32
-        return kept
+        return fp32_modules
 
     def _scale(self, build: Build) -> None:
         """Once a build: its parts share one scale."""

@@ -51,11 +51,11 @@ def to_nf4(model: nn.Module, *, double_quantization: bool = True, keep: str | tu
     from preheat.ops.quantization.nf4 import pack_
 
     last = head(model)  # type: ignore[arg-type]
-    found = {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not last}
-    kept = {name for name in found if _matches(name, keep)}
-    if keep and not kept:
+    maps = {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not last}
+    excluded = {name for name in maps if _matches(name, keep)}
+    if keep and not excluded:
         raise ValueError(f"keep: {keep!r} matches no linear map of the model")
-    chosen = {name: m for name, m in found.items() if name not in kept}
+    chosen = {name: m for name, m in maps.items() if name not in excluded}
     if not chosen:
         raise ValueError(f"keep: {keep!r} leaves no linear map to quantize")
     pack_(list(chosen.values()), double=double_quantization)
@@ -106,9 +106,9 @@ class Nf4(Searchable):
         modules = [part.get_submodule(name) for name in names]
         build.weights.pack(modules, r"\.nf4_")
         weights = sum(m.nf4_shape[0] * m.nf4_shape[1] for m in modules)
-        held = sum(p.nbytes for m in modules for key, p in m.named_parameters() if key.startswith("nf4_"))
+        packed_bytes = sum(p.nbytes for m in modules for key, p in m.named_parameters() if key.startswith("nf4_"))
         rest = shares(part)[1] - weights
         return Change(
-            f"{len(names)} linear maps in NF4: {weights:,} weights at {held / weights:.3f} bytes; {rest:,} stay as they are",
+            f"{len(names)} linear maps in NF4: {weights:,} weights at {packed_bytes / weights:.3f} bytes; {rest:,} stay as they are",
             len(names),
         )

@@ -82,7 +82,7 @@ class OptimizerInBackward(Searchable):
                 "they are freed already; leave one of them out"
             )
         updates = update_in_backward(build.optimizer)
-        plain = build.slot(Slot.FORWARD_BACKWARD)
+        inner = build.slot(Slot.FORWARD_BACKWARD)
 
         def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
             if len(batches) > 1:
@@ -91,7 +91,7 @@ class OptimizerInBackward(Searchable):
                     "let the batch be one micro-batch"
                 )
             updates.reset()
-            loss: LossSum = plain(build, batches, global_weight)
+            loss: LossSum = inner(build, batches, global_weight)
             return loss
 
         def update(build: Build, norm: Tensor) -> Tensor:

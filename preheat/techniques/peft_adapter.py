@@ -175,7 +175,7 @@ class PeftAdapter(Technique):
                 f"techniques.peft_adapter: {self.method} on {self.targets!r}: {str(error).splitlines()[0][:200]}"
             ) from None
         config = configure(self.method, self.settings, adapted(part, self.targets), exclude)
-        begun = begin(
+        start_note = begin(
             build.weights,
             part,
             config,
@@ -185,8 +185,8 @@ class PeftAdapter(Technique):
             knob="techniques.peft_adapter.start",
             called={},
         )
-        trained, whole = shares(part)
+        trained, total = shares(part)
         return Change(
-            f"{self.method} on {len(names)} linear maps{begun}: {trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
+            f"{self.method} on {len(names)} linear maps{start_note}: {trained:,} of {total:,} parameters trained ({trained / total:.1%})",
             len(names),
         )

@@ -106,11 +106,11 @@ class _Runner:
         from preheat.ops.distributed.pipelining import Pipeline
 
         def forward(part: Any, batch: Batch) -> Tensor:
-            made, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
+            output, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
             assert not metrics, "check refuses objectives with metrics: only the last stage's device would have them"
             for change in build.loss.scaling if part is stages.get(count - 1) else ():
-                made = change(made)
-            return made
+                output = change(output)
+            return output
 
         # Where tensor parallel cuts what flows between blocks along the sequence, each device sends its part to its like.
         self.cut = build.mesh.size(Axis.TENSOR) if Tag.SEQUENCE_PARALLEL in build.tags else 1
@@ -164,63 +164,63 @@ class PipelineParallel(Searchable):
 
     def check(self, context: Context) -> list[str]:
         recipe, tags = context.recipe, context.tags
-        count, found = self.degree * self._each, []
+        count, problems = self.degree * self._each, []
         allowed = {"interleaved": "2 or more", "zero_bubble": "any", "zbv": "2"}.get(self.schedule, "1")
         fits = {"1": self._each == 1, "2": self._each == 2, "2 or more": self._each > 1, "any": True}
         if not fits[allowed]:
-            found.append(
+            problems.append(
                 f"stages: {self._each} a device with schedule: {self.schedule}, which takes {allowed}; leave it out, or use interleaved"
             )
         if count > context.model.layers:
-            found.append(
+            problems.append(
                 f"degree: {self.degree} devices with {self._each} stages each are {count} stages, and the model has {context.model.layers} layers; use fewer"
             )
         if (
             context.model.experts
         ):  # as `preheat.models.pipeline_split` refuses; here a search sees it before it builds anything
-            found.append(
+            problems.append(
                 f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages do not hand on; use fsdp, with expert_parallel"
             )
-        found += self._of_batch(context)
+        problems += self._batch_problems(context)
         if self.schedule == "zbv" and context.model.tied:
-            found.append(
+            problems.append(
                 "schedule: zbv puts first and last stage on one device, where a tied embedding would stand twice; use another schedule, or set "
                 "model.config.tie_word_embeddings: false for a new model"
             )
         if Tag.REDUCE_EACH_MICRO_BATCH in tags:
-            found.append(
+            problems.append(
                 "fsdp shares out gradients once a step here, behind the last micro-batch of the pipeline; set fsdp.reduce: last"
             )
         if self.schedule in SPLIT_BACKWARD:
-            found += self._of_split_backward(context)
+            problems += self._split_backward_problems(context)
         if recipe.evaluate.tasks:
-            found.append(
+            problems.append(
                 "evaluate.tasks: reads logits of single tokens, which only the last device makes; run `preheat eval` on the checkpoint"
             )
         if recipe.sample.wanted:
-            found.append("sample: no device has the whole model; run `preheat generate` on the checkpoint")
-        return found
+            problems.append("sample: no device has the whole model; run `preheat generate` on the checkpoint")
+        return problems
 
-    def _of_split_backward(self, context: Context) -> list[str]:
+    def _split_backward_problems(self, context: Context) -> list[str]:
         """What does not bear that the gradients of weights are taken by themselves, in a second pass through what made them."""
-        found = []
+        problems = []
         if Tag.RESHARD_AFTER_FORWARD in context.tags:
-            found.append(
+            problems.append(
                 f"schedule: {self.schedule} takes the gradients of weights later, when fsdp has let go of these; set fsdp.reshard: false"
             )
-        found += [
+        problems += [
             f"schedule: {self.schedule} passes backward twice through {what}, which allow one pass; use 1f1b or interleaved"
             for tag, what in _ONE_PASS.items()
             if tag in context.tags
         ]
         losses = [t.name() for t in context.recipe.techniques.values() if Slot.OVER_LOGITS in t.owned()]
-        found += [
+        problems += [
             f"schedule: {self.schedule} passes backward twice through the loss, and that of {name} allows one; use 1f1b or interleaved"
             for name in losses
         ]
-        return found
+        return problems
 
-    def _of_batch(self, context: Context) -> list[str]:
+    def _batch_problems(self, context: Context) -> list[str]:
         """What does not fit about the micro-batches."""
         accumulation: Any = context.recipe.techniques.get("gradient_accumulation")
         if accumulation is not None and self.micro_batches is not None:
@@ -253,7 +253,7 @@ class PipelineParallel(Searchable):
         from preheat.models import hf, pipeline_split
         from preheat.ops.distributed.pipelining import ranks_of
 
-        count, me = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
+        count, stage_rank = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
         try:
             course = pipeline_split.observe(
                 part.config, build.recipe.batch.length, trust=build.recipe.model.trust_remote_code
@@ -263,12 +263,12 @@ class PipelineParallel(Searchable):
             cuts = pipeline_split.balance(course.each, count, before=course.before, after=after)
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
-        numbers = [number for number, device in enumerate(ranks_of(count, self.degree, self.schedule)) if device == me]
+        numbers = [number for number, device in enumerate(ranks_of(count, self.degree, self.schedule)) if device == stage_rank]
         build.parts["trained"] = [pipeline_split.cut(part, course, cuts, number) for number in numbers]
         if self.micro_batches is not None:
             build.state.accumulation = self.micro_batches
         if hf.embedding(part).weight is hf.head(part).weight:
-            self._tie(build, me)
+            self._tie(build, stage_rank)
         # Hidden states have the embedding's precision, which residual connections keep: or that in which it is gathered, or cast to later where it is trained.
         cast = Tag.BF16_WEIGHTS in build.tags and Tag.FROZEN_BASE not in build.tags
         half = cast or Tag.BF16_ALL_GATHER in build.tags
@@ -279,10 +279,10 @@ class PipelineParallel(Searchable):
         costs = [sum(course.each[layer] for layer in cut) + (course.before if cut.start == 0 else 0) for cut in cuts]
         costs[-1] += after
         share = max(costs) * count / sum(costs) - 1
-        words = ", ".join(str(len(cut)) for cut in cuts)
+        layer_counts = ", ".join(str(len(cut)) for cut in cuts)
         build.parallel.bubble_fraction = self._bubble
         return Change(
-            f"{len(course.each)} layers in {count} stages of {words}; the dearest costs {share:.0%} more than the mean",
+            f"{len(course.each)} layers in {count} stages of {layer_counts}; the dearest costs {share:.0%} more than the mean",
             count,
         )
 
@@ -295,16 +295,16 @@ class PipelineParallel(Searchable):
         share = (self.degree - 1) / (micro_batches * self._each)
         return share / 3 if self.schedule in SPLIT_BACKWARD else share
 
-    def _tie(self, build: Build, me: int) -> None:
+    def _tie(self, build: Build, stage_rank: int) -> None:
         """First and last stage have the one matrix each, and add their gradients; the first counts it in the norm."""
         from preheat.models import hf
         from preheat.ops.distributed.dtensor_utils import local
         from preheat.ops.distributed.pipelining import add_copies
 
-        if me not in (0, self.degree - 1):
+        if stage_rank not in (0, self.degree - 1):
             return
-        part: Any = build.trained[0 if me == 0 else -1]
-        if me != 0:
+        part: Any = build.trained[0 if stage_rank == 0 else -1]
+        if stage_rank != 0:
             weight = hf.embedding(part).weight
             build.parallel.duplicated_params |= {name for name, p in part.named_parameters() if p is weight}
 
@@ -312,7 +312,7 @@ class PipelineParallel(Searchable):
             embedding: Any = hf.embedding(part)
             grad = embedding.weight.grad
             if grad is not None:
-                add_copies([local(grad)], self.degree - 1 - me, build.mesh.group(Axis.PIPELINE))
+                add_copies([local(grad)], self.degree - 1 - stage_rank, build.mesh.group(Axis.PIPELINE))
 
         build.hooks.finish_gradients.append((Finish.TIE, add))
 

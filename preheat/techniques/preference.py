@@ -106,62 +106,62 @@ class Preference(Technique):
         return float(self.nll) if self.nll != "auto" else float(self.loss in ("cpo", "orpo"))
 
     @property
-    def _refers(self) -> bool:
+    def _uses_reference(self) -> bool:
         return self.reference == "auto" and self.loss not in _WITHOUT_REFERENCE
 
     @property
-    def _means(self) -> bool:
+    def _normalizes(self) -> bool:
         return self.length_normalized or self.loss in ("simpo", "orpo")
 
     def examples(self) -> ExampleKind:
         return ExampleKind("liked" if self.loss == "unpaired" else "pairs")
 
     def check(self, context: Context) -> list[str]:
-        why = []
+        problems = []
         if self.label_smoothing and self.loss not in _SMOOTHED:
-            why.append(f"label_smoothing: {self.loss} has no form with it; use {', '.join(_SMOOTHED)}, or 0")
+            problems.append(f"label_smoothing: {self.loss} has no form with it; use {', '.join(_SMOOTHED)}, or 0")
         if self.label_smoothing == 0.5:
-            why.append("label_smoothing: at 0.5 either order is as good, and nothing is learnt; use 0.1")
+            problems.append("label_smoothing: at 0.5 either order is as good, and nothing is learnt; use 0.1")
         if self.loss == "unpaired" and self._nll:
-            why.append("nll: is of pairs' preferred answers; leave it out with loss: unpaired")
+            problems.append("nll: is of pairs' preferred answers; leave it out with loss: unpaired")
         if self.loss == "unpaired" and self.reference == "none":
-            why.append(
+            problems.append(
                 "reference: without one no single answer is likely enough to be liked; leave it out with loss: unpaired"
             )
-        if self._refers and Tag.MODIFIED_BASE in context.tags:
-            why.append(
+        if self._uses_reference and Tag.MODIFIED_BASE in context.tags:
+            problems.append(
                 "reference: the adapter begins inside the base's weights, so the base without it is not the model as it was; use "
                 "another variant of the adapter, or a loss without a reference (simpo, cpo, orpo)"
             )
         recipe = context.recipe
         if recipe.data.packing == "stream":
-            why.append("data.packing: stream cuts answers at row ends; use auto or whole")
+            problems.append("data.packing: stream cuts answers at row ends; use auto or whole")
         if recipe.evaluate.baselines:
-            why.append("evaluate.baselines: a unigram model compares no answers; set it to false")
-        return why
+            problems.append("evaluate.baselines: a unigram model compares no answers; set it to false")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         import copy
 
         from preheat.ops.losses.cross_entropy import CrossEntropy
 
-        words = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO"}.get(self.loss, self.loss)
-        what, count = f"{words} loss, beta {self._beta:g}", 1
-        if not self._refers:
-            what += ", no reference model"
+        loss_name = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO"}.get(self.loss, self.loss)
+        summary, count = f"{loss_name} loss, beta {self._beta:g}", 1
+        if not self._uses_reference:
+            summary += ", no reference model"
         elif Tag.ADAPTER in build.tags:
-            what += "; the reference is the base without its adapter"
+            summary += "; the reference is the base without its adapter"
         else:
-            kept = (
+            reference_model = (
                 copy.deepcopy(part).requires_grad_(False).eval()
             )  # on meta still: the weights' source fills it as it fills the model
-            build.parts["reference"] = [kept]
-            count = sum(p.numel() for p in kept.parameters())
-            what += f"; the reference is a frozen copy of {count:,} parameters"
+            build.parts["reference"] = [reference_model]
+            count = sum(p.numel() for p in reference_model.parameters())
+            summary += f"; the reference is a frozen copy of {count:,} parameters"
         build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # what is compared are plain log-probabilities
         build.own(Slot.OBJECTIVE, self._objective(build, part), self.name())
         build.loss.scores = _scores
-        return Change(what, count)
+        return Change(summary, count)
 
     def _objective(self, build: Build, part: Any) -> Callable[..., LossSum]:
         import torch
@@ -171,81 +171,81 @@ class Preference(Technique):
         from preheat.ops.losses.preference import AnswerIndex
 
         def logp(
-            states: Tensor, batch: Batch, places: AnswerIndex, over_logits: Callable[..., Tensor], of: Any
+            states: Tensor, batch: Batch, answers: AnswerIndex, over_logits: Callable[..., Tensor], of: Any
         ) -> Tensor:
             recorded = Recorded()
             over_logits(states, batch.labels, row_loss=recorded, of=of)
-            found = -places.sums(recorded.found())
-            return found / places.lengths if self._means else found
+            sums = -answers.sums(recorded.found())
+            return sums / answers.lengths if self._normalizes else sums
 
-        def reference(batch: Batch, places: AnswerIndex, over_logits: Callable[..., Tensor]) -> Tensor:
+        def reference(batch: Batch, answers: AnswerIndex, over_logits: Callable[..., Tensor]) -> Tensor:
             if "reference" in build.parts:
-                (kept,) = build.parts["reference"]
-                return logp(build.slot(Slot.HIDDEN)(kept, batch), batch, places, over_logits, kept)
+                (reference_model,) = build.parts["reference"]
+                return logp(build.slot(Slot.HIDDEN)(reference_model, batch), batch, answers, over_logits, reference_model)
             training = part.training
             part.eval()  # without dropout
             try:
                 with without(part):
-                    return logp(build.slot(Slot.HIDDEN)(part, batch), batch, places, over_logits, part)
+                    return logp(build.slot(Slot.HIDDEN)(part, batch), batch, answers, over_logits, part)
             finally:
                 part.train(training)
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
-            learns = torch.is_grad_enabled()
+            training = torch.is_grad_enabled()
             if not (
                 batch.liked if self.loss == "unpaired" else batch.group == 2
             ):  # a stream is not seen before it is read
                 raise DataError(
                     f"techniques.preference: loss {self.loss} finds no {self.examples().kind} in the rows {batch.rows[:8]}"
                 )
-            places = AnswerIndex.of(batch)
+            answers = AnswerIndex.of(batch)
             with torch.no_grad():
-                before = reference(batch, places, over_logits) if self._refers else torch.zeros_like(places.lengths)
+                reference_logps = reference(batch, answers, over_logits) if self._uses_reference else torch.zeros_like(answers.lengths)
             states = hidden(batch)
             with torch.no_grad():
-                now = logp(states.detach(), batch, places, over_logits, part)
-            with torch.set_grad_enabled(learns):
-                losses, metrics = self._judge(now.requires_grad_(learns), before, places, batch)
+                logps = logp(states.detach(), batch, answers, over_logits, part)
+            with torch.set_grad_enabled(training):
+                losses, metrics = self._losses(logps.requires_grad_(training), reference_logps, answers, batch)
             total = losses.sum()
-            if not learns:
+            if not training:
                 return LossSum(total, batch.weight, metrics)
-            (slope,) = torch.autograd.grad(total, now)
+            (slope,) = torch.autograd.grad(total, logps)
             # By token: d loss / d log p, so that the sum of -weight log p has the gradient of the loss. Its value is another, though.
-            weights = places.spread(-slope / places.lengths if self._means else -slope, batch.labels)
-            made = over_logits(states, batch.labels, weights, row_loss=WeightedCrossEntropy())
-            return LossSum(total.detach() + (made - made.detach()), batch.weight, metrics)
+            weights = answers.spread(-slope / answers.lengths if self._normalizes else -slope, batch.labels)
+            surrogate = over_logits(states, batch.labels, weights, row_loss=WeightedCrossEntropy())
+            return LossSum(total.detach() + (surrogate - surrogate.detach()), batch.weight, metrics)
 
         return objective
 
-    def _judge(self, now: Tensor, before: Tensor, places: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _losses(self, logps: Tensor, reference_logps: Tensor, answers: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Losses of the examples, differentiable by `now`, and what is written down of them, summed."""
         from preheat.hardware.transfers import to_device
         from preheat.ops.losses.preference import liked_losses, pair_losses
 
-        reward = self._beta * (now - before).detach()
+        reward = self._beta * (logps - reference_logps).detach()
         if self.loss == "unpaired":
-            liked = to_device([n for row in batch.liked for n in row], now.device)
-            right = (reward > 0) == (liked > 0)
+            liked = to_device([n for row in batch.liked for n in row], logps.device)
+            correct = (reward > 0) == (liked > 0)
             metrics = {
-                "reward_accuracy": right.float().sum(),
+                "reward_accuracy": correct.float().sum(),
                 "liked": liked.sum(),
                 "reward_liked": (reward * liked).sum(),
             }
             metrics["reward_disliked"] = (reward * (1 - liked)).sum()
-            return liked_losses(now, before, liked, beta=self._beta), metrics
-        chosen, rejected = now[0::2], now[1::2]
+            return liked_losses(logps, reference_logps, liked, beta=self._beta), metrics
+        chosen, rejected = logps[0::2], logps[1::2]
         losses = pair_losses(
             chosen,
             rejected,
-            before[0::2],
-            before[1::2],
+            reference_logps[0::2],
+            reference_logps[1::2],
             loss=self.loss,
             beta=self._beta,
             gamma=self.gamma,
             label_smoothing=self.label_smoothing,
         )
         if self._nll:
-            losses = losses - self._nll * (chosen if self._means else chosen / places.lengths[0::2])
+            losses = losses - self._nll * (chosen if self._normalizes else chosen / answers.lengths[0::2])
         margin = reward[0::2] - reward[1::2]
         metrics = {
             "reward_accuracy": (margin > 0).float().sum(),
@@ -261,9 +261,9 @@ def _scores(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
     if "liked" not in metrics:
         return {name: float(total) / weight for name, total in metrics.items()}
     liked = float(metrics["liked"])
-    found = {"reward_accuracy": float(metrics["reward_accuracy"]) / weight}
+    means = {"reward_accuracy": float(metrics["reward_accuracy"]) / weight}
     if liked:
-        found["reward_liked"] = float(metrics["reward_liked"]) / liked
+        means["reward_liked"] = float(metrics["reward_liked"]) / liked
     if weight > liked:
-        found["reward_disliked"] = float(metrics["reward_disliked"]) / (weight - liked)
-    return found
+        means["reward_disliked"] = float(metrics["reward_disliked"]) / (weight - liked)
+    return means

@@ -46,21 +46,21 @@ def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, G
     layers = tuple(f"{name}." for name in layer_names(model))
     # Under an adapter the map itself is its `base_layer`, and the adapter's own matrices stand beside it.
     bases = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if name.endswith(".base_layer")}
-    under = tuple(f"{name}." for name in bases)
+    inside_adapters = tuple(f"{name}." for name in bases)
     maps = {
-        name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and not name.startswith(under)
+        name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and not name.startswith(inside_adapters)
     } | bases
-    kept = kept_names(maps, settings.keep, roles(model))
-    found = {}
+    excluded = kept_names(maps, settings.keep, roles(model))
+    grids = {}
     for name, module in maps.items():
         if not name.startswith(layers):
             continue
-        if name not in kept:
+        if name not in excluded:
             group = group_of(name, map_weight(module).shape[1], settings.group)
-            found[name] = Grid(4, group, settings.symmetric, settings.inputs == "int8")
+            grids[name] = Grid(4, group, settings.symmetric, settings.inputs == "int8")
         elif settings.high == "int8":
-            found[name] = Grid(8)
-    return found
+            grids[name] = Grid(8)
+    return grids
 
 
 def round_weights(model: PreTrainedModel, settings: QuantizationAware | None = None) -> tuple[int, int]:
@@ -129,7 +129,7 @@ class QuantizationAware(Technique):
                 f"techniques.quantization_aware.keep: {self.keep!r} leaves no linear map for four bits; keep less"
             )
         inputs = ", their inputs to eight for each token" if self.inputs == "int8" else ""
-        words = f"{four} linear maps see their weights rounded to four bits{inputs}" + (
+        summary = f"{four} linear maps see their weights rounded to four bits{inputs}" + (
             f", {eight} to eight" if eight else ""
         )
-        return Change(words, four + eight)
+        return Change(summary, four + eight)

@@ -59,7 +59,7 @@ class RegularizedLoss(Technique):
         from preheat.ops.losses.cross_entropy import RegularizedCrossEntropy
 
         build.own(Slot.ROW_LOSS, RegularizedCrossEntropy(self.label_smoothing, self.z), self.name())
-        words = [f"label smoothing {self.label_smoothing:g}"] * bool(self.label_smoothing) + [
+        terms = [f"label smoothing {self.label_smoothing:g}"] * bool(self.label_smoothing) + [
             f"z-loss {self.z:g}"
         ] * bool(self.z)
-        return Change(f"cross entropy with {' and '.join(words)}", 1)
+        return Change(f"cross entropy with {' and '.join(terms)}", 1)

@@ -73,7 +73,7 @@ class RmsNorm(Technique):
             return architecture.fold_layer_norms(name, value, build.weights.read, tied=build.model.tied)
 
         build.weights.map("", fold)
-        kept = ", the embedding centred as it is looked up" if build.model.tied else ""
+        suffix = ", the embedding centred as it is looked up" if build.model.tied else ""
         return Change(
-            f"{len(names)} LayerNorms are RMSNorms, centring and biases folded, the last bias kept{kept}", len(names)
+            f"{len(names)} LayerNorms are RMSNorms, centring and biases folded, the last bias kept{suffix}", len(names)
         )

@@ -130,13 +130,13 @@ class RopeScaling(Technique):
         config = of(build.recipe, build.model.vocabulary).get_text_config()  # as it was before
         original = self.original_length or config.max_position_embeddings
         kind, factor = self._chosen(build.recipe, original)
-        words = f"{kind} by {factor:g}: {original:,} positions reach {build.model.positions:,}"
+        summary = f"{kind} by {factor:g}: {original:,} positions reach {build.model.positions:,}"
         if self.kind == "auto":
-            words += f" ({kind} suits factors {'up to' if factor <= YARN_UP_TO else 'above'} {YARN_UP_TO:g})"
+            summary += f" ({kind} suits factors {'up to' if factor <= YARN_UP_TO else 'above'} {YARN_UP_TO:g})"
         needed = _needed(build.recipe, original)
         if needed < factor:
-            words += f"; batch.length {build.recipe.batch.length:,} needs only {needed:g}"
-        return Change(words, build.model.layers)
+            summary += f"; batch.length {build.recipe.batch.length:,} needs only {needed:g}"
+        return Change(summary, build.model.layers)
 
 
 def _needed(recipe: Recipe, original: int) -> float:

@@ -80,12 +80,12 @@ class ShiftedGroups(Technique):
         return max(2, context.recipe.batch.length // 4) if self.group == "auto" else int(self.group)
 
     def check(self, context: Context) -> list[str]:
-        why, length = [], context.recipe.batch.length
+        problems, length = [], context.recipe.batch.length
         if self._tokens(context) >= length:
-            why.append(f"group: {self._tokens(context)} of {length} tokens parts nothing; use less than batch.length")
+            problems.append(f"group: {self._tokens(context)} of {length} tokens parts nothing; use less than batch.length")
         if context.model.heads % 2:
-            why.append(f"takes half of the heads, and the model has {context.model.heads}; leave it out")
-        return why
+            problems.append(f"takes half of the heads, and the model has {context.model.heads}; leave it out")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         group = self._tokens(build)

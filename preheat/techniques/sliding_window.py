@@ -72,16 +72,16 @@ class SlidingWindow(Technique):
         return max(1, context.recipe.batch.length // 4) if self.window == "auto" else int(self.window)
 
     def check(self, context: Context) -> list[str]:
-        why, length = [], context.recipe.batch.length
+        problems, length = [], context.recipe.batch.length
         if self._tokens(context) >= length:
-            why.append(
+            problems.append(
                 f"window: {self._tokens(context)} of {length} tokens hides nothing; use less than batch.length, or leave it out"
             )
         if self.every is not None and self.every > context.model.layers:
-            why.append(
+            problems.append(
                 f"every: {self.every} of {context.model.layers} layers leaves none full; use at most {context.model.layers}"
             )
-        return why
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         window = self._tokens(build)

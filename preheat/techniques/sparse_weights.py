@@ -119,7 +119,7 @@ class SparseWeights(Technique):
                     "(preheat compress --method wanda), or set prune: 2:4"
                 )
             share = f" ({zeros / sum(local(p).numel() for p in weights):.1%})"
-        kept = KeptZeros(weights)
-        build.hooks.finish_gradients.append((Finish.UNSCALE, lambda b: kept.before_update()))
-        build.hooks.after_update.append(lambda b: kept.after_update())
+        keeper = KeptZeros(weights)
+        build.hooks.finish_gradients.append((Finish.UNSCALE, lambda b: keeper.before_update()))
+        build.hooks.after_update.append(lambda b: keeper.after_update())
         return Change(f"zeros of {len(maps)} linear maps are kept{share}", len(maps))

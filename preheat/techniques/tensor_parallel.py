@@ -56,9 +56,9 @@ def parallelize(
     from preheat.ops.distributed import tensor_parallel
 
     facts = hf.facts(model.config)
-    why = tp_plan.problems(facts.family, heads=facts.heads, kv_heads=facts.kv_heads, degree=mesh.size())
-    if why:
-        raise ValueError(why[0])
+    problems = tp_plan.problems(facts.family, heads=facts.heads, kv_heads=facts.kv_heads, degree=mesh.size())
+    if problems:
+        raise ValueError(problems[0])
     return tensor_parallel.parallelize(
         model, tp_plan.shares(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
     )
@@ -117,50 +117,50 @@ class TensorParallel(Searchable):
             return [
                 "shares out matrices among devices, and there is one; start several with --nproc (or plan with --count)"
             ]
-        found = tp_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
+        problems = tp_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
         if self.regather and not self.sequence_parallel:
-            found.append(
+            problems.append(
                 "regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out"
             )
         if self.regather and Tag.FROZEN_BASE in context.tags:
-            found.append(
+            problems.append(
                 "regather: maps that are not trained keep no input, and adapters keep theirs whole; leave it out"
             )
         if self.regather and Tag.RECOMPUTATION in context.tags:
-            found.append(
+            problems.append(
                 "regather: layers that are computed again gather anew anyway, and would keep the pieces besides; leave it out"
             )
         if self.sequence_parallel and recipe.batch.length % degree:
-            found.append(
+            problems.append(
                 f"sequence_parallel: batch.length {recipe.batch.length} does not divide by degree {degree}; "
                 f"use {recipe.batch.length // degree * degree}"
             )
         if self.sequence_parallel and Tag.GROWING_LENGTH in context.tags:
-            found.append(
+            problems.append(
                 "sequence_parallel: the length changes from step to step, and each must divide by the degree; set it to false"
             )
-        beside = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.owned()]
-        if self.loss_parallel and beside:
-            found.append(
-                f"loss_parallel: makes logits some rows at a time by itself; leave {beside[0]} out, or set loss_parallel: false"
+        others = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.owned()]
+        if self.loss_parallel and others:
+            problems.append(
+                f"loss_parallel: makes logits some rows at a time by itself; leave {others[0]} out, or set loss_parallel: false"
             )
         if self.loss_parallel and Tag.CLASSIFICATION_HEAD in context.tags:
-            found.append("loss_parallel: the head is over a few classes, which are not shared out; set it to false")
+            problems.append("loss_parallel: the head is over a few classes, which are not shared out; set it to false")
         elif self.loss_parallel and model.vocabulary % degree:
-            found.append(
+            problems.append(
                 f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it to false, which keeps "
                 "embedding and head whole, or state model.vocabulary for a new model"
             )
-        makers = [
+        optimizers = [
             t.name()
             for t in recipe.techniques.values()
             if Slot.OPTIMIZER in t.owned() and Tag.ELEMENTWISE_UPDATE not in t.provided()
         ]
-        found += [
+        problems += [
             f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW"
-            for name in makers
+            for name in optimizers
         ]
-        return found
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models import hf
@@ -186,12 +186,12 @@ class TensorParallel(Searchable):
         finish = (Finish.REDUCE, _sum_partial)
         if finish not in build.hooks.finish_gradients:
             build.hooks.finish_gradients.append(finish)
-        words = [f"{count} matrices shared out among {degree} devices"]
-        words += ["activations between blocks cut along the sequence"] * self.sequence_parallel
-        words += ["gathered again in backward"] * self.regather
-        words += [f"logits of a {degree}th of the vocabulary each, {self.rows} rows at a time"] * self.loss_parallel
-        words += ["embedding and head whole"] * (not vocabulary)
-        return Change("; ".join(words), count)
+        parts = [f"{count} matrices shared out among {degree} devices"]
+        parts += ["activations between blocks cut along the sequence"] * self.sequence_parallel
+        parts += ["gathered again in backward"] * self.regather
+        parts += [f"logits of a {degree}th of the vocabulary each, {self.rows} rows at a time"] * self.loss_parallel
+        parts += ["embedding and head whole"] * (not vocabulary)
+        return Change("; ".join(parts), count)
 
     def options(self, context: Context) -> Iterable[Technique]:
         world = math.prod(context.sizes.values())

@@ -70,9 +70,9 @@ class TiedEmbeddings(Technique):
 
         weight = part.get_input_embeddings().weight
         assert part.get_output_embeddings().weight is weight
-        less = f"{weight.numel():,} parameters fewer"
+        saving = f"{weight.numel():,} parameters fewer"
         if build.weights.folder is None:
-            return Change(f"embedding and head are one matrix: {less}", 1)
+            return Change(f"embedding and head are one matrix: {saving}", 1)
         names = {id(module): name for name, module in part.named_modules()}
         embedding, head = (names[id(m)] for m in (part.get_input_embeddings(), part.get_output_embeddings()))
 
@@ -80,5 +80,5 @@ class TiedEmbeddings(Technique):
             return architecture.tied_value(value, build.weights.read(f"{head}.weight"), self.keep)
 
         build.weights.map(rf"^{embedding}\.weight$", tie)
-        kept = "the mean of both" if self.keep == "mean" else f"the {self.keep} that was read"
-        return Change(f"embedding and head are one matrix, {kept}: {less}, and the logits change", 1)
+        source = "the mean of both" if self.keep == "mean" else f"the {self.keep} that was read"
+        return Change(f"embedding and head are one matrix, {source}: {saving}, and the logits change", 1)

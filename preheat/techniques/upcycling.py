@@ -45,8 +45,8 @@ def upcycle(model: nn.Module, experts: int = 8, *, chosen: int = 2, redrawn: flo
     """
     from preheat.models.conversions import upcycling
 
-    made: nn.Module = upcycling.upcycle(model, experts, chosen, redrawn, seed)
-    return made
+    upcycled: nn.Module = upcycling.upcycle(model, experts, chosen, redrawn, seed)
+    return upcycled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +75,13 @@ class Upcycling(Technique):
         from preheat.models.moe import routers
 
         layers, weights, seed = len(routers(part)), build.weights, build.recipe.seed
-        how = "new weights"
+        origin = "new weights"
         if weights.folder is not None:
-            found = {id(router) for router in routers(part)}
-            names = [name for name, module in part.named_modules() if id(module) in found]
+            router_ids = {id(router) for router in routers(part)}
+            names = [name for name, module in part.named_modules() if id(module) in router_ids]
             weights.compose(EXPERTS, lambda name: expert_matrices(name, weights.read, self.experts, self.redrawn, seed))
             weights.fresh(r"\.mlp\.gate\.weight$", names, part._init_weights)
-            some = f", {self.redrawn:.0%} of the inner channels drawn anew" if self.redrawn else ""
-            how = f"each the dense block that was read{some}; routers new"
-        words = f"{self.experts} experts in each of {layers} layers, {self.chosen} for a token, {how}: now a {part.config.model_type}"
-        return Change(words, layers)
+            redrawn_note = f", {self.redrawn:.0%} of the inner channels drawn anew" if self.redrawn else ""
+            origin = f"each the dense block that was read{redrawn_note}; routers new"
+        summary = f"{self.experts} experts in each of {layers} layers, {self.chosen} for a token, {origin}: now a {part.config.model_type}"
+        return Change(summary, layers)

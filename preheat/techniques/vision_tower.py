@@ -70,5 +70,5 @@ class VisionTower(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.vision import PROJECTORS, tower
 
-        trained, whole = train_tower(tower(part), self.train, PROJECTORS)  # type: ignore[arg-type]
-        return Change(f"vision tower: {trained:,} of {whole:,} parameters trained ({self.train})", whole)
+        trained, total = train_tower(tower(part), self.train, PROJECTORS)  # type: ignore[arg-type]
+        return Change(f"vision tower: {trained:,} of {total:,} parameters trained ({self.train})", total)

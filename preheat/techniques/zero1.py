@@ -60,13 +60,13 @@ class Zero1(Searchable):
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
         mesh = build.mesh.sub(*across)
 
-        def shared(make: Callable[..., Any]) -> Callable[..., Any]:
-            def made(groups: Any, **settings: Any) -> Any:
+        def sharded(make: Callable[..., Any]) -> Callable[..., Any]:
+            def make_sharded(groups: Any, **settings: Any) -> Any:
                 return share_out_optimizer(make, groups, mesh, modules=build.trained, **settings)
 
-            return made
+            return make_sharded
 
-        build.hooks.around_optimizer.append(shared)
+        build.hooks.around_optimizer.append(sharded)
         count = sum(p.requires_grad for p in part.parameters())
         return Change(
             f"optimizer states of {count} parameters, a {build.mesh.size(*across)}th of each on a device", count
