@@ -1,6 +1,7 @@
 """What a technique is, the build that it acts on, and the registry. No torch: `preheat --help` reads this.
 
-A technique is one idea that changes a build: one file in `preheat/techniques/`, found by its name, the key in the recipe.
+A technique is one idea that changes a build: one file in `preheat/techniques/`, found by its name, the key in the
+recipe.
 
     recipe ──check──▶ Build on meta ──apply, in the order of Stage──▶ Build with slots owned ──▶ step
 """

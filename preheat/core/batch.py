@@ -23,8 +23,8 @@ class MaskSpec:
         global_tokens: so many tokens at a document's beginning see all of it and are seen by all, whatever the window.
         documents: for each row of the batch the lengths of its documents, on the host; their sum is the row's length.
             A token sees its own document only. None: each row is one document.
-        read: of each document so many tokens at its beginning are read by an encoder, and what stands behind them is written by a decoder;
-            beside `documents`. None: the model is no encoder-decoder.
+        read: of each document so many tokens at its beginning are read by an encoder, and what stands behind them is
+            written by a decoder; beside `documents`. None: the model is no encoder-decoder.
     """
 
     causal: bool = True
@@ -36,7 +36,8 @@ class MaskSpec:
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows of the next global batch, their length, rows of a micro-batch. Shorter rows: `rows` is ceil(whole * batch.length / length)."""
+    """Rows of the next global batch, their length, rows of a micro-batch. Shorter rows: `rows` is ceil(whole *
+    batch.length / length)."""
 
     rows: int
     length: int
@@ -49,15 +50,20 @@ class Batch:
 
     Attributes:
         tokens: [rows, length] int64.
-        labels: [rows, length] int64, aligned with `tokens`: the label of place t is the token at t + 1; -100: not trained.
-        positions: [rows, length] int64, counted within each document; [rows, length, 3] where rows hold images: along time, height and width (M-RoPE).
+        labels: [rows, length] int64, aligned with `tokens`: the label of place t is the token at t + 1; -100: not
+            trained.
+        positions: [rows, length] int64, counted within each document; [rows, length, 3] where rows hold images: along
+            time, height and width (M-RoPE).
         mask: which tokens see which.
-        weight: on the host, what the loss is the mean over: trained labels, or examples where an objective compares them.
+        weight: on the host, what the loss is the mean over: trained labels, or examples where an objective compares
+            them.
         rows: which rows of the data these are, for messages and for `rerun`.
         group: sequences of an example, which stand side by side: 2 where they are compared, what is preferred first.
-        liked: for each row, and each of its sequences without the padding, 1 where the answer was liked and 0 where not; (): not said.
+        liked: for each row, and each of its sequences without the padding, 1 where the answer was liked and 0 where
+            not; (): not said.
         beside: [rows, length, ...] each, what a technique put beside every token.
-        hidden: [rows, length, width], what the stage of a pipeline before this one gives in place of the tokens' embeddings.
+        hidden: [rows, length, width], what the stage of a pipeline before this one gives in place of the tokens'
+            embeddings.
         images: of all rows, where the model reads images; None: there is nothing for its vision tower to do.
     """
 

@@ -11,8 +11,8 @@ class ExampleKind(NamedTuple):
     """What rows of data hold, and what an objective reads. The default is text, for next-token prediction.
 
     Attributes:
-        kind: `text`; `pairs`: two sequences side by side, of which the first is preferred; `liked`: a sequence with an answer that was
-            liked or not; `classes`: a sequence that is of one class.
+        kind: `text`; `pairs`: two sequences side by side, of which the first is preferred; `liked`: a sequence with an
+            answer that was liked or not; `classes`: a sequence that is of one class.
         classes: how many of these there are.
     """
 

@@ -17,7 +17,8 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Bound:
-    """A closed or half-open range that a number must lie in. Every number has a bound: `high` is `LARGEST` if not stated."""
+    """A closed or half-open range that a number must lie in. Every number has a bound: `high` is `LARGEST` if not
+    stated."""
 
     low: float | None = None
     high: float = LARGEST

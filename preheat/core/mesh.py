@@ -1,4 +1,5 @@
-"""The mesh of devices: how many stand along each axis, which of them this process is. No torch until a group is asked for.
+"""The mesh of devices: how many stand along each axis, which of them this process is. No torch until a group is asked
+for.
 
     pipeline x replicate x shard x context x tensor = devices
 
@@ -173,7 +174,8 @@ class Mesh:
 
     @functools.cache  # noqa: B019
     def cut(self, axis: Axis, inner: int) -> tuple[Any, Any]:
-        """torch's meshes of the two parts of an axis: devices that stand at the same place of groups of `inner` neighbours, and those neighbours."""
+        """torch's meshes of the two parts of an axis: devices that stand at the same place of groups of `inner`
+        neighbours, and those neighbours."""
         names = (f"{axis}_outer_{inner}", f"{axis}_inner_{inner}")
         both = self.sub(axis)._unflatten(0, (self.size(axis) // inner, inner), names)
         return both[names[0]], both[names[1]]
@@ -211,7 +213,8 @@ class Mesh:
 
 @contextmanager
 def pretended(world: int, rank: int = 0) -> Iterator[None]:
-    """Within, a process group of so many devices of which this process is one and the others are not there: collectives send nothing."""
+    """Within, a process group of so many devices of which this process is one and the others are not there: collectives
+    send nothing."""
     import torch.distributed as dist
 
     if world == 1:

@@ -11,7 +11,8 @@ class Phase(StrEnum):
     """What a run does at a moment.
 
     The dry run records allocations by phase; the loop reports its phase to the hang watchdog and to the recovery from
-    out-of-memory errors. The loop sees `GRADIENTS` where a dry run sees `FORWARD`, `HEAD_AND_LOSS` and `BACKWARD` apart.
+    out-of-memory errors. The loop sees `GRADIENTS` where a dry run sees `FORWARD`, `HEAD_AND_LOSS` and `BACKWARD`
+    apart.
     """
 
     STARTING = "starting"

@@ -91,7 +91,8 @@ def registry() -> Mapping[str, type[Technique]]:
 
 
 def has_room(plan: Mapping[str, Any]) -> bool:
-    """Whether a plan fits in 90 % of the memory, so that it fits even if it is too low by as much as nine in ten plans are at most."""
+    """Whether a plan fits in 90 % of the memory, so that it fits even if it is too low by as much as nine in ten plans
+    are at most."""
     return bool(plan["peak_gib"] <= 0.9 * plan["available_gib"])
 
 
@@ -109,7 +110,8 @@ def problems_of(t: Technique, context: Context) -> list[Problem]:
 
 
 def single_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:
-    """Those that are left on one device: not what shares out the work, nor what has its place beside that alone (experts shared out within fsdp)."""
+    """Those that are left on one device: not what shares out the work, nor what has its place beside that alone
+    (experts shared out within fsdp)."""
     return {name: t for name, t in techniques.items() if not t.is_parallel() and not t.needs & parallel_tags()}
 
 

@@ -49,7 +49,8 @@ class Slot(StrEnum):
     )
     ATTENTION_KERNEL = "attention_kernel"  #     (q, k, v, mask, scale) -> Tensor
     ATTENTION_EXCHANGE = "attention_exchange"  # (kernel) -> kernel
-    # Beyond DESIGN.md's list: bf16 weights and a low-bit AdamW each bring an optimizer; the second would replace the first unseen.
+    # Beyond DESIGN.md's list: bf16 weights and a low-bit AdamW each bring an optimizer; the second would replace the
+    # first unseen.
     OPTIMIZER = "optimizer"  #      (groups, settings) -> torch.optim.Optimizer
 
 

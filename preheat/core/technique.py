@@ -1,4 +1,5 @@
-"""The four types that name one another: a `Recipe` names `Technique`s, their checks look at a `Context`, and they change a `Build`. No torch.
+"""The four types that name one another: a `Recipe` names `Technique`s, their checks look at a `Context`, and they
+change a `Build`. No torch.
 
 They are in one file since each is half of another's definition.
 """
@@ -89,7 +90,8 @@ class Context:
 
 
 Numerics = Literal["exact", "rounding", "different"]
-"""What a technique changes of the numbers. exact: the order of sums alone; rounding: the number format; different: another model or loss."""
+"""What a technique changes of the numbers. exact: the order of sums alone; rounding: the number format; different:
+another model or loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,8 @@ class Technique(ABC):
 
     stage: ClassVar[Stage]
     numerics: ClassVar[Literal["exact", "rounding", "different"]]
-    """exact: same result but for the order of sums; rounding: same up to the number format; different: another model or loss."""
+    """exact: same result but for the order of sums; rounding: same up to the number format; different: another model or
+    loss."""
     trials: ClassVar[Trials] = Trials()
     """How tests and benchmarks of every technique try this one."""
     owns: ClassVar[frozenset[Slot]] = frozenset()
@@ -111,7 +114,8 @@ class Technique(ABC):
     conflicts: ClassVar[frozenset[Tag]] = frozenset()
     roles: ClassVar[frozenset[str]] = frozenset({"trained"})
     training_only: ClassVar[bool] = False
-    """It changes how a model is trained, and nothing of what it is then: whoever opens a run to read from it leaves it out."""
+    """It changes how a model is trained, and nothing of what it is then: whoever opens a run to read from it leaves it
+    out."""
     unsupported_for_images: ClassVar[str] = ""
     """Why it does not serve models that read images, and what to do; empty: it does."""
     supports_encoder_decoder: ClassVar[bool] = False
@@ -134,7 +138,8 @@ class Technique(ABC):
         return self
 
     def host_overhead(self) -> float:
-        """How many times as long as without it the host takes for an operator of a step: Python that comes between operators."""
+        """How many times as long as without it the host takes for an operator of a step: Python that comes between
+        operators."""
         return 1.0
 
     def startup_seconds(self, device: Device) -> float:
@@ -206,14 +211,14 @@ class Searchable(Technique):
     searched_on: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
     """Kinds of devices on which a search adds it: those on which plans predict rightly whether it is faster."""
     memory_saving: ClassVar[bool] = False
-    """Whether a run that is out of memory may add it, with any of its `options`: the same weights, data and loss in less memory. A run may
-    be resumed with it, without it, or with other settings of it."""
+    """Whether a run that is out of memory may add it, with any of its `options`: the same weights, data and loss in
+    less memory. A run may be resumed with it, without it, or with other settings of it."""
 
     def search_numerics(self) -> Numerics | None:
         """What a run gives up of its numbers if a search adds these settings; None: a search never does.
 
-        It speaks of the whole run, and `numerics` of the gradients alone. None is for other models, data, objectives and optimizers
-        than the recipe's, and for what a plan cannot see the good of.
+        It speaks of the whole run, and `numerics` of the gradients alone. None is for other models, data, objectives
+        and optimizers than the recipe's, and for what a plan cannot see the good of.
         """
         return None
 
@@ -233,7 +238,8 @@ class Searchable(Technique):
         """Itself with values for what only a dry run can choose.
 
         Args:
-            plan: of the recipe with another technique in the place of this one; its keys are `preheat.run_dir.PLAN_KEYS`.
+            plan: of the recipe with another technique in the place of this one; its keys are
+                `preheat.run_dir.PLAN_KEYS`.
         """
         return self
 
@@ -269,7 +275,8 @@ class DatasetPass(Protocol):
     """A pass over the training rows before the first of them is trained on."""
 
     def __call__(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
-        """Reads `numbers` of the `rows` (data.Rows or StreamRows), those that will be trained on; reports progress as (what, done, of how much)."""
+        """Reads `numbers` of the `rows` (data.Rows or StreamRows), those that will be trained on; reports progress as
+        (what, done, of how much)."""
 
     def once(self, batch: Batch) -> None:
         """What it does to one micro-batch, for a dry run."""
@@ -295,7 +302,8 @@ class Hooks:
     Attributes:
         transforms: of a batch on its way to the model, in the order of `Order`.
         around_forward: contexts that are entered around each forward pass, autocast for one.
-        before_backward: called before each micro-batch with `is_last`; the last backward pass must leave gradients complete.
+        before_backward: called before each micro-batch with `is_last`; the last backward pass must leave gradients
+            complete.
         finish_gradients: called on complete gradients before clipping, in the order of `Finish`.
         after_update: called after each optimizer step.
         around_optimizer: each wraps the function that makes the optimizer: over shards of the parameters, for one.
@@ -338,7 +346,8 @@ class ParallelSettings:
     """What is particular to a build on several devices; the mesh itself is `Build.mesh`.
 
     Attributes:
-        bubble_fraction: micro-batches of a step -> time in which this device waits for others, relative to the time in which it works.
+        bubble_fraction: micro-batches of a step -> time in which this device waits for others, relative to the time in
+            which it works.
         duplicated_params: names of parameters that another pipeline stage has too and counts in the norm.
         full_parameter: the whole value of a parameter, to be saved: gathered if an engine keeps it in its own layout.
     """
@@ -356,7 +365,8 @@ class BuildState:
         saved: whatever a checkpoint must hold besides weights and optimizer, by name.
         step: optimizer steps committed so far.
         accumulation: micro-batches in a global batch.
-        events: what techniques did during a step, {kind, ...} each: the loop writes it into the run, and shows its `words` if it has any.
+        events: what techniques did during a step, {kind, ...} each: the loop writes it into the run, and shows its
+            `words` if it has any.
         counters: what techniques count on the host (recompilations), by name: a key of each step's metrics.
     """
 
@@ -378,8 +388,8 @@ class Build:
         mesh: over which devices, and which of them this is.
         parts: role -> pipeline parts; on meta until MATERIALIZE.
         weights: where the values of the parameters come from.
-        sources: role -> another source, if a part's values are in a folder of their own: no checkpoint holds them, and a resumed
-            run must find the same.
+        sources: role -> another source, if a part's values are in a folder of their own: no checkpoint holds them, and
+            a resumed run must find the same.
         changes: technique -> what it did.
     """
 
@@ -414,7 +424,8 @@ class Build:
         return self._changed(batch, Order.MOVE, Order.MOVE, but=transfer if moved is not None else None)
 
     def begin(self, batch: Batch) -> None:
-        """Begins to copy the micro-batch that is `transformed` next to the device, beside what is queued there from now on."""
+        """Begins to copy the micro-batch that is `transformed` next to the device, beside what is queued there from now
+        on."""
         if self.hooks.transfer is not None:
             self.hooks.transfer.begin(batch, self._changed(batch, Order.SHIFT, Order.SPLIT))
 
@@ -427,7 +438,8 @@ class Build:
     def run_dataset_passes(
         self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]
     ) -> None:
-        """Passes over the rows that will be read, before the first of them is trained on; arguments as of `DatasetPass`."""
+        """Passes over the rows that will be read, before the first of them is trained on; arguments as of
+        `DatasetPass`."""
         for dataset_pass in self.hooks.dataset_passes:
             dataset_pass(rows, numbers, progress)
 

@@ -1,4 +1,5 @@
-"""How the modules of a model are shared out along the tensor axis: what a model's plan says and torch's styles carry out. No torch."""
+"""How the modules of a model are shared out along the tensor axis: what a model's plan says and torch's styles carry
+out. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class Share(StrEnum):
     BLOCK = "block"  #                        attention or feed-forward: reads its input whole
     COLUMNS = "columns"  #                    a map whose outputs are shared out
     COLUMNS_GATHERED = "columns gathered"  #  and then gathered
-    ROWS = "rows"  #                          a map whose inputs are shared out already; results are summed and go to the stream
+    #                          a map whose inputs are shared out already; results are summed and go to the stream
+    ROWS = "rows"
     ROWS_SPLIT = "rows split"  #              the same of inputs that are whole, of which each device takes its share
     ROWS_SUMMED = "rows summed"  #            as rows, but results stay whole on each device
     HEADS = (

@@ -16,7 +16,8 @@ class Trials:
     Attributes:
         settings: settings that take other code paths than the defaults, which are always tried.
         family: family of the small model that it needs; empty if any serves.
-        recipe: what it needs of the rest of the recipe, as `--set` takes it. `{teacher}` is the folder of a small model.
+        recipe: what it needs of the rest of the recipe, as `--set` takes it. `{teacher}` is the folder of a small
+            model.
         refused_on_cpu: the reason that its check gives on one CPU with a small Llama, as a regular expression; empty
             if it runs there at its defaults.
         first_loss: for another objective than next-token prediction, what the first loss is near to, by the setting

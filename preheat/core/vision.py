@@ -56,16 +56,18 @@ class Vision:
 class Images:
     """The images of a micro-batch, in the order in which their tokens stand in its rows.
 
-    A field of `Batch` of its own: patches are no tokens (four of them make one), rows have different numbers of them, and the vision tower reads
-    those of all rows at once, so neither `beside` nor `hidden` can hold them. All that the tower derives from the images' sizes is made where the
-    batch is: a step reads no size back from the device.
+    A field of `Batch` of its own: patches are no tokens (four of them make one), rows have different numbers of them,
+    and the vision tower reads those of all rows at once, so neither `beside` nor `hidden` can hold them. All that the
+    tower derives from the images' sizes is made where the batch is: a step reads no size back from the device.
 
     Attributes:
         patches: [patches, values of a patch] fp32.
-        taps, shares: [patches, 4]: rows of the learned positions that a patch lies between (int64), and the share of each (fp32).
+        taps, shares: [patches, 4]: rows of the learned positions that a patch lies between (int64), and the share of
+            each (fp32).
         grid: [patches, 2] int64, each patch's row and column in its image.
-        places: [tokens of images] int64, where they stand in the batch's rows laid end to end. Fewer than the tower's features where a blank image
-            stands in, without a place, for a micro-batch that has none: devices that share out weights all have to run the tower.
+        places: [tokens of images] int64, where they stand in the batch's rows laid end to end. Fewer than the tower's
+            features where a blank image stands in, without a place, for a micro-batch that has none: devices that share
+            out weights all have to run the tower.
         sizes: on the host, patches of each image.
     """
 

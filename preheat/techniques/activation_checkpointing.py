@@ -1,13 +1,14 @@
 """Activation checkpointing: keep less of the forward pass, compute it again in the backward pass.
 
-What: a layer keeps only its input (`full`), or its input and the results of attention and of every `products`-th matrix product (`selective`), or as
-many results as a share of its activations allows (`budget`: those that spare most computing), and the rest is computed again when its gradient is due. One
-look at the layer under fake tensors says what there is to keep, and which results no gradient needs again: the last product of most layers. Same
-numbers, bit for bit, with deterministic kernels.
+What: a layer keeps only its input (`full`), or its input and the results of attention and of every `products`-th matrix
+product (`selective`), or as many results as a share of its activations allows (`budget`: those that spare most
+computing), and the rest is computed again when its gradient is due. One look at the layer under fake tensors says what
+there is to keep, and which results no gradient needs again: the last product of most layers. Same numbers, bit for bit,
+with deterministic kernels.
 Helps: activations no longer grow with everything inside a layer. Hurts: `full` costs a further forward pass of the
 wrapped layers (a third more FLOPs there); `selective` only the cheap operators; `budget` what lies between.
-Source: Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 (arXiv:2205.05198); choice under a budget as a
-knapsack: Jain et al. 2020 (Checkmate, arXiv:1910.02653) pose the problem.
+Source: Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 (arXiv:2205.05198); choice under a
+budget as a knapsack: Jain et al. 2020 (Checkmate, arXiv:1910.02653) pose the problem.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def checkpoint_layers(
     Args:
         layers: e.g. `model.model.layers`.
         every: 1: all of them; 2: every second one.
-        keep: `inputs` of a layer only, or also the results of its matrix `products` and attention, or a number: of all that the
-            layer would save, the share of bytes that may be kept for what is dearest to compute again.
+        keep: `inputs` of a layer only, or also the results of its matrix `products` and attention, or a number: of all
+            that the layer would save, the share of bytes that may be kept for what is dearest to compute again.
         products: of a layer's matrix products, in the order in which they run, keep every so many.
 
     Returns:
@@ -95,7 +96,8 @@ class Checkpointed:
         self.checkpoint_kwargs: dict[str, Any] | None = None if planner else {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Chooses for inputs of such shapes. Who traces calls has to call it first, since the layer is looked at under fake tensors."""
+        """Chooses for inputs of such shapes. Who traces calls has to call it first, since the layer is looked at under
+        fake tensors."""
         import torch
 
         if self.planner is not None and torch.is_grad_enabled():
@@ -131,13 +133,17 @@ class ActivationCheckpointing(Searchable):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.RECOMPUTATION})
 
     mode: Literal["full", "selective", "budget", "none"] = "full"
-    """full: keep a layer's input only; selective: also the results of matrix products and attention; budget: what `budget` allows; none: keep everything."""
+    """full: keep a layer's input only; selective: also the results of matrix products and attention; budget: what
+    `budget` allows; none: keep everything."""
     on_gpu: Literal["mode", "auto"] = "mode"
-    """auto: on a GPU the fastest of none, selective and full that fits in 90 % of the memory by the dry run; `mode` on a CPU. The run records which."""
+    """auto: on a GPU the fastest of none, selective and full that fits in 90 % of the memory by the dry run; `mode` on
+    a CPU. The run records which."""
     budget: Share | None = None
-    """With mode budget: the share of a layer's activations, beyond its input, that may be kept; 0 is full, 1 would keep all."""
+    """With mode budget: the share of a layer's activations, beyond its input, that may be kept; 0 is full, 1 would keep
+    all."""
     products: Annotated[int, Bound(1)] = 1
-    """With mode selective: keep the results of every n-th matrix product; 2 halves what is kept for half the products again, as torchtitan does."""
+    """With mode selective: keep the results of every n-th matrix product; 2 halves what is kept for half the products
+    again, as torchtitan does."""
     every: Annotated[int, Bound(1)] = 1
     """Every n-th layer; the others keep everything."""
 
@@ -158,7 +164,9 @@ class ActivationCheckpointing(Searchable):
         for mode in ("none", "selective", "full"):
             candidate = replace(fixed, mode=mode, budget=None, products=1, every=1)
             tags = (context.tags - self.provides) | candidate.provided()
-            if conflicts_of({**context.recipe.techniques, self.name(): candidate}.values(), replace(context, tags=tags)):
+            if conflicts_of(
+                {**context.recipe.techniques, self.name(): candidate}.values(), replace(context, tags=tags)
+            ):
                 continue
             prediction = plan(candidate)
             if has_room(prediction):
@@ -177,7 +185,8 @@ class ActivationCheckpointing(Searchable):
             ]
         if (self.mode == "budget") != (self.budget is not None):
             return [
-                f"budget: {self.budget} with mode: {self.mode}; a budget is what mode: budget needs, and no other mode takes"
+                f"budget: {self.budget} with mode: {self.mode}; a budget is what mode: budget needs, and no other mode "
+                "takes"
             ]
         if self.products > 1 and self.mode != "selective":
             return [f"products: {self.products} with mode: {self.mode}; only mode: selective keeps products"]
@@ -222,8 +231,9 @@ class ActivationCheckpointing(Searchable):
         return self.every
 
     def host_overhead(self) -> float:
-        # Steps of 8 small layers of Llama and GPT-2 on a CPU, of which the host is all: 9 to 12 and 14 to 16 us a kernel without it, 13 to 16 and
-        # 18 to 22 with `full` (hooks, a graph of its own for each layer), 22 to 24 and 28 to 31 where each operator asks Python whether it is kept.
+        # Steps of 8 small layers of Llama and GPT-2 on a CPU, of which the host is all: 9 to 12 and 14 to 16 us a
+        # kernel without it, 13 to 16 and 18 to 22 with `full` (hooks, a graph of its own for each layer), 22 to 24 and
+        # 28 to 31 where each operator asks Python whether it is kept.
         if self.mode == "none":
             return 1.0
         return 1 + (0.8 if self.mode == "full" else 2.2) / self.every

@@ -1,11 +1,12 @@
 """Activation offload: what the backward pass needs waits in the host's memory.
 
-What: tensors that a layer saves are copied to pinned memory on a stream of their own while the next layer is computed, and brought back one
-layer ahead of the backward pass. Tensors below `least_kib` and the last layers' stay. Same numbers, bit for bit, with deterministic kernels.
-Helps: activations of about two layers on the device in place of all, without computing anything twice; with activation checkpointing,
-the layers' inputs go too. Hurts: where a layer computes for less time than its activations take over the link (short sequences, slow links)
-the device waits; pinned memory cannot be swapped. The plan counts what crosses by the data sheet's link, and what the
-passes do not hide of it as waiting. Not yet run on a GPU.
+What: tensors that a layer saves are copied to pinned memory on a stream of their own while the next layer is computed,
+and brought back one layer ahead of the backward pass. Tensors below `least_kib` and the last layers' stay. Same
+numbers, bit for bit, with deterministic kernels.
+Helps: activations of about two layers on the device in place of all, without computing anything twice; with activation
+checkpointing, the layers' inputs go too. Hurts: where a layer computes for less time than its activations take over the
+link (short sequences, slow links) the device waits; pinned memory cannot be swapped. The plan counts what crosses by
+the data sheet's link, and what the passes do not hide of it as waiting. Not yet run on a GPU.
 Source: Rhu et al. 2016, "vDNN" (arXiv:1602.08124); torch.autograd.graph.saved_tensors_hooks.
 """
 
@@ -71,7 +72,8 @@ class ActivationOffload(Searchable):
         problems = []
         if context.device.kind != "cuda":
             problems.append(
-                "needs a CUDA device: on a CPU activations are in the host's memory already; use activation_checkpointing"
+                "needs a CUDA device: on a CPU activations are in the host's memory already; use "
+                "activation_checkpointing"
             )
         if self.stay >= context.model.layers:
             problems.append(

@@ -1,9 +1,9 @@
 """Adafactor: an optimizer that keeps the second moments of a matrix as one row and one column.
 
-What: squares of gradients are remembered by their means over rows and over columns, and put together again as a product; no
-momentum; each update is clipped to a root mean square of `clip`.
-Helps: almost no optimizer state: n + m numbers for a matrix of n x m, where AdamW keeps 2 n m. Hurts: noisier than AdamW, whose
-learning rates are somewhat high for it.
+What: squares of gradients are remembered by their means over rows and over columns, and put together again as a
+product; no momentum; each update is clipped to a root mean square of `clip`.
+Helps: almost no optimizer state: n + m numbers for a matrix of n x m, where AdamW keeps 2 n m. Hurts: noisier than
+AdamW, whose learning rates are somewhat high for it.
 Source: Shazeer and Stern 2018 (arXiv:1804.04235), algorithm 4, with a learning rate from outside.
 """
 

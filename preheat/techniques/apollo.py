@@ -1,11 +1,12 @@
 """APOLLO: an optimizer that keeps moments of a small random projection of each matrix's gradient.
 
-What: the gradient is projected to a few rows by a random matrix; AdamW's moments of those rows tell how large its update of each channel
-would be, and the gradient itself is scaled to that. Embeddings, head, norms and biases go on with AdamW. The first moment
-acts through the scale only: the direction is that of the step's own gradient.
-Helps: optimizer state of a matrix falls to 8 bytes times `rank` a parameter of it (2 at a quarter), and to almost nothing with
-a `rank` of 0 (APOLLO-Mini: one row), without GaLore's singular value decompositions. Hurts: noisier than AdamW on small batches; updates are smaller by about the
-square root of `rank`, so the learning rate wants to be larger; a random matrix is drawn and multiplied in each step.
+What: the gradient is projected to a few rows by a random matrix; AdamW's moments of those rows tell how large its
+update of each channel would be, and the gradient itself is scaled to that. Embeddings, head, norms and biases go on
+with AdamW. The first moment acts through the scale only: the direction is that of the step's own gradient.
+Helps: optimizer state of a matrix falls to 8 bytes times `rank` a parameter of it (2 at a quarter), and to almost
+nothing with a `rank` of 0 (APOLLO-Mini: one row), without GaLore's singular value decompositions. Hurts: noisier than
+AdamW on small batches; updates are smaller by about the square root of `rank`, so the learning rate wants to be larger;
+a random matrix is drawn and multiplied in each step.
 Source: Zhu et al. 2024, "APOLLO: SGD-like Memory, AdamW-level Performance" (arXiv:2412.05270).
 """
 
@@ -54,7 +55,8 @@ class Apollo(Technique):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PER_MATRIX_STATES})
 
     rank: Share = 0.25
-    """Rows of the projection, as a share of a matrix's smaller side; 0: APOLLO-Mini, one row and one scale for a whole matrix."""
+    """Rows of the projection, as a share of a matrix's smaller side; 0: APOLLO-Mini, one row and one scale for a whole
+    matrix."""
     every: Annotated[int, Bound(1)] = 200
     """Steps after which another projection is drawn."""
     scale: Literal["auto"] | Positive = "auto"

@@ -1,9 +1,11 @@
 """Chunked loss: head and cross entropy by rows, so that the logits are never whole in memory.
 
-What: for a few hundred rows at a time, logits, loss and their gradient are made and consumed in the forward pass, in place.
+What: for a few hundred rows at a time, logits, loss and their gradient are made and consumed in the forward pass, in
+place.
 Helps: logits are tokens x vocabulary, often the largest tensor of a step, held two or three times by the plain loss;
-here one chunk is held once. Faster too where memory is slow. Hurts: little; very few rows a chunk slow the products. On CUDA the gradient of a
-head in fp32 is summed in fp32 by the products themselves; that of a head in bf16 is rounded once a chunk.
+here one chunk is held once. Faster too where memory is slow. Hurts: little; very few rows a chunk slow the products. On
+CUDA the gradient of a head in fp32 is summed in fp32 by the products themselves; that of a head in bf16 is rounded once
+a chunk.
 Source: Wijmans et al. 2024, "Cut Your Losses" (arXiv:2411.09009); Hsu et al. 2024, Liger Kernel (arXiv:2410.10989).
 """
 
@@ -25,7 +27,8 @@ __all__ = ["ChunkedLoss", "chunked_cross_entropy"]
 
 _KERNELS = ("ours", "torch", "liger")
 _ROWS = {"cpu": 512, "cuda": 4096}
-"""By kind of device: a CPU keeps a chunk in its caches, a GPU wants few large products and few passes over the head's gradient."""
+"""By kind of device: a CPU keeps a chunk in its caches, a GPU wants few large products and few passes over the head's
+gradient."""
 
 
 def _kernel(name: str, rows: int, cuda: bool) -> Callable[..., Tensor]:
@@ -47,7 +50,8 @@ def chunked_cross_entropy(
 
     Args:
         hidden: [..., width]; head: a module with `weight` [vocabulary, width] and no bias; labels: [...].
-        kernel: `ours`; `torch` for its `linear_cross_entropy` (2.13); `liger` for Liger's, on CUDA, with chunks of its own choice.
+        kernel: `ours`; `torch` for its `linear_cross_entropy` (2.13); `liger` for Liger's, on CUDA, with chunks of its
+            own choice.
 
     Raises:
         ValueError: no such kernel.
@@ -82,8 +86,9 @@ class ChunkedLoss(Searchable):
     rows: Annotated[int, Bound(1)] | None = None
     """Rows of logits in memory at a time; when not given 512 on a CPU and 4096 on a GPU (liger chooses by itself)."""
     kernel: Literal["auto", "ours", "torch", "liger"] = "auto"
-    """Who computes a chunk: ours, torch's linear_cross_entropy, or Liger's Triton kernel (CUDA). auto takes ours, the fastest measured on
-    a CPU (benchmarks/results/loss_kernels.md); on CUDA the others have not been measured against it."""
+    """Who computes a chunk: ours, torch's linear_cross_entropy, or Liger's Triton kernel (CUDA). auto takes ours, the
+    fastest measured on a CPU (benchmarks/results/loss_kernels.md); on CUDA the others have not been measured against
+    it."""
 
     def _rows(self, kind: str) -> int:
         return self.rows or _ROWS[kind]

@@ -1,10 +1,12 @@
-"""Classification: a head over classes in place of the language model's head, trained on the last token of each document.
+"""Classification: a head over classes in place of the language model's head, trained on the last token of each
+document.
 
-What: the head over the vocabulary gives way to one over `classes`, drawn new; the loss is the cross entropy of the class at the last
-token, which has read the whole document. Under an adapter the head is trained all the same. Many documents stand in one row, and each sees
-itself only. The run's accuracy and macro F1 (the mean over classes, however rare) stand beside the loss.
-Helps: a label costs one pass over the text, without generating; scores are calibrated and comparable. Hurts: the model writes no text any
-more; one training example a document, where next-token prediction has one a token.
+What: the head over the vocabulary gives way to one over `classes`, drawn new; the loss is the cross entropy of the
+class at the last token, which has read the whole document. Under an adapter the head is trained all the same. Many
+documents stand in one row, and each sees itself only. The run's accuracy and macro F1 (the mean over classes, however
+rare) stand beside the loss.
+Helps: a label costs one pass over the text, without generating; scores are calibrated and comparable. Hurts: the model
+writes no text any more; one training example a document, where next-token prediction has one a token.
 Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", section 3.2.
 """
 
@@ -34,7 +36,9 @@ def classify(model: Any, classes: int, *, seed: int = 0) -> str:
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> config = LlamaConfig(
+        ...     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16
+        ... )
         >>> model = LlamaForCausalLM(config)
         >>> classify(model, 3), model.lm_head.weight.shape
         ('lm_head', torch.Size([3, 16]))
@@ -120,7 +124,8 @@ class Classification(Technique):
         build.own(Slot.OBJECTIVE, self._objective(part), self.name())
         build.loss.scores = _scores
         return Change(
-            f"{name} over {self.classes} classes, drawn new, in place of the vocabulary's; loss at each document's last token",
+            f"{name} over {self.classes} classes, drawn new, in place of the vocabulary's; loss at each document's "
+            "last token",
             1,
         )
 

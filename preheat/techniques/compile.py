@@ -1,14 +1,14 @@
 """Compile: each layer's Python becomes one program, its small operators fused.
 
 What: torch.compile makes a graph of a transformer layer and code for it; one graph serves all layers and batches of one
-shape. Attention is one operator in it, whose documents are data: packed batches compile nothing anew. Generation with a KV cache
-runs uncompiled. The run counts what is compiled again, and says so when it stops compiling.
+shape. Attention is one operator in it, whose documents are data: packed batches compile nothing anew. Generation with a
+KV cache runs uncompiled. The run counts what is compiled again, and says so when it stops compiling.
 Helps: norms, rotary embedding, activation and residual sums are memory-bound, and fused they read and write once; fewer
-activations are kept for the backward pass. Hurts: the first step waits for the compiler (tens of seconds on a CPU), which also takes
-tens of MiB of host memory that the plan does not know. The plan is that of layers with fused_operators, which keep what a compiled layer keeps;
-of families that it does not know, that of the uncompiled layers, an upper bound.
-A search adds it on GPUs, where it may round numbers, to runs that outlast a minute of compiling by enough; layers with experts, and batches of
-changing shapes, stay as they are.
+activations are kept for the backward pass. Hurts: the first step waits for the compiler (tens of seconds on a CPU),
+which also takes tens of MiB of host memory that the plan does not know. The plan is that of layers with
+fused_operators, which keep what a compiled layer keeps; of families that it does not know, that of the uncompiled
+layers, an upper bound. A search adds it on GPUs, where it may round numbers, to runs that outlast a minute of compiling
+by enough; layers with experts, and batches of changing shapes, stay as they are.
 Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366).
 """
 
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Compile", "CompiledLayers", "compile_layers"]
 
-# Families of which a layer of each kind was made one graph (tests/unit/test_compile.py); of another it may be several, which serve as well.
+# Families of which a layer of each kind was made one graph (tests/unit/test_compile.py); of another it may be several,
+# which serve as well.
 _ONE_GRAPH = frozenset(
     ("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 )
-# Seconds until a run's graphs are made, those of training and of evaluation. On a CPU 15 to 25 were measured; on a GPU it is taken as a minute,
-# with no kernel from an earlier run in the compiler's cache.
+# Seconds until a run's graphs are made, those of training and of evaluation. On a CPU 15 to 25 were measured; on a GPU
+# it is taken as a minute, with no kernel from an earlier run in the compiler's cache.
 _FIRST_STEP = {"cpu": 25.0, "cuda": 60.0}
 
 
@@ -69,7 +70,8 @@ class CompiledLayers:
         """`forward(*args, **kwargs)`, compiled where it can be."""
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-        # Under a dispatch mode (fake tensors for one) nothing can be compiled, and a growing cache has another shape each token.
+        # Under a dispatch mode (fake tensors for one) nothing can be compiled, and a growing cache has another shape
+        # each token.
         if is_in_torch_dispatch_mode():
             from torch._guards import detect_fake_mode
 
@@ -98,7 +100,8 @@ class CompiledLayers:
                 return self._compiled(forward, args, self._opaque(args, kwargs))
         except Unsupported as error:
             raise RunError(
-                f"techniques.compile.fullgraph: torch.compile cannot make one graph of a layer ({str(error).strip().splitlines()[0]}); use fullgraph: false"
+                "techniques.compile.fullgraph: torch.compile cannot make one graph of a layer "
+                f"({str(error).strip().splitlines()[0]}); use fullgraph: false"
             ) from error
         finally:
             self.graphs += counters["stats"]["unique_graphs"] - before
@@ -185,8 +188,8 @@ class Compile(Searchable):
     )  # on a CPU its gains are uneven, and its plan does not know them
 
     when: Literal["always", "auto", "never"] = "always"
-    """auto: on a GPU, where the dry run says that the run ends sooner so, compiling included (taken as a minute), and where nothing in the recipe
-    stands against it; never on a CPU. The run records which."""
+    """auto: on a GPU, where the dry run says that the run ends sooner so, compiling included (taken as a minute), and
+    where nothing in the recipe stands against it; never on a CPU. The run records which."""
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """How long to look for fast code; max-autotune-no-cudagraphs tries several kernels for each product."""
     dynamic: bool = False
@@ -194,7 +197,8 @@ class Compile(Searchable):
     fullgraph: bool = True
     """Refuse a layer that the compiler would have to cut into pieces."""
     limit: Annotated[int, Bound(2)] = 16
-    """Graphs to compile at most. Each shape of the batch needs one, evaluation another; shapes beyond run uncompiled, and the run says so."""
+    """Graphs to compile at most. Each shape of the batch needs one, evaluation another; shapes beyond run uncompiled,
+    and the run says so."""
 
     def check(self, context: Context) -> list[str]:
         from preheat.hardware.cpp_build import uncompiled
@@ -234,7 +238,8 @@ class Compile(Searchable):
         return always if _ends_sooner(compiled, without) else never
 
     def options(self, context: Context) -> Iterable[Technique]:
-        # Routers decide which rows an expert reads, which no graph can hold; and each shape of a batch wants a graph of its own.
+        # Routers decide which rows an expert reads, which no graph can hold; and each shape of a batch wants a graph of
+        # its own.
         shapes = any(Slot.BATCH_SHAPE in t.owned() for t in context.recipe.techniques.values())
         return (
             []
@@ -266,7 +271,10 @@ class Compile(Searchable):
         def report_limit(build: Build) -> None:
             if compiled.graphs >= self.limit and not reported:
                 reported.append(build.state.step)
-                message = f"techniques.compile.limit: {compiled.graphs} graphs are compiled; batches of other shapes run uncompiled from here on"
+                message = (
+                    f"techniques.compile.limit: {compiled.graphs} graphs are compiled; batches of other shapes run "
+                    "uncompiled from here on"
+                )
                 build.state.events.append({"kind": "notice", "words": message})
 
         build.hooks.after_update.append(report_limit)
@@ -274,7 +282,8 @@ class Compile(Searchable):
 
 
 def _ends_sooner(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether a run by the one plan has done sooner what it does by the other, its start included; by their steps alone, where no one knows how long it is."""
+    """Whether a run by the one plan has done sooner what it does by the other, its start included; by their steps
+    alone, where no one knows how long it is."""
 
     def per_token(plan: Mapping[str, Any]) -> float:
         total = plan["seconds_total"]

@@ -1,15 +1,17 @@
-"""Context parallel: the places of each row are shared out among devices, so that rows may be as much longer, or activations as much smaller.
+"""Context parallel: the places of each row are shared out among devices, so that rows may be as much longer, or
+activations as much smaller.
 
-What: each device has a share of every row, computes everything but attention by itself, and for attention exchanges with the others.
-`ulysses`: an all-to-all gives each device all places of some heads, whichever kernel attends, and another one gives its places back.
-`ring`: each device keeps its queries while keys and values go round, sent while it computes; rows are cut by zigzag, so that under a causal
-mask all have as much to do. Packed documents stay apart in both, and grouped keys and values travel as they are (with fewer of them than
-devices, ulysses repeats them).
-Helps: activations fall as one by the number of devices, where a row too long for one device is what stands in the way. Hurts: more is sent than
-by sharing out rows, in each layer, so as long as there are rows enough, share those out. A ring's kernel works on pieces: many short documents
-make it slow. On CUDA the ring was not run yet.
-Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509); Liu et al. 2023, Ring Attention (arXiv:2310.01889); balanced for causal masks:
-Brandon et al. 2023, Striped Attention (arXiv:2311.09431), by zigzag pieces as in Llama 3 (arXiv:2407.21783).
+What: each device has a share of every row, computes everything but attention by itself, and for attention exchanges
+with the others. `ulysses`: an all-to-all gives each device all places of some heads, whichever kernel attends, and
+another one gives its places back. `ring`: each device keeps its queries while keys and values go round, sent while it
+computes; rows are cut by zigzag, so that under a causal mask all have as much to do. Packed documents stay apart in
+both, and grouped keys and values travel as they are (with fewer of them than devices, ulysses repeats them).
+Helps: activations fall as one by the number of devices, where a row too long for one device is what stands in the way.
+Hurts: more is sent than by sharing out rows, in each layer, so as long as there are rows enough, share those out. A
+ring's kernel works on pieces: many short documents make it slow. On CUDA the ring was not run yet.
+Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509); Liu et al. 2023, Ring Attention (arXiv:2310.01889);
+balanced for causal masks: Brandon et al. 2023, Striped Attention (arXiv:2311.09431), by zigzag pieces as in Llama 3
+(arXiv:2407.21783).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ __all__ = ["ContextParallel", "cut_rows", "exchanged"]
 
 
 def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
-    """A device's share of each row: tokens, labels and positions; the mask stays that of the whole rows, and so does the weight.
+    """A device's share of each row: tokens, labels and positions; the mask stays that of the whole rows, and so does
+    the weight.
 
     Args:
         zigzag: two pieces, one from either end, as `ring` has them; one piece, as `ulysses` has them, otherwise.
@@ -52,7 +55,8 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
 
 
 def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulysses", "ring"]) -> Callable[..., Tensor]:
-    """Attention over whole rows of which each device of a group has a share (see `cut_rows`): (q, k, v, mask, scale) -> out.
+    """Attention over whole rows of which each device of a group has a share (see `cut_rows`): (q, k, v, mask, scale) ->
+    out.
 
     Args:
         kernel: attends on one device.
@@ -71,7 +75,8 @@ def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulyss
 
 
 _MIN_POSITIONS = 2048  # places on a device below which rows had better be shared out whole
-_RING_POSITIONS = 4096  # places on a device from which on a ring's pieces are large enough to hide what is sent behind them
+# Places on a device from which on a ring's pieces are large enough to hide what is sent behind them
+_RING_POSITIONS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +92,8 @@ class ContextParallel(Searchable):
     degree: Annotated[int, Bound(2)] = 2
     """Devices among which each row is shared out."""
     kind: Literal["auto", "ulysses", "ring"] = "auto"
-    """What is exchanged; auto: ring where heads cannot be shared out, or where it sends less and each device has 4,096 places or more; else ulysses."""
+    """What is exchanged; auto: ring where heads cannot be shared out, or where it sends less and each device has 4,096
+    places or more; else ulysses."""
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.CONTEXT: self.degree}
@@ -97,7 +103,8 @@ class ContextParallel(Searchable):
 
         if kind := rope_of_longest(config):
             raise ValueError(
-                f"degree: rotary positions of the kind {kind} follow the longest position of a row, and each device has a part of it; "
+                f"degree: rotary positions of the kind {kind} follow the longest position of a row, and each device "
+                "has a part of it; "
                 "use rope_scaling with kind: yarn or linear, or leave this out"
             )
 
@@ -112,15 +119,19 @@ class ContextParallel(Searchable):
             )
         if recipe.batch.length < 2 * self.degree:
             problems.append(
-                f"degree: {self.degree} devices cannot share out rows of {recipe.batch.length} places; use at most {recipe.batch.length // 2}"
+                f"degree: {self.degree} devices cannot share out rows of {recipe.batch.length} places; use at most "
+                f"{recipe.batch.length // 2}"
             )
         objectives = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.owned()]
         if objectives:
-            problems.append(f"the loss of {objectives[0]} is over whole rows, of which each device has a part; leave one out")
+            problems.append(
+                f"the loss of {objectives[0]} is over whole rows, of which each device has a part; leave one out"
+            )
         heads = self._heads(context)[0]
         if self.kind == "ulysses" and heads % self.degree:
             problems.append(
-                f"kind: ulysses cannot share out {heads} heads among {self.degree} devices; use a degree that divides them, or kind: ring"
+                f"kind: ulysses cannot share out {heads} heads among {self.degree} devices; use a degree that divides "
+                "them, or kind: ring"
             )
         return problems
 
@@ -166,7 +177,10 @@ class ContextParallel(Searchable):
         try:
             exchanged(kernel, group, kind=kind)
         except ValueError as error:
-            fix = f"; set efficient_attention.kernel, or a degree that divides {self._heads(build)[0]} heads for kind: ulysses"
+            fix = (
+                f"; set efficient_attention.kernel, or a degree that divides {self._heads(build)[0]} heads for kind: "
+                "ulysses"
+            )
             raise RecipeError(f"techniques.context_parallel.kind: {error}{fix}") from None
         build.own(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
         rank, zigzag = build.mesh.index(Axis.CONTEXT), kind == "ring"

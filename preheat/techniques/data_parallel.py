@@ -1,9 +1,11 @@
-"""Data parallel: each device has all weights and its share of the rows; gradients are summed over the devices while backward goes on.
+"""Data parallel: each device has all weights and its share of the rows; gradients are summed over the devices while
+backward goes on.
 
-What: torch's replicated form of FSDP2 (what DistributedDataParallel does, on plain modules): each layer's gradients are one bucket, summed as soon as
-they are there. With gradient accumulation the buckets travel once, with the last micro-batch.
-Helps: rows a second grow with the devices, and what is sent hides behind backward. Hurts: saves no memory: each device holds weights, gradients and
-optimizer whole (`fsdp` and `zero1` share them out).
+What: torch's replicated form of FSDP2 (what DistributedDataParallel does, on plain modules): each layer's gradients are
+one bucket, summed as soon as they are there. With gradient accumulation the buckets travel once, with the last
+micro-batch.
+Helps: rows a second grow with the devices, and what is sent hides behind backward. Hurts: saves no memory: each device
+holds weights, gradients and optimizer whole (`fsdp` and `zero1` share them out).
 Source: Li et al. 2020, "PyTorch Distributed" (arXiv:2006.15704).
 """
 
@@ -22,7 +24,8 @@ __all__ = ["DataParallel", "replicate_all"]
 
 
 def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> int:
-    """Replicates a module over a mesh, in place: in backward each layer's gradients are summed over the devices, as one bucket.
+    """Replicates a module over a mesh, in place: in backward each layer's gradients are summed over the devices, as one
+    bucket.
 
     Args:
         layers: modules inside it, in the order in which they run.

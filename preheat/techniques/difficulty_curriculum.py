@@ -1,11 +1,14 @@
 """Difficulty curriculum: the rows that are easy are read first, and the pool that is drawn from grows to all of them.
 
-What: rows are ranked by a score: how rare their tokens are, how long their documents, what a file says, or the loss of a small model.
-The run draws from the easiest share of them (the model's competence), which grows with the square root of the time or linearly. Each
-row of the pool is read once before any is read again, and from `until` on the order is that of plain passes over the data.
-Helps: faster at first, where easy rows teach what hard ones build on; most where data is uneven. Hurts: early batches are alike; on
-data that is read less than once, or evenly hard, little or nothing is gained. Scores by a model cost a forward pass over the data once.
-Source: Platanios et al. 2019 (arXiv:1903.09848), competence, length and rarity; loss of a small model: Marion et al. 2023 (arXiv:2309.04564).
+What: rows are ranked by a score: how rare their tokens are, how long their documents, what a file says, or the loss of
+a small model. The run draws from the easiest share of them (the model's competence), which grows with the square root
+of the time or linearly. Each row of the pool is read once before any is read again, and from `until` on the order is
+that of plain passes over the data.
+Helps: faster at first, where easy rows teach what hard ones build on; most where data is uneven. Hurts: early batches
+are alike; on data that is read less than once, or evenly hard, little or nothing is gained. Scores by a model cost a
+forward pass over the data once.
+Source: Platanios et al. 2019 (arXiv:1903.09848), competence, length and rarity; loss of a small model: Marion et al.
+2023 (arXiv:2309.04564).
 """
 
 from __future__ import annotations
@@ -87,7 +90,8 @@ def order_by_difficulty(
 def losses_of(
     folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, cache: Path | None = None
 ) -> np.ndarray:
-    """Mean loss of a small model on each row, nats a trained token; kept in the cache under the model's weights and the data.
+    """Mean loss of a small model on each row, nats a trained token; kept in the cache under the model's weights and the
+    data.
 
     Args:
         folder: a Hugging Face folder of a decoder-only model with the data's tokenizer.
@@ -111,7 +115,8 @@ def losses_of(
 
     if rows.tokens.examples.kind == "classes":
         raise DataError(
-            f"{_MODEL}: ranks by the loss of the next token, which documents of a class each do not have; use by: rarity"
+            f"{_MODEL}: ranks by the loss of the next token, which documents of a class each do not have; use by: "
+            "rarity"
         )
     if not (folder / "config.json").is_file():
         raise RecipeError(f"{_MODEL}: {folder} has no config.json; name the folder of a Hugging Face model")
@@ -151,7 +156,8 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
         )
     if facts.positions and facts.positions < rows.length:
         raise DataError(
-            f"{_MODEL}: {folder} has {facts.positions} positions but rows have {rows.length} tokens; name a model with more"
+            f"{_MODEL}: {folder} has {facts.positions} positions but rows have {rows.length} tokens; name a model with "
+            "more"
         )
     model = hf.build_on_meta(config)
     materialize(model, torch.device(device))
@@ -183,7 +189,8 @@ class _Ranking:
         mark = hashlib.blake2b(scores.argsort(kind="stable").tobytes(), digest_size=8).hexdigest()
         if self.mark not in ("", mark):
             raise RunError(
-                "techniques.difficulty_curriculum: the rows rank otherwise than when the checkpoint was saved, so their order would change; "
+                "techniques.difficulty_curriculum: the rows rank otherwise than when the checkpoint was saved, so "
+                "their order would change; "
                 "put back the scores (or the model) that the run began with, or start another run with --out"
             )
         self.mark = mark
@@ -204,11 +211,14 @@ class DifficultyCurriculum(Technique):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.SAMPLE_ORDER})
 
     by: Literal["rarity", "length"] | None = None
-    """What makes a row hard: rarity (mean -log p of its tokens by their counts) or length (of its documents). rarity when nothing is stated."""
+    """What makes a row hard: rarity (mean -log p of its tokens by their counts) or length (of its documents). rarity
+    when nothing is stated."""
     scores: str | None = None
-    """In place of `by`: a file with a number for each training document or each row, the easy low: .npy, .txt or .jsonl."""
+    """In place of `by`: a file with a number for each training document or each row, the easy low: .npy, .txt or
+    .jsonl."""
     model: str | None = None
-    """In place of `by`: a Hugging Face folder of a small model with the data's tokenizer; a row is as hard as its mean loss."""
+    """In place of `by`: a Hugging Face folder of a small model with the data's tokenizer; a row is as hard as its mean
+    loss."""
     start: Annotated[float, Bound(0, 1, open_low=True)] = 0.1
     """Share of the rows, the easiest, to begin with."""
     until: Share = 0.5
@@ -225,11 +235,13 @@ class DifficultyCurriculum(Technique):
             problems.append("by: rows that are read while training cannot be ranked before; set data.streaming: false")
         if self.start == 1 or self.until == 0:
             problems.append(
-                "start: with 1 (or until: 0) all rows are drawn from the beginning; use start: 0.1 and until: 0.5, or leave it out"
+                "start: with 1 (or until: 0) all rows are drawn from the beginning; use start: 0.1 and until: 0.5, or "
+                "leave it out"
             )
         if not (stop.steps or stop.tokens or stop.epochs):
             problems.append(
-                "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens or epochs"
+                "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens "
+                "or epochs"
             )
         return problems
 

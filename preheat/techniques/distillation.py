@@ -1,19 +1,22 @@
 """Distillation: a student learns from a larger teacher's probabilities for every next token, beside the labels.
 
-What: the loss is (1 - mixture) times the labels' cross entropy and mixture times the divergence of the student's probabilities from the
-teacher's, both at a temperature; `hidden` adds how far the student's hidden states, through a linear map that is trained with it and
-thrown away, are from the teacher's. With chunked_loss neither's logits are ever whole in memory. The teacher is a Hugging Face folder: frozen,
-planned for, never in a checkpoint, shared out under fsdp as the student is. With `cache` it runs once: in a first pass its likeliest
-tokens at every place are written to disk, and training reads them by row. An evaluation measures the labels alone, as any other run's does.
-Helps: a small model reaches a lower loss from the same tokens, since a distribution says more than one token. Hurts: the teacher's
-forward pass costs about a third of what training a model of its size does; a teacher that is bad on the data teaches that; forward
-divergence spreads a very small student over all that the teacher can say.
-With `on_policy` the student writes some of the answers itself and the teacher judges them, which trains it on the texts that it will meet when
-it writes alone; that takes the time of writing them. A teacher with another tokenizer is refused unless `pieces: common` is chosen: it reads the same text
-in its own pieces, and where both have read as much, what it says of the pieces that both have is compared; elsewhere the labels count alone.
-Source: Hinton et al. 2015 (arXiv:1503.02531); reverse divergence: Gu et al. 2023, MiniLLM (arXiv:2306.08543); hidden states: Romero et al.
-2014, FitNets (arXiv:1412.6550); the student's own texts: Agarwal et al. 2023, GKD (arXiv:2306.13649); layers of the teacher to begin from: Sanh et al. 2019, DistilBERT
-(arXiv:1910.01108); other tokenizers: as `preheat.models.distillation.tokenizer_alignment` says.
+What: the loss is (1 - mixture) times the labels' cross entropy and mixture times the divergence of the student's
+probabilities from the teacher's, both at a temperature; `hidden` adds how far the student's hidden states, through a
+linear map that is trained with it and thrown away, are from the teacher's. With chunked_loss neither's logits are ever
+whole in memory. The teacher is a Hugging Face folder: frozen, planned for, never in a checkpoint, shared out under fsdp
+as the student is. With `cache` it runs once: in a first pass its likeliest tokens at every place are written to disk,
+and training reads them by row. An evaluation measures the labels alone, as any other run's does.
+Helps: a small model reaches a lower loss from the same tokens, since a distribution says more than one token. Hurts:
+the teacher's forward pass costs about a third of what training a model of its size does; a teacher that is bad on the
+data teaches that; forward divergence spreads a very small student over all that the teacher can say. With `on_policy`
+the student writes some of the answers itself and the teacher judges them, which trains it on the texts that it will
+meet when it writes alone; that takes the time of writing them. A teacher with another tokenizer is refused unless
+`pieces: common` is chosen: it reads the same text in its own pieces, and where both have read as much, what it says of
+the pieces that both have is compared; elsewhere the labels count alone.
+Source: Hinton et al. 2015 (arXiv:1503.02531); reverse divergence: Gu et al. 2023, MiniLLM (arXiv:2306.08543); hidden
+states: Romero et al. 2014, FitNets (arXiv:1412.6550); the student's own texts: Agarwal et al. 2023, GKD
+(arXiv:2306.13649); layers of the teacher to begin from: Sanh et al. 2019, DistilBERT (arXiv:1910.01108); other
+tokenizers: as `preheat.models.distillation.tokenizer_alignment` says.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ def distillation_loss(
     mixture: float = 0.5,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Losses [n] of logits [n, vocabulary] against labels [n] (-100: not trained) and a teacher's logits, differentiable: for a loop of your own.
+    """Losses [n] of logits [n, vocabulary] against labels [n] (-100: not trained) and a teacher's logits,
+    differentiable: for a loop of your own.
 
     Args:
         divergence: forward: KL(teacher || student); reverse: KL(student || teacher).
@@ -66,7 +70,8 @@ def distillation_loss(
 
 
 def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
-    """How far hidden states [..., width] are from the teacher's, ||a - b||² / ||b||² of each place, [...]; differentiable.
+    """How far hidden states [..., width] are from the teacher's, ||a - b||² / ||b||² of each place, [...];
+    differentiable.
 
     Example:
         >>> import torch
@@ -80,7 +85,8 @@ def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation(Technique):
-    # After what makes the student what it is, so that its adapters and precision are not the teacher's, nor what is thrown away in the end.
+    # After what makes the student what it is, so that its adapters and precision are not the teacher's, nor what is
+    # thrown away in the end.
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(
@@ -96,38 +102,45 @@ class Distillation(Technique):
     )
     unsupported_for_images: ClassVar[str] = "reads rows without their images so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
-    # Metrics that only the last stage of a pipeline knows; logits of which each device of a tensor-parallel head has a part.
+    # Metrics that only the last stage of a pipeline knows; logits of which each device of a tensor-parallel head has a
+    # part.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.PIPELINE_STAGES, Tag.TENSOR_PARALLEL})
     training_only: ClassVar[bool] = True
 
     teacher: str = ""
     """A Hugging Face folder: the model to learn from. A run is exported first: preheat export RUN."""
     pieces: Literal["same", "common"] = "same"
-    """same: the teacher has the student's tokenizer; common: it has another, and the `top` likeliest of the pieces that both have are compared
-    at the places where both have read the same text. A plan takes it to cut text into as many pieces as the student."""
+    """same: the teacher has the student's tokenizer; common: it has another, and the `top` likeliest of the pieces that
+    both have are compared at the places where both have read the same text. A plan takes it to cut text into as many
+    pieces as the student."""
     divergence: Literal["forward", "reverse"] = "forward"
-    """forward: KL(teacher || student), covers all that the teacher holds likely; reverse: KL(student || teacher), keeps to its likeliest."""
+    """forward: KL(teacher || student), covers all that the teacher holds likely; reverse: KL(student || teacher), keeps
+    to its likeliest."""
     temperature: Positive = 1.0
-    """Both models' logits are divided by it; above 1 unlikely tokens count for more. The divergence is multiplied by its square."""
+    """Both models' logits are divided by it; above 1 unlikely tokens count for more. The divergence is multiplied by
+    its square."""
     mixture: Share = 0.5
     """Share of the teacher in the loss; the labels have the rest."""
     hidden: NonNegative = 0.0
     """Weight of the relative squared distance of hidden states, added to the loss; 0: they are left alone."""
     matched: Annotated[int, Bound(1, 4)] = 1
-    """With `hidden`: at how many places, evenly spaced over the depth, states are compared; 1: the last hidden states alone."""
+    """With `hidden`: at how many places, evenly spaced over the depth, states are compared; 1: the last hidden states
+    alone."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the teacher's weights; auto: bf16 where the student computes in bf16."""
     layers: Literal["own", "spread"] = "own"
-    """spread: a student with fewer layers of the teacher (model.path: the teacher, model.config: {num_hidden_layers: N}) begins from layers evenly
-    spaced over all of them, the first and last among them; own: from its own weights, which in such a student are the first layers."""
+    """spread: a student with fewer layers of the teacher (model.path: the teacher, model.config: {num_hidden_layers:
+    N}) begins from layers evenly spaced over all of them, the first and last among them; own: from its own weights,
+    which in such a student are the first layers."""
     cache: str | None = None
-    """A folder for the teacher's likeliest tokens at every place: made in a first pass (and where rows are missing), read afterwards, so that
-    the teacher is not in memory while training."""
+    """A folder for the teacher's likeliest tokens at every place: made in a first pass (and where rows are missing),
+    read afterwards, so that the teacher is not in memory while training."""
     top: Annotated[int, Bound(1)] = 32
     """With `cache` or `pieces: common`: so many tokens a place; all others count together."""
     on_policy: Share = 0.0
-    """Share of the rows in which the student writes the answers itself (of plain text the second half), by its own probabilities, and learns there
-    from the teacher alone: it is corrected where its own text leads it. A plan does not see the time and the cache of keys and values of this writing."""
+    """Share of the rows in which the student writes the answers itself (of plain text the second half), by its own
+    probabilities, and learns there from the teacher alone: it is corrected where its own text leads it. A plan does not
+    see the time and the cache of keys and values of this writing."""
 
     def check(self, context: Context) -> list[str]:
         from preheat.data.tokenizer import other_pieces
@@ -146,24 +159,29 @@ class Distillation(Technique):
             return [str(error)]
         if not mismatch and model.vocabulary > teacher_facts.vocabulary:
             problems.append(
-                f"teacher: its head has {teacher_facts.vocabulary:,} rows and the student's {model.vocabulary:,}, so it says nothing of some of them; "
+                f"teacher: its head has {teacher_facts.vocabulary:,} rows and the student's {model.vocabulary:,}, so "
+                "it says nothing of some of them; "
                 f"set model.vocabulary: {teacher_facts.vocabulary} for a new student, or take another teacher"
             )
         if not self.mixture and not self.hidden and not self.on_policy:
             problems.append(
-                "mixture: with 0, and without hidden, the teacher counts for nothing; use 0.5, or leave distillation out"
+                "mixture: with 0, and without hidden, the teacher counts for nothing; use 0.5, or leave distillation "
+                "out"
             )
         changed = recipe.model.config or any(
             t.stage < Stage.KERNEL and t.stage != Stage.ADAPT for t in recipe.techniques.values()
         )
         if self.mixture == 1 and not self.hidden and not changed and teacher.reads_teacher(recipe, Path(self.teacher)):
             problems.append(
-                "teacher: is the very model that the student begins as, and the labels count for nothing (mixture: 1), so there is nothing to "
+                "teacher: is the very model that the student begins as, and the labels count for nothing (mixture: 1), "
+                "so there is nothing to "
                 "learn; name a larger teacher, change the student, or lower mixture"
             )
         fewest = min(model.layers, teacher_facts.layers)
         if self.matched > fewest:
-            problems.append(f"matched: {self.matched} places, but the shallower model has {fewest}; use at most {fewest}")
+            problems.append(
+                f"matched: {self.matched} places, but the shallower model has {fewest}; use at most {fewest}"
+            )
         if self.matched > 1 and not self.hidden:
             problems.append(
                 "matched: says which hidden states are compared, and hidden is 0; set hidden: 0.1, or leave matched out"
@@ -171,14 +189,17 @@ class Distillation(Technique):
         if self.layers == "spread":
             problems += teacher.spreading_problems(recipe, Path(self.teacher), model.layers, teacher_facts.layers)
         cached, writes, common = self.cache is not None, self.on_policy > 0, self.pieces == "common"
-        return problems + teacher.rows_problems(context, cached=cached, hidden=self.hidden > 0, writes=writes, common=common)
+        return problems + teacher.rows_problems(
+            context, cached=cached, hidden=self.hidden > 0, writes=writes, common=common
+        )
 
     def _tokenizer_problems(self, own: str | None, mismatch: str | None) -> list[str]:
         if self.pieces == "same":
             return []
         if own is None:
             return [
-                "pieces: common compares two tokenizers, and the student's is trained on the data; set data.tokenizer to a folder that has it"
+                "pieces: common compares two tokenizers, and the student's is trained on the data; set data.tokenizer "
+                "to a folder that has it"
             ]
         if mismatch is None:
             return [
@@ -190,7 +211,8 @@ class Distillation(Technique):
             if value
         ]
         return [
-            f"{name}: is not made for places of other pieces (pieces: common); leave it out, or take a teacher with the student's tokenizer"
+            f"{name}: is not made for places of other pieces (pieces: common); leave it out, or take a teacher with "
+            "the student's tokenizer"
             for name in unsupported
         ]
 
@@ -211,7 +233,8 @@ class Distillation(Technique):
         build.sources["teacher"] = WeightSource(folder, knob=f"techniques.{self.name()}.teacher")
         count = sum(p.numel() for p in teacher.model.parameters())
         summary = (
-            f"{self.divergence} divergence at temperature {self.temperature:g} from a teacher of {count:,} parameters in "
+            f"{self.divergence} divergence at temperature {self.temperature:g} from a teacher of {count:,} parameters "
+            "in "
             f"{'bf16' if bf16 else 'fp32'}, {self.mixture:.0%} of the loss"
         )
         matcher = self._matcher(build, teacher) if self.pieces == "common" else None
@@ -221,7 +244,10 @@ class Distillation(Technique):
             maps = teachers.add_maps(part, teacher.facts.width, self.matched, build.weights)
             summary += f"; hidden states at {len(maps)} place{'s' * (len(maps) > 1)} x {self.hidden:g}"
         if self.layers == "spread":
-            summary += f"; begins from the teacher's layers {teachers.init_from_layers(part, build.weights, teacher.facts.layers)}"
+            summary += (
+                "; begins from the teacher's layers "
+                f"{teachers.init_from_layers(part, build.weights, teacher.facts.layers)}"
+            )
         build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # of an evaluation; a step states its own
         if self.cache is None:
             build.parts["teacher"] = [teacher.model]
@@ -235,7 +261,8 @@ class Distillation(Technique):
             build.hooks.transforms.append((Order.PACK, teacher_cache.beside))
             training_loss = self._cached_loss
             summary += (
-                f", whose {teacher_cache.top} likeliest tokens a place are read from {self.cache}, {teacher_cache.bytes:,} bytes a place"
+                f", whose {teacher_cache.top} likeliest tokens a place are read from {self.cache}, "
+                f"{teacher_cache.bytes:,} bytes a place"
             )
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
@@ -286,7 +313,9 @@ class Distillation(Technique):
 
         own, theirs = (torch.tensor(n, device=teacher.build.torch_device) for n in matcher.common)
 
-        def training_loss(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+        def training_loss(
+            batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]
+        ) -> LossSum:
             other = matcher(batch)
             last, _ = teacher.read(other.batch)
             states = last.gather(1, other.at.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
@@ -297,20 +326,25 @@ class Distillation(Technique):
 
         return training_loss
 
-    def _cached_loss(self, batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+    def _cached_loss(
+        self, batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]
+    ) -> LossSum:
         """The loss where what the teacher said stands beside the tokens."""
         row_loss = self._row_loss(None)
         total = over_logits(hidden(batch), batch.labels, *batch.beside, row_loss=row_loss)
         return LossSum(total, batch.weight, row_loss.sums)
 
     def _live_loss(self, part: Any, teacher: Teacher) -> Callable[..., LossSum]:
-        """The loss where the teacher reads each micro-batch too: before the student, so that only its hidden states stand beside the student's."""
+        """The loss where the teacher reads each micro-batch too: before the student, so that only its hidden states
+        stand beside the student's."""
         from preheat.models.distillation import teacher as teachers
         from preheat.ops.losses.distillation import mapped_distance
 
         count = self.matched if self.hidden else 0
 
-        def training_loss(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+        def training_loss(
+            batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]
+        ) -> LossSum:
             last, theirs = teacher.read(batch, count)
             row_loss = self._row_loss(_head(teacher, last.dtype))
             states, own = teachers.capture_hidden(part, count, lambda: hidden(batch))
@@ -338,7 +372,8 @@ def _head(teacher: Teacher, dtype: Any, *, same: bool = True) -> Any:
 
 
 class _TeacherCache:
-    """What a teacher holds likeliest at every place of the rows, on disk: made before training where it is missing, read by row then."""
+    """What a teacher holds likeliest at every place of the rows, on disk: made before training where it is missing,
+    read by row then."""
 
     ROWS = 512  # of logits at a time
 
@@ -346,7 +381,8 @@ class _TeacherCache:
         self.teacher, self.student, self.folder, self.temperature = teacher, student, folder, temperature
         vocabulary = teacher.build.model.vocabulary
         self.top = min(top, vocabulary - 1)
-        # Log-probabilities with 10 bits of fraction: rounded by half a thousandth of their size. Most numbers of tokens need no 32 bits.
+        # Log-probabilities with 10 bits of fraction: rounded by half a thousandth of their size. Most numbers of tokens
+        # need no 32 bits.
         self.kind = "uint16" if vocabulary <= 1 << 16 else "int32"
         self.bytes = 2 * (self.top + 1) + (2 if self.kind == "uint16" else 4) * self.top
         self.rows: Any = None
@@ -372,7 +408,8 @@ class _TeacherCache:
             return
         if build.mesh.world > 1:
             raise RunError(
-                f"techniques.distillation.cache: {self.folder} lacks {len(missing):,} rows, and several processes only read it; train with one "
+                f"techniques.distillation.cache: {self.folder} lacks {len(missing):,} rows, and several processes only "
+                "read it; train with one "
                 "process until its first step, or leave cache out"
             )
         teacher = replace(

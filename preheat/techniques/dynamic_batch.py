@@ -1,14 +1,17 @@
-"""Dynamic micro-batch: as many rows at a time as memory holds, found out while training; the global batch stays as it is.
+"""Dynamic micro-batch: as many rows at a time as memory holds, found out while training; the global batch stays as it
+is.
 
-What: micro-batches begin at the size that the dry run says will fit. Every few steps the memory of a step is measured: where twice the
-rows would fit they are taken, where memory gets short the rows are halved. Gradients are divided by the trained tokens of the whole
-global batch, so they are the same for any micro-batch, up to the order of sums.
-Before a size is taken its memory is foreseen by the straight line through two measurements: what stood before the first step, and
-the peak of a step at the present size. In each phase of a step memory is at least the former plus a part that grows with the rows, so
-no phase lies above that line at twice the rows.
-Helps: larger products on a device that has room, without a search by hand. Hurts: nothing is gained once products are large; a run
-that takes another size at another step agrees with its twin up to rounding only. A resumed run goes on at its checkpoint's size.
-Source: normalised sums, Ott et al. 2018 (arXiv:1806.00187), section 3; batch size by memory as in Lightning's batch size finder.
+What: micro-batches begin at the size that the dry run says will fit. Every few steps the memory of a step is measured:
+where twice the rows would fit they are taken, where memory gets short the rows are halved. Gradients are divided by the
+trained tokens of the whole global batch, so they are the same for any micro-batch, up to the order of sums. Before a
+size is taken its memory is foreseen by the straight line through two measurements: what stood before the first step,
+and the peak of a step at the present size. In each phase of a step memory is at least the former plus a part that grows
+with the rows, so no phase lies above that line at twice the rows.
+Helps: larger products on a device that has room, without a search by hand. Hurts: nothing is gained once products are
+large; a run that takes another size at another step agrees with its twin up to rounding only. A resumed run goes on at
+its checkpoint's size.
+Source: normalised sums, Ott et al. 2018 (arXiv:1806.00187), section 3; batch size by memory as in Lightning's batch
+size finder.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ __all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
 
 
 def regrouped(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
-    """The same rows in their order, `rows` at a time, the last perhaps fewer. A batch that has this size passes as it is.
+    """The same rows in their order, `rows` at a time, the last perhaps fewer. A batch that has this size passes as it
+    is.
 
     Args:
         batches: micro-batches whose rows have one length.
@@ -158,10 +162,11 @@ class DynamicBatch(Searchable):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
 
     start: Literal["auto"] | Count = "auto"
-    """Rows of the first micro-batches; auto: the most (of the global batch halved again and again) that the dry run says will fit."""
+    """Rows of the first micro-batches; auto: the most (of the global batch halved again and again) that the dry run
+    says will fit."""
     target: Annotated[float, Bound(0, 1, open_low=True)] = 0.85
-    """Share of the memory (`hardware.memory`, or what the device has) that a larger micro-batch may be foreseen to fill. Rows are halved
-    where a step fills more than half of the rest too."""
+    """Share of the memory (`hardware.memory`, or what the device has) that a larger micro-batch may be foreseen to
+    fill. Rows are halved where a step fills more than half of the rest too."""
     every: Count = 10
     """Steps between looks at the memory; the first step, which warms up, is passed over."""
 
@@ -173,10 +178,13 @@ class DynamicBatch(Searchable):
         if self.start != "auto" and self.start > rows:
             shared = f" over {devices} devices" if devices > 1 else ""
             problems.append(
-                f"start: {self.start} rows are more than batch.size {rows * devices}{shared}; use at most {rows}, or auto"
+                f"start: {self.start} rows are more than batch.size {rows * devices}{shared}; use at most {rows}, or "
+                "auto"
             )
         if not can_begin_peak(context.device.kind):
-            problems.append("target: this system does not let the memory of one step be measured; use gradient_accumulation")
+            problems.append(
+                "target: this system does not let the memory of one step be measured; use gradient_accumulation"
+            )
         return problems
 
     def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
@@ -240,7 +248,8 @@ class DynamicBatch(Searchable):
         build.own(Slot.FORWARD_BACKWARD, forward_backward, self.name())
         build.hooks.after_update.append(after_update)
         return Change(
-            f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill at most {self.target:.0%} of the memory; the plan is for the first size",
+            f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill at most "
+            f"{self.target:.0%} of the memory; the plan is for the first size",
             build.state.accumulation,
         )
 

@@ -1,14 +1,14 @@
 """Efficient attention: fused kernels, the kernel stated, without scores, repeated keys or a mask tensor in memory.
 
-What: scaled-dot-product attention block by block; grouped queries read their shared keys and values without copies; causal
-by an argument; packed documents by themselves (on CUDA in one call of flash attention's variable-length form); windows
-by kernels that skip what they hide.
-Helps: memory linear in length instead of quadratic (benchmarks/results/attention_memory.md), and less traffic. On a CPU in bf16 `blocks`
-(batched products over blocks of queries) is 1.1 to 2 times as fast as torch's own kernel up to 2,048 tokens. Hurts: nothing known where a
-fused kernel exists; the sums are ordered otherwise, so results agree up to rounding, and `blocks` rounds scores to bf16 too.
-No kernel was run on a GPU yet.
-Source: Dao et al. 2022 (arXiv:2205.14135); FlashAttention 2 (arXiv:2307.08691) and 3 (arXiv:2407.08608); FlexAttention: Dong et al. 2024
-(arXiv:2412.05496); grouped queries: Ainslie et al. 2023 (arXiv:2305.13245).
+What: scaled-dot-product attention block by block; grouped queries read their shared keys and values without copies;
+causal by an argument; packed documents by themselves (on CUDA in one call of flash attention's variable-length form);
+windows by kernels that skip what they hide.
+Helps: memory linear in length instead of quadratic (benchmarks/results/attention_memory.md), and less traffic. On a CPU
+in bf16 `blocks` (batched products over blocks of queries) is 1.1 to 2 times as fast as torch's own kernel up to 2,048
+tokens. Hurts: nothing known where a fused kernel exists; the sums are ordered otherwise, so results agree up to
+rounding, and `blocks` rounds scores to bf16 too. No kernel was run on a GPU yet.
+Source: Dao et al. 2022 (arXiv:2205.14135); FlashAttention 2 (arXiv:2307.08691) and 3 (arXiv:2407.08608); FlexAttention:
+Dong et al. 2024 (arXiv:2412.05496); grouped queries: Ainslie et al. 2023 (arXiv:2305.13245).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def attend(
     Args:
         mask: causal over the whole row when not given.
         scale: head_dim ** -0.5 when not given.
-        kernel: flash, efficient, cudnn or math of torch, which raises where they cannot serve; blocks; flex; flash2 or flash3.
+        kernel: flash, efficient, cudnn or math of torch, which raises where they cannot serve; blocks; flex; flash2 or
+            flash3.
 
     Example:
         >>> import torch
@@ -57,11 +58,12 @@ def attend(
 def convert_model_to_efficient_attention(model: Model) -> Model:
     """Makes a model attend by preheat's kernels, in place; weights, names and the signature of its forward stay.
 
-    A transformers model (decoder or encoder) goes through its own attention interface: padding masks, caches and generation work,
-    windows are computed as windows. Rows packed by `position_ids` and steps with a cache use a mask tensor, as transformers does.
-    In any other model each `torch.nn.MultiheadAttention` is replaced: key_padding_mask, attn_mask and batch_first mean what they meant.
-    `need_weights=True` still gives weights, with all scores in memory; where it is not stated the weights are None.
-    (torch's TransformerEncoderLayer takes a kernel of its own in eval mode without gradients, converted or not.)
+    A transformers model (decoder or encoder) goes through its own attention interface: padding masks, caches and
+    generation work, windows are computed as windows. Rows packed by `position_ids` and steps with a cache use a mask
+    tensor, as transformers does. In any other model each `torch.nn.MultiheadAttention` is replaced: key_padding_mask,
+    attn_mask and batch_first mean what they meant. `need_weights=True` still gives weights, with all scores in memory;
+    where it is not stated the weights are None. (torch's TransformerEncoderLayer takes a kernel of its own in eval mode
+    without gradients, converted or not.)
 
     Returns:
         The model.
@@ -178,7 +180,11 @@ class EfficientAttentionTechnique(Searchable):
             {"flash", "cudnn"} if self.kernel == "auto" else {"flash"}
         )  # beside cuDNN's, auto takes flash attention for windows
         problems = []
-        if _windowed(context) and chosen not in _WINDOWS and not (cuda and chosen in flash and _flash_supports(context)):
+        if (
+            _windowed(context)
+            and chosen not in _WINDOWS
+            and not (cuda and chosen in flash and _flash_supports(context))
+        ):
             problems.append(
                 f"kernel: {chosen} has no window, and attention here is limited to one; use blocks, flex or auto"
             )
@@ -190,16 +196,20 @@ class EfficientAttentionTechnique(Searchable):
             problems.append(f"kernel: {chosen} has no global tokens; use blocks, flex or auto")
         if chosen == "flex" and not cuda:
             problems.append(
-                "kernel: flex needs a CUDA device, since torch has no backward pass for it on a CPU; use blocks, flash or auto"
+                "kernel: flex needs a CUDA device, since torch has no backward pass for it on a CPU; use blocks, flash "
+                "or auto"
             )
         elif not cuda and chosen not in ("flash", "blocks"):
             problems.append(f"kernel: {chosen} needs a CUDA device; use flash, blocks or auto")
         if chosen == "flex" and cuda and context.model.head_dim < _FLEX_HEAD:
             problems.append(
-                f"kernel: flex needs heads of at least {_FLEX_HEAD}, and the model's have {context.model.head_dim}; use blocks"
+                f"kernel: flex needs heads of at least {_FLEX_HEAD}, and the model's have {context.model.head_dim}; "
+                "use blocks"
             )
         if chosen in ("flash", *_PACKAGES) and cuda and not half:
-            problems.append(f"kernel: {chosen} on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient")
+            problems.append(
+                f"kernel: {chosen} on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient"
+            )
         if chosen == "flash" and cuda and (context.device.capability or _AMPERE) < _AMPERE:
             problems.append(
                 f"kernel: flash needs an Ampere GPU (8.0) or later, and this one is {context.device.capability}; "
@@ -209,7 +219,8 @@ class EfficientAttentionTechnique(Searchable):
             problems.append(f"kernel: {chosen} needs the package {_PACKAGES[chosen][0]}: {_PACKAGES[chosen][1]}")
         if chosen == "flash3" and cuda and context.device.capability is not None and context.device.capability < (9, 0):
             problems.append(
-                f"kernel: flash3 needs a Hopper GPU (9.0), and this one is {context.device.capability}; use flash2 or flash"
+                f"kernel: flash3 needs a Hopper GPU (9.0), and this one is {context.device.capability}; use flash2 or "
+                "flash"
             )
         if chosen == "efficient" and context.model.head_dim % (align := _alignment(context)):
             problems.append(

@@ -1,14 +1,19 @@
-"""Expert balancing: what keeps a router from sending all tokens to the same few experts. By a bias on the choice, or by a loss.
+"""Expert balancing: what keeps a router from sending all tokens to the same few experts. By a bias on the choice, or by
+a loss.
 
-What: `bias`: each expert has a number that is added to its score where experts are chosen, and not where the chosen are weighed. After each step it moves
-by `rate`: up where the expert had fewer tokens than the mean of its layer, down where it had more, counted over the global batch of all devices. No
-gradient goes through it. `loss`: the load-balancing loss of transformers, over the global batch (engine/moe_aux_loss.py), times `coefficient`; models of
-Mixtral's and Qwen's kind have it by themselves, with the coefficient of their configuration.
-Helps: an idle expert is memory that learns nothing, and across devices all wait for the busiest. The bias evens out the load without a second aim for the
-weights, costs no pass over the batch, and needs no coefficient to be found. Hurts: the loss pulls the router away from what would predict best, the more the
-larger it is. The bias is part of the model only where the family has a place for it (glm4_moe); folders of Mixtral and Qwen have none, so evaluations and
-exports route without it, as whoever loads the folder will: the reported validation loss is that of the exported model, and lies a little above that with the bias.
-Source: Wang et al. 2024 (arXiv:2408.15664), DeepSeek-V3 (arXiv:2412.19437); the loss: Fedus et al. 2021 (arXiv:2101.03961).
+What: `bias`: each expert has a number that is added to its score where experts are chosen, and not where the chosen are
+weighed. After each step it moves by `rate`: up where the expert had fewer tokens than the mean of its layer, down where
+it had more, counted over the global batch of all devices. No gradient goes through it. `loss`: the load-balancing loss
+of transformers, over the global batch (engine/moe_aux_loss.py), times `coefficient`; models of Mixtral's and Qwen's
+kind have it by themselves, with the coefficient of their configuration.
+Helps: an idle expert is memory that learns nothing, and across devices all wait for the busiest. The bias evens out the
+load without a second aim for the weights, costs no pass over the batch, and needs no coefficient to be found. Hurts:
+the loss pulls the router away from what would predict best, the more the larger it is. The bias is part of the model
+only where the family has a place for it (glm4_moe); folders of Mixtral and Qwen have none, so evaluations and exports
+route without it, as whoever loads the folder will: the reported validation loss is that of the exported model, and lies
+a little above that with the bias.
+Source: Wang et al. 2024 (arXiv:2408.15664), DeepSeek-V3 (arXiv:2412.19437); the loss: Fedus et al. 2021
+(arXiv:2101.03961).
 """
 
 from __future__ import annotations
@@ -29,9 +34,11 @@ __all__ = ["ExpertBalancing", "add_bias", "move_bias"]
 
 
 def add_bias(model: nn.Module) -> list[Tensor]:
-    """Gives each router of a model a bias on its choice of experts, zero at first, in place; one that is part of the model stays as it is.
+    """Gives each router of a model a bias on its choice of experts, zero at first, in place; one that is part of the
+    model stays as it is.
 
-    The routers must be ours (`preheat.models.moe.record_routers`): transformers' own of Mixtral and Qwen look at no bias.
+    The routers must be ours (`preheat.models.moe.record_routers`): transformers' own of Mixtral and Qwen look at no
+    bias.
 
     Returns:
         The biases, [experts] fp32 each, in the order of the layers that have experts.
@@ -57,7 +64,8 @@ def add_bias(model: nn.Module) -> list[Tensor]:
 
 
 def move_bias(biases: Sequence[Tensor], tokens: Tensor, rate: float) -> None:
-    """Moves each bias towards an even load, in place: by `rate`, up for experts with fewer tokens than their layer's mean, down for those with more.
+    """Moves each bias towards an even load, in place: by `rate`, up for experts with fewer tokens than their layer's
+    mean, down for those with more.
 
     Args:
         biases: one a layer, [experts].
@@ -85,9 +93,11 @@ class ExpertBalancing(Technique):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.QUANTIZED_BASE})
 
     method: Literal["bias", "loss"] = "bias"
-    """bias: moved after each step by the sign of each expert's load, without a gradient; loss: added to the language model's."""
+    """bias: moved after each step by the sign of each expert's load, without a gradient; loss: added to the language
+    model's."""
     rate: Positive = 0.001
-    """With `bias`: how far it moves a step; runs of hundreds of steps want 0.003 or more. Scores lie between 0 and 1; where they are a softmax over many experts, near 1 / experts."""
+    """With `bias`: how far it moves a step; runs of hundreds of steps want 0.003 or more. Scores lie between 0 and 1;
+    where they are a softmax over many experts, near 1 / experts."""
     coefficient: Literal["auto"] | Positive = "auto"
     """How much the loss counts; auto: 0.01 with `loss`, none with `bias` (which may have a small one besides)."""
 
@@ -105,7 +115,8 @@ class ExpertBalancing(Technique):
         if moe.has_bias(config):
             if coefficient:
                 raise ValueError(
-                    f"coefficient: {config.model_type} is balanced by its bias, and has no loss for it; use method: bias without one"
+                    f"coefficient: {config.model_type} is balanced by its bias, and has no loss for it; use method: "
+                    "bias without one"
                 )
             return
         config.router_aux_loss_coef = coefficient
@@ -131,6 +142,7 @@ class ExpertBalancing(Technique):
             else "used in training alone: evaluations and exports route without it"
         )
         return Change(
-            f"a bias on the choice of {build.model.experts} experts in {layers} layers, moved by {self.rate:g} a step; {scope}",
+            f"a bias on the choice of {build.model.experts} experts in {layers} layers, moved by {self.rate:g} a "
+            f"step; {scope}",
             layers,
         )

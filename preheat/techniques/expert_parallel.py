@@ -1,12 +1,16 @@
-"""Expert parallel: the experts of each layer are shared out over devices that otherwise share out rows, and tokens travel to their experts.
+"""Expert parallel: the experts of each layer are shared out over devices that otherwise share out rows, and tokens
+travel to their experts.
 
-What: of E experts each of `degree` devices holds E / degree, whole. A layer sends each token's row to the devices of its experts by all-to-all, they
-compute, and the results come back the same way; no token is dropped. The devices are neighbours within those of `fsdp` (or of `data_parallel`), which does the
-rest: attention and all else is shared out and summed over all of them, an expert's weights and gradients over the devices that hold the same expert.
-Helps: experts are most of such a model; with FSDP alone all of them travel to every device for every micro-batch, here only the tokens do, and
-each expert's product is over more rows. Hurts: where experts are unevenly loaded, the device with the busiest makes all others wait; the all-to-all hides
-behind nothing; once a layer the host reads back how many rows go where. A dry run, which has no tokens, takes all experts to be loaded alike.
-Source: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668); without dropping, Gale et al. 2022, "MegaBlocks" (arXiv:2211.15841).
+What: of E experts each of `degree` devices holds E / degree, whole. A layer sends each token's row to the devices of
+its experts by all-to-all, they compute, and the results come back the same way; no token is dropped. The devices are
+neighbours within those of `fsdp` (or of `data_parallel`), which does the rest: attention and all else is shared out and
+summed over all of them, an expert's weights and gradients over the devices that hold the same expert.
+Helps: experts are most of such a model; with FSDP alone all of them travel to every device for every micro-batch, here
+only the tokens do, and each expert's product is over more rows. Hurts: where experts are unevenly loaded, the device
+with the busiest makes all others wait; the all-to-all hides behind nothing; once a layer the host reads back how many
+rows go where. A dry run, which has no tokens, takes all experts to be loaded alike.
+Source: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668); without dropping, Gale et al. 2022, "MegaBlocks"
+(arXiv:2211.15841).
 """
 
 from __future__ import annotations
@@ -25,13 +29,15 @@ __all__ = ["ExpertParallel", "share_experts"]
 
 
 def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
-    """Shares out the experts of each layer over devices, in place: each keeps its part, and rows are sent to where their experts are.
+    """Shares out the experts of each layer over devices, in place: each keeps its part, and rows are sent to where
+    their experts are.
 
     Args:
         module: a model of `preheat.models.moe.FAMILIES`, its experts on meta or with the same values on every device.
-        among: torch's mesh of one dimension: the devices that share out the experts; their number divides that of the experts.
-        alike: torch's mesh of the devices that hold the same experts as this one, over which their gradients are to be summed; `shard_fully` and
-            `replicate_all` of `preheat.ops.distributed.fully_shard` read it off the module.
+        among: torch's mesh of one dimension: the devices that share out the experts; their number divides that of the
+            experts.
+        alike: torch's mesh of the devices that hold the same experts as this one, over which their gradients are to be
+            summed; `shard_fully` and `replicate_all` of `preheat.ops.distributed.fully_shard` read it off the module.
 
     Returns:
         The number of layers.
@@ -71,7 +77,8 @@ class ExpertParallel(Searchable):
     )  # the host reads numbers back in the middle of a layer
 
     degree: Whole = 0
-    """Devices that share out the experts of a layer, neighbours of those that share out rows. 0: all of them, or all within a copy of `fsdp`'s hybrid sharding."""
+    """Devices that share out the experts of a layer, neighbours of those that share out rows. 0: all of them, or all
+    within a copy of `fsdp`'s hybrid sharding."""
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
@@ -85,7 +92,8 @@ class ExpertParallel(Searchable):
         devices, degree = sizes[_axis(sizes)], self.degree or sizes[_axis(sizes)]
         if devices < 2 or degree < 2:
             return [
-                "shares out experts among devices, and there is one; start several with --nproc (or plan with --count) and degree: 2 or more"
+                "shares out experts among devices, and there is one; start several with --nproc (or plan with --count) "
+                "and degree: 2 or more"
             ]
         if devices % degree:
             return [f"degree: {degree} does not divide the {devices} devices that share out rows; use a divisor of it"]
@@ -94,7 +102,8 @@ class ExpertParallel(Searchable):
         rest = devices // degree
         if sizes[Axis.SHARD] > 1 and (model.width % rest or 2 * model.expert_width % rest):
             return [
-                f"degree: leaves {rest} devices to share out each expert's matrices, and they divide not both its width {2 * model.expert_width} and the model's {model.width}; "
+                f"degree: leaves {rest} devices to share out each expert's matrices, and they divide not both its "
+                f"width {2 * model.expert_width} and the model's {model.width}; "
                 "use a larger degree"
             ]
         return []
@@ -106,7 +115,10 @@ class ExpertParallel(Searchable):
         if axis is Axis.SHARD and build.mesh.size(Axis.REPLICATE) > 1:
             alike = build.mesh.together(build.mesh.sub(Axis.REPLICATE), alike)
         layers = share_experts(part, among, alike)
-        summary = f"{build.model.experts} experts of {layers} layers over {degree} devices, {build.model.experts // degree} on each; tokens by all-to-all"
+        summary = (
+            f"{build.model.experts} experts of {layers} layers over {degree} devices, {build.model.experts // degree} "
+            "on each; tokens by all-to-all"
+        )
         return Change(summary, layers)
 
     def options(self, context: Context) -> Iterable[Technique]:

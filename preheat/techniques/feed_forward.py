@@ -1,11 +1,11 @@
 """Feed-forward block: another activation, gated or not, for a new model at equal parameters.
 
-What: swiglu, geglu and reglu multiply the activation of one linear map with another (three matrices); gelu and relu have no gate (two).
-Where the number of matrices changes, the inner width does too, by 2/3 or 3/2, so that the parameters stay as they were.
-`model.feed_forward` states the width of the family's own block.
+What: swiglu, geglu and reglu multiply the activation of one linear map with another (three matrices); gelu and relu
+have no gate (two). Where the number of matrices changes, the inner width does too, by 2/3 or 3/2, so that the
+parameters stay as they were. `model.feed_forward` states the width of the family's own block.
 Helps: gated blocks reach a lower loss at equal parameters; relu leaves many zeros, which sparse kernels can skip.
-Hurts: a gate is one more activation to keep for the backward pass; a block that the family has not in transformers (gelu or relu in a
-llama, a gate in a GPT-2) cannot be exported to a Hugging Face folder.
+Hurts: a gate is one more activation to keep for the backward pass; a block that the family has not in transformers
+(gelu or relu in a llama, a gate in a GPT-2) cannot be exported to a Hugging Face folder.
 Source: Shazeer 2020 (arXiv:2002.05202).
 """
 
@@ -25,7 +25,8 @@ __all__ = ["FeedForward", "replace_feed_forward", "set_feed_forward"]
 
 
 def set_feed_forward(config: Any, activation: str) -> None:
-    """Sets activation and inner width of a transformers configuration (llama, qwen, mistral, gpt2) at equal parameters, in place.
+    """Sets activation and inner width of a transformers configuration (llama, qwen, mistral, gpt2) at equal parameters,
+    in place.
 
     Args:
         activation: swiglu, geglu, reglu, gelu or relu.
@@ -46,7 +47,8 @@ def set_feed_forward(config: Any, activation: str) -> None:
 
 
 def replace_feed_forward(model: nn.Module, activation: str) -> int:
-    """Gives a model made by such a configuration the block itself, where transformers has none for it, in place; works on meta.
+    """Gives a model made by such a configuration the block itself, where transformers has none for it, in place; works
+    on meta.
 
     Returns:
         How many blocks were replaced; 0 where the configuration said it all.
@@ -73,7 +75,8 @@ class FeedForward(Technique):
     def configure(self, config: Any, recipe: Recipe) -> None:
         if recipe.model.path and recipe.model.weights == "pretrained":
             raise ValueError(
-                "is for new models: the weights of model.path were trained with their own block; remove it, or set model.weights: random"
+                "is for new models: the weights of model.path were trained with their own block; remove it, or set "
+                "model.weights: random"
             )
         set_feed_forward(config, self.activation)
 

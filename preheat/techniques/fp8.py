@@ -1,11 +1,13 @@
 """FP8: matrix products of linear maps in 8-bit floating point, with dynamic scales. By torchao.
 
-What: each linear map casts its input and weight, and in the backward pass the gradient, to fp8 with a scale from the tensor's own
-maximum (`tensorwise`) or one for each row (`rowwise`), and multiplies in fp8; weights, optimizer and everything else stay in bf16 or
-fp32. Embedding and head stay high, and so do maps whose sizes the hardware's fp8 products cannot take.
-Helps: fp8 products have twice bf16's rate on the devices that have them; worth it for wide models (from about 4,096) under compile.
-Hurts: the casts cost bandwidth, so narrow models get slower; 3 bits of mantissa (`rowwise` loses less to outliers, and is slower).
-A plan counts each cast, of which a compiler fuses more than the plan takes it to: planned speeds are low.
+What: each linear map casts its input and weight, and in the backward pass the gradient, to fp8 with a scale from the
+tensor's own maximum (`tensorwise`) or one for each row (`rowwise`), and multiplies in fp8; weights, optimizer and
+everything else stay in bf16 or fp32. Embedding and head stay high, and so do maps whose sizes the hardware's fp8
+products cannot take.
+Helps: fp8 products have twice bf16's rate on the devices that have them; worth it for wide models (from about 4,096)
+under compile.
+Hurts: the casts cost bandwidth, so narrow models get slower; 3 bits of mantissa (`rowwise` loses less to outliers, and
+is slower). A plan counts each cast, of which a compiler fuses more than the plan takes it to: planned speeds are low.
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433); torchao's float8 training.
 """
 
@@ -82,11 +84,14 @@ class Fp8(Searchable):
         device, rows = context.device, context.recipe.batch.length
         if device.kind == "cpu":
             problems.append(
-                "needs a CUDA device of compute capability 8.9 or more (Ada, Hopper, Blackwell): a CPU has no fp8 products"
+                "needs a CUDA device of compute capability 8.9 or more (Ada, Hopper, Blackwell): a CPU has no fp8 "
+                "products"
             )
         elif device.capability is not None and device.capability < _MIN_CAPABILITY:
             capability = ".".join(map(str, device.capability))
-            problems.append(f"needs compute capability 8.9 or more; {device.name} has {capability}: leave fp8 out there")
+            problems.append(
+                f"needs compute capability 8.9 or more; {device.name} has {capability}: leave fp8 out there"
+            )
         if rows % _ALIGNMENT:  # the gradient of a weight sums over tokens, which is then an inner size
             problems.append(f"needs batch.length to be a multiple of {_ALIGNMENT}, not {rows}")
         if importlib.util.find_spec("torchao") is None:
@@ -98,8 +103,12 @@ class Fp8(Searchable):
 
         converted, left = convert_to_fp8(part, recipe=self.recipe, keep=[head(part)])
         if not converted:
-            raise RecipeError(f"techniques.fp8: no linear map has sizes that are multiples of {_ALIGNMENT}; leave it out")
-        skipped = f"; {len(left)} left in high precision, {left[0]} for one (not multiples of {_ALIGNMENT})" if left else ""
+            raise RecipeError(
+                f"techniques.fp8: no linear map has sizes that are multiples of {_ALIGNMENT}; leave it out"
+            )
+        skipped = (
+            f"; {len(left)} left in high precision, {left[0]} for one (not multiples of {_ALIGNMENT})" if left else ""
+        )
         return Change(
             f"products of {len(converted)} linear maps in fp8, {self.recipe} scales{skipped}; embedding and head high",
             len(converted),

@@ -1,10 +1,15 @@
-"""Fully sharded data parallel: each device keeps a share of weights, gradients and optimizer state, and its share of the rows.
+"""Fully sharded data parallel: each device keeps a share of weights, gradients and optimizer state, and its share of
+the rows.
 
-What: torch's FSDP2. A layer's weights are gathered right before they are used and let go after; its gradients are summed and shared out as
-soon as backward has made them. `reshard: false` keeps what was gathered until backward is through it: less is sent, more is held.
-Helps: memory of weights, gradients and optimizer falls with the number of devices; what is sent overlaps with what is computed.
-Hurts: every layer's weights travel twice a micro-batch (three times the bytes of plain data parallel's gradients), so slow links and small batches suffer.
-Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054): `reshard` is its stage 3, without it stage 2; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
+What: torch's FSDP2. A layer's weights are gathered right before they are used and let go after; its gradients are
+summed and shared out as soon as backward has made them. `reshard: false` keeps what was gathered until backward is
+through it: less is sent, more is held.
+Helps: memory of weights, gradients and optimizer falls with the number of devices; what is sent overlaps with what is
+computed.
+Hurts: every layer's weights travel twice a micro-batch (three times the bytes of plain data parallel's gradients), so
+slow links and small batches suffer.
+Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054): `reshard` is its stage 3, without it stage 2; Zhao et al.
+2023, "PyTorch FSDP" (arXiv:2304.11277).
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ __all__ = ["FSDP", "shard_fully"]
 
 
 def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **settings: Any) -> int:
-    """Shards a module with FSDP2, each of its layers as a group of its own, in place; gradients are summed. `preheat.ops.distributed.fully_shard` has the settings.
+    """Shards a module with FSDP2, each of its layers as a group of its own, in place; gradients are summed.
+    `preheat.ops.distributed.fully_shard` has the settings.
 
     Args:
         layers: modules inside it, in the order in which they run.
@@ -59,13 +65,16 @@ class FSDP(Searchable):
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "teacher"})
 
     reshard: bool = True
-    """Let go of a layer's weights after its forward pass and gather them again for backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    """Let go of a layer's weights after its forward pass and gather them again for backward (ZeRO-3); false keeps them
+    (ZeRO-2)."""
     replicate: Count = 1
-    """Hybrid sharding: so many groups of devices that each hold a whole copy between them; the number of hosts keeps gathering within one."""
+    """Hybrid sharding: so many groups of devices that each hold a whole copy between them; the number of hosts keeps
+    gathering within one."""
     gather: Literal["own", "bf16"] = "own"
     """Precision in which weights travel and are used; gradients are summed in fp32. With bf16 half as much is sent."""
     reduce: Literal["each", "last"] = "each"
-    """With several micro-batches: share out the gradients of each (least memory), or keep them whole until the last (least sent)."""
+    """With several micro-batches: share out the gradients of each (least memory), or keep them whole until the last
+    (least sent)."""
     offload: bool = False
     """Keep the shares on the host, and take the optimizer's step there (CUDA only)."""
 
@@ -100,7 +109,8 @@ class FSDP(Searchable):
         mesh = build.mesh.sub(*across) if self.replicate == 1 else build.mesh.plane(Axis.REPLICATE, across)
         ends: Any = [embedding(part), head(part)]
         shared = len({id(end.weight) for end in ends if end is not None}) < len(ends)
-        # An embedding that is no head too need not be there while the layers run; one that tensor parallel cuts gives views, which FSDP2 cannot hook.
+        # An embedding that is no head too need not be there while the layers run; one that tensor parallel cuts gives
+        # views, which FSDP2 cannot hook.
         apart = [] if shared or build.mesh.size(Axis.TENSOR) > 1 else ends[:1]
         groups = shard_fully(
             part,
@@ -120,7 +130,9 @@ class FSDP(Searchable):
         return Change(f"weights in {groups} groups, a {degree}th of each on a device{copies}", groups)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        precisions: tuple[Literal["own", "bf16"], ...] = ("own", "bf16") if Tag.BF16_COMPUTE in context.tags else ("own",)
+        precisions: tuple[Literal["own", "bf16"], ...] = (
+            ("own", "bf16") if Tag.BF16_COMPUTE in context.tags else ("own",)
+        )
         combinations: tuple[tuple[bool, Literal["each", "last"]], ...] = (
             (True, "each"),
             (True, "last"),
@@ -128,7 +140,9 @@ class FSDP(Searchable):
             (False, "last"),
         )
         return [
-            replace(self, reshard=again, reduce=reduce, gather=gather) for gather in precisions for again, reduce in combinations
+            replace(self, reshard=again, reduce=reduce, gather=gather)
+            for gather in precisions
+            for again, reduce in combinations
         ]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:

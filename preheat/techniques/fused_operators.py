@@ -1,10 +1,13 @@
-"""Fused operators: RMSNorm and the gated activation as one operator each, which keeps for the backward pass only what it was given.
+"""Fused operators: RMSNorm and the gated activation as one operator each, which keeps for the backward pass only what
+it was given.
 
-What: transformers computes them by chains of small operators and keeps several intermediate tensors; here the norm keeps its input and one
-number a row, the gate its two inputs, and the backward pass computes the rest again. Under autocast the norm hands on half precision at once,
-where each linear map behind it would make a copy of its own. On CUDA the norm is torch's fused kernel; on a CPU it runs by rows that stay in the cache.
-Helps: about a third of a layer's kept activations without recomputing any product, and fewer passes over memory; under tensor parallel too. Hurts:
-a compiler fuses the same operators by itself, and Liger has kernels for them on CUDA, so it goes with neither.
+What: transformers computes them by chains of small operators and keeps several intermediate tensors; here the norm
+keeps its input and one number a row, the gate its two inputs, and the backward pass computes the rest again. Under
+autocast the norm hands on half precision at once, where each linear map behind it would make a copy of its own. On CUDA
+the norm is torch's fused kernel; on a CPU it runs by rows that stay in the cache.
+Helps: about a third of a layer's kept activations without recomputing any product, and fewer passes over memory; under
+tensor parallel too. Hurts: a compiler fuses the same operators by itself, and Liger has kernels for them on CUDA, so it
+goes with neither.
 Source: kept inputs instead of intermediates as in Andoorveedu et al. 2022, Tempo (arXiv:2210.10246).
 """
 
@@ -23,7 +26,8 @@ __all__ = ["FusedOperators", "fuse_operators"]
 
 
 def fuse_operators(model: PreTrainedModel, *, norm: bool = True, gate: bool = True) -> dict[str, int]:
-    """RMSNorms and gated activations of a transformers model (Llama and its kin) as operators that keep only their inputs. In place.
+    """RMSNorms and gated activations of a transformers model (Llama and its kin) as operators that keep only their
+    inputs. In place.
 
     Args:
         norm: the RMSNorms.
@@ -37,7 +41,9 @@ def fuse_operators(model: PreTrainedModel, *, norm: bool = True, gate: bool = Tr
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96)
+        >>> config = LlamaConfig(
+        ...     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96
+        ... )
         >>> fuse_operators(LlamaForCausalLM(config))
         {'norms': 5, 'gated activations': 2}
     """

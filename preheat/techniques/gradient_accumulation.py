@@ -1,7 +1,7 @@
 """Gradient accumulation: the global batch in several micro-batches, their gradients summed before one update.
 
-What: each micro-batch runs forward and backward by itself; the loss is divided by the trained tokens of the whole global
-batch, so the gradients equal those of the big batch even where sequences and masks are uneven. (Averaging the
+What: each micro-batch runs forward and backward by itself; the loss is divided by the trained tokens of the whole
+global batch, so the gradients equal those of the big batch even where sequences and masks are uneven. (Averaging the
 micro-batches' means, as is often done, weighs tokens of short sequences more.)
 Helps: activations shrink with the micro-batch; the optimizer sees the same batch. Hurts: very small micro-batches leave
 the device idle and repeat the cost of each layer's launch.
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientAccumulation", "train_with_gradient_accumulation"]
 
-# Of a micro-batch, as is usual for models of 8B. By the plan of `fine-tune`, a 0.5B on an H100, 4,096 tokens run at 69,506 a second, 8,192 at 78,164.
+# Of a micro-batch, as is usual for models of 8B. By the plan of `fine-tune`, a 0.5B on an H100, 4,096 tokens run at
+# 69,506 a second, 8,192 at 78,164.
 _FILLS_A_GPU = 8192
 
 
@@ -72,13 +73,13 @@ def train_with_gradient_accumulation(
 ) -> list[float]:
     """Trains a model with one update for each `accumulation_steps` batches of the loader, in place.
 
-    An update has the gradients of one batch that holds them all: each batch's mean counts by its number of targets, so batches
-    may differ in size and in what is masked. What is left at an epoch's end makes a last, smaller update.
+    An update has the gradients of one batch that holds them all: each batch's mean counts by its number of targets, so
+    batches may differ in size and in what is masked. What is left at an epoch's end makes a last, smaller update.
 
     Args:
         dataloader: yields (inputs, targets); read once an epoch.
-        criterion: criterion(outputs, targets), the mean over the targets. Integer targets of its `ignore_index` (-100 without one) do
-            not count; torch's class weights and `reduction="sum"` are honoured.
+        criterion: criterion(outputs, targets), the mean over the targets. Integer targets of its `ignore_index` (-100
+            without one) do not count; torch's class weights and `reduction="sum"` are honoured.
 
     Returns:
         The loss of each update: the mean over all its targets (their sum with `reduction="sum"`).
@@ -139,8 +140,8 @@ class GradientAccumulation(Searchable):
     steps: Annotated[int, Bound(2)] = 4
     """Micro-batches that make one global batch of `batch.size` rows."""
     on_gpu: Literal["steps", "auto"] = "steps"
-    """auto: on a GPU as few micro-batches, two or more, as have 8,192 tokens or less and fit in 90 % of the memory by the dry run; `steps` on a CPU,
-    whose kernels gain nothing by more rows. The run records how many."""
+    """auto: on a GPU as few micro-batches, two or more, as have 8,192 tokens or less and fit in 90 % of the memory by
+    the dry run; `steps` on a CPU, whose kernels gain nothing by more rows. The run records how many."""
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"

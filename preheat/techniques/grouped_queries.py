@@ -1,10 +1,10 @@
 """Grouped queries: fewer key-value heads, each shared by a group of query heads.
 
-What: the model keeps its query heads and gets `kv_heads` key-value heads. Weights that are read are mean-pooled: each new head is
-the mean of the heads of its group; a new model is simply built with fewer.
+What: the model keeps its query heads and gets `kv_heads` key-value heads. Weights that are read are mean-pooled: each
+new head is the mean of the heads of its group; a new model is simply built with fewer.
 Helps: the KV cache, which long contexts and many requests fill, shrinks by the same factor; key and value matrices too.
-Hurts: a pooled model is worse until it is trained on (the paper takes 5 % of the pretraining steps); below a head for each device, tensor
-parallelism has to copy heads.
+Hurts: a pooled model is worse until it is trained on (the paper takes 5 % of the pretraining steps); below a head for
+each device, tensor parallelism has to copy heads.
 Source: Ainslie et al. 2023 (arXiv:2305.13245); one head for all: Shazeer 2019 (arXiv:1911.02150).
 """
 
@@ -25,7 +25,8 @@ __all__ = ["GroupedQueries", "group_queries"]
 
 
 def group_queries(model: nn.Module, kv_heads: int) -> int:
-    """Mean-pools the key-value heads of a transformers model (llama, qwen and others with `k_proj` and `v_proj`), in place.
+    """Mean-pools the key-value heads of a transformers model (llama, qwen and others with `k_proj` and `v_proj`), in
+    place.
 
     Args:
         model: with its weights; also its configuration is changed, so that `save_pretrained` writes what it now is.
@@ -39,7 +40,9 @@ def group_queries(model: nn.Module, kv_heads: int) -> int:
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96)
+        >>> config = LlamaConfig(
+        ...     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96
+        ... )
         >>> model = LlamaForCausalLM(config)
         >>> group_queries(model, 2), model.model.layers[0].self_attn.k_proj.weight.shape
         (4, torch.Size([16, 32]))

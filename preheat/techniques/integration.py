@@ -1,7 +1,8 @@
-"""The practical techniques together, by hand: gradient accumulation, mixed precision, ZeRO and efficient attention in one loop.
+"""The practical techniques together, by hand: gradient accumulation, mixed precision, ZeRO and efficient attention in
+one loop.
 
-This is an example to read and to run, no technique of its own: recipes put techniques together by naming them. It is the one module
-here that imports its siblings.
+This is an example to read and to run, no technique of its own: recipes put techniques together by naming them. It is
+the one module here that imports its siblings.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def integration_example(
 
     Returns:
         {losses: mean of each update in nats a byte, tokens_per_second: median over the updates after the first,
-        peak_memory_gib: of the device, or what the process took since the start, parameters, optimizer_bytes: of this process's states,
-        processes, on: {technique: in words}}.
+        peak_memory_gib: of the device, or what the process took since the start, parameters, optimizer_bytes: of this
+        process's states, processes, on: {technique: in words}}.
 
     Raises:
         ValueError: an unknown precision or stage, or fp16 with ZeRO on several processes.

@@ -1,13 +1,15 @@
 """Length curriculum: sequences are short at first and grow to the full length over the first part of the run.
 
-What: the packed rows of the data are cut into shorter ones, whose length rises to `batch.length`; every token is still trained
-once, with the context that its piece has. By default a step keeps its tokens and has more rows instead.
-Helps: attention costs less on short rows, so early steps are faster; early training is steadier, which lets large batches and
-learning rates through (the paper's gain is mostly there). Hurts: early steps learn nothing about long contexts; each length is a
-shape of its own to kernels that are compiled for one. Where lengths do not divide each other (linear, root), the last row of a step
-ends in padding, and on a CPU freed blocks fit the next length badly and each length's kernels are kept: the demo held 0.22 GiB in place
-of 0.15; doubling held 0.16. What the plan says is for the full length throughout, so early steps should take less time than that.
-Source: Li et al. 2021 (arXiv:2108.06084), linear and root as in DeepSpeed; by doubling: Jin et al. 2023 (arXiv:2310.00576).
+What: the packed rows of the data are cut into shorter ones, whose length rises to `batch.length`; every token is still
+trained once, with the context that its piece has. By default a step keeps its tokens and has more rows instead.
+Helps: attention costs less on short rows, so early steps are faster; early training is steadier, which lets large
+batches and learning rates through (the paper's gain is mostly there). Hurts: early steps learn nothing about long
+contexts; each length is a shape of its own to kernels that are compiled for one. Where lengths do not divide each other
+(linear, root), the last row of a step ends in padding, and on a CPU freed blocks fit the next length badly and each
+length's kernels are kept: the demo held 0.22 GiB in place of 0.15; doubling held 0.16. What the plan says is for the
+full length throughout, so early steps should take less time than that.
+Source: Li et al. 2021 (arXiv:2108.06084), linear and root as in DeepSpeed; by doubling: Jin et al. 2023
+(arXiv:2310.00576).
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def length_at(
         progress: from 0 to 1.
         start, full: the first and the last length, tokens.
         until: the share of the run from which on rows are full.
-        schedule: steps: `start` doubled again and again, each length for as long; linear; root: fast first, then slower.
+        schedule: steps: `start` doubled again and again, each length for as long; linear; root: fast first, then
+            slower.
         multiple: lengths below the full one are multiples of this.
         lengths: those below the full one, each for as long; nothing else then counts but `full` and `until`.
 
@@ -76,7 +79,8 @@ def shape_at(length: int, *, rows: int, micro: int, full: int, keep: Literal["ro
     A step is cut from whole rows of the data, so with `keep: rows` its number of rows is the nearest that these give.
 
     Args:
-        rows, micro, full: rows of the global batch and of a micro-batch, and their length, at the end of the curriculum.
+        rows, micro, full: rows of the global batch and of a micro-batch, and their length, at the end of the
+            curriculum.
 
     Example:
         >>> shape_at(64, rows=8, micro=4, full=256), shape_at(64, rows=8, micro=4, full=256, keep="rows")
@@ -103,20 +107,23 @@ class LengthCurriculum(Technique):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # shorter rows are cut from whole ones
 
     schedule: Schedule = "steps"
-    """How the length rises: steps (it doubles, and each length stays for as long: few shapes, no padding); linear; root (fast first)."""
+    """How the length rises: steps (it doubles, and each length stays for as long: few shapes, no padding); linear; root
+    (fast first)."""
     start: Literal["auto"] | Count = "auto"
     """Tokens of a row at the beginning; auto: a quarter of `batch.length`."""
     lengths: tuple[Annotated[int, Bound(2)], ...] = ()
-    """The stages by themselves, in place of `start` and `schedule`: rising lengths below `batch.length`, each for as long."""
+    """The stages by themselves, in place of `start` and `schedule`: rising lengths below `batch.length`, each for as
+    long."""
     until: Share = 0.3
     """Share of the run's steps after which rows have the full length."""
     root_degree: Positive = 2.0
     """With `schedule: root`: 2 is the square root; more rises faster at first."""
     multiple: Literal["auto"] | Count = "auto"
-    """Lengths are multiples of this, so that there are few of them; auto: an eighth of `batch.length`, and of it a multiple of 8."""
+    """Lengths are multiples of this, so that there are few of them; auto: an eighth of `batch.length`, and of it a
+    multiple of 8."""
     keep: Literal["tokens", "rows"] = "tokens"
-    """tokens: shorter rows are more, so steps, tokens and learning rate mean what they mean without the curriculum, and the device stays
-    busy; rows: as many rows, so early steps read fewer tokens (as DeepSpeed does it)."""
+    """tokens: shorter rows are more, so steps, tokens and learning rate mean what they mean without the curriculum, and
+    the device stays busy; rows: as many rows, so early steps read fewer tokens (as DeepSpeed does it)."""
 
     def _lengths(self, recipe: Recipe) -> tuple[int, int]:
         """`start` and `multiple` in tokens."""
@@ -136,7 +143,8 @@ class LengthCurriculum(Technique):
             if shorter:
                 named = " (batch.length)" if shorter[1] == full else ""
                 problems.append(
-                    f"lengths: a stage of {shorter[1]:,} tokens{named} follows one of {shorter[0]:,}; they must rise up to batch.length {full:,}"
+                    f"lengths: a stage of {shorter[1]:,} tokens{named} follows one of {shorter[0]:,}; they must rise "
+                    f"up to batch.length {full:,}"
                 )
             if self.start != "auto" or self.schedule != "steps":
                 problems.append("lengths: are the stages themselves; leave start and schedule out")
@@ -144,7 +152,8 @@ class LengthCurriculum(Technique):
             problems.append(f"start: {start} is not below batch.length {full}; use {full // 4} or so, or longer rows")
         if start % multiple and not self.lengths:
             problems.append(
-                f"start: {start} is no multiple of {multiple}; use start: {-(-start // multiple) * multiple}, or set multiple"
+                f"start: {start} is no multiple of {multiple}; use start: {-(-start // multiple) * multiple}, or set "
+                "multiple"
             )
         if start < 2:
             problems.append("start: a row of 1 token has nothing to predict from; use 8 or more")
@@ -156,16 +165,19 @@ class LengthCurriculum(Technique):
             )
         if not (stop.steps or stop.tokens or stop.epochs):
             problems.append(
-                "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens or epochs"
+                "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens "
+                "or epochs"
             )
         if self.keep == "rows" and (stop.tokens or stop.epochs):
             problems.append(
-                "keep: rows reads fewer tokens a step, so stop.tokens and stop.epochs give no number of steps; use stop.steps"
+                "keep: rows reads fewer tokens a step, so stop.tokens and stop.epochs give no number of steps; use "
+                "stop.steps"
             )
         paired = data.prompt is not None or data.source == "docstrings" or data.layout not in ("auto", "text")
         if data.packing == "whole" or (data.packing == "auto" and paired):
             problems.append(
-                "start: shorter rows would part completions from their prompts; set data.packing: stream, or leave this out"
+                "start: shorter rows would part completions from their prompts; set data.packing: stream, or leave "
+                "this out"
             )
         return problems
 
@@ -197,7 +209,10 @@ class LengthCurriculum(Technique):
         build.own(Slot.BATCH_SHAPE, shape, self.name())
         lengths = list(dict.fromkeys(self.length(recipe, n / 1000) for n in range(1001)))
         shown = lengths if len(lengths) < 9 else [*lengths[:3], "...", *lengths[-2:]]
-        summary = f"rows of {', '.join(map(str, shown))} tokens, full after {self.until:.0%} of the steps; {self.keep} a step kept"
+        summary = (
+            f"rows of {', '.join(map(str, shown))} tokens, full after {self.until:.0%} of the steps; {self.keep} a "
+            "step kept"
+        )
         summary += ". The plan is for full rows throughout"
         if build.device.kind == "cpu" and self.schedule != "steps":
             summary += "; the heap may hold up to a half more than planned, which schedule: steps spares"

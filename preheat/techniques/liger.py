@@ -1,10 +1,12 @@
 """Liger: Triton kernels for RMSNorm, rotary embedding and the gated activation, and for head and loss.
 
-What: each of these operators is one kernel of the liger-kernel package, which keeps less for the backward pass than the chain of
-torch's operators. Only this run's model is changed, nothing in transformers. `loss` also takes head and cross entropy together.
-Helps: these operators are bound by memory, and fused they read and write once. Hurts: CUDA only; a compiler fuses the same
-operators by itself; `loss` reads two numbers back from the device in each micro-batch. The plan sees fused_operators in their
-place (Triton kernels cannot run without a device), which keep the same, and torch's own for the rotary embedding.
+What: each of these operators is one kernel of the liger-kernel package, which keeps less for the backward pass than the
+chain of torch's operators. Only this run's model is changed, nothing in transformers. `loss` also takes head and cross
+entropy together.
+Helps: these operators are bound by memory, and fused they read and write once. Hurts: CUDA only; a compiler fuses the
+same operators by itself; `loss` reads two numbers back from the device in each micro-batch. The plan sees
+fused_operators in their place (Triton kernels cannot run without a device), which keep the same, and torch's own for
+the rotary embedding.
 Source: Hsu et al. 2024, Liger Kernel (arXiv:2410.10989).
 """
 
@@ -94,7 +96,8 @@ class Liger(Searchable):
         return "rounding"
 
     def options(self, context: Context) -> Iterable[Technique]:
-        # A device that is planned for from elsewhere may lack the package; fused_operators, whose plan is the same, ship with preheat.
+        # A device that is planned for from elsewhere may lack the package; fused_operators, whose plan is the same,
+        # ship with preheat.
         return [self] if context.device.at_hand else []
 
     def check(self, context: Context) -> list[str]:
@@ -102,7 +105,8 @@ class Liger(Searchable):
 
         if context.device.kind != "cuda":
             return [
-                "Liger's kernels need a CUDA device; leave it out on a CPU (chunked_loss and efficient_attention serve there)"
+                "Liger's kernels need a CUDA device; leave it out on a CPU (chunked_loss and efficient_attention serve "
+                "there)"
             ]
         import importlib.util
 
@@ -111,7 +115,8 @@ class Liger(Searchable):
             problems.append("liger-kernel is not installed; pip install liger-kernel")
         if context.model.family not in KERNEL_FAMILIES and self.provided():
             problems.append(
-                f"its norm, rotary and gate are for {', '.join(KERNEL_FAMILIES)}, not {context.model.family}; set all three to false"
+                f"its norm, rotary and gate are for {', '.join(KERNEL_FAMILIES)}, not {context.model.family}; set all "
+                "three to false"
             )
         if not (self.norm or self.rotary or self.gate or self.loss):
             problems.append("norm, rotary, gate, loss: all are false; leave liger out")

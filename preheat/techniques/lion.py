@@ -1,8 +1,8 @@
 """Lion: an optimizer with one moment, whose update is a sign.
 
 What: each weight moves by the learning rate up or down, by the sign of an interpolation between momentum and gradient.
-Helps: 4 bytes of state a parameter where AdamW keeps 8. Hurts: wants a learning rate some 5 times smaller than AdamW's and a
-weight decay as many times larger (`scale` does both), and is less sure of itself on small batches.
+Helps: 4 bytes of state a parameter where AdamW keeps 8. Hurts: wants a learning rate some 5 times smaller than AdamW's
+and a weight decay as many times larger (`scale` does both), and is less sure of itself on small batches.
 Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675).
 """
 

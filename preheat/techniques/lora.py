@@ -1,17 +1,20 @@
 """LoRA and its variants rsLoRA, DoRA and PiSSA: freeze the model, train low-rank additions to its linear maps. By peft.
 
-What: each chosen linear map W becomes W + s B A with A and B of `rank`; only A and B are trained. `lora`: s = alpha / rank, B begins
-at zero. `rslora`: s = alpha / sqrt(rank), so that the additions do not shrink as the rank grows. `dora`: each output's row of W + s B A is
-brought to a length that is trained besides. `pissa`: A and B begin as W's largest singular directions and W keeps the rest. On a
-base in 4 bits (`nf4`) this is QLoRA, with `dora` QDoRA. In a model with experts all-linear is attention's maps, and `expert_rank` gives each
-expert a pair of its own; routers stay frozen. `embedding_rank` gives the embedding a pair, and with it a head that is tied to it.
+What: each chosen linear map W becomes W + s B A with A and B of `rank`; only A and B are trained. `lora`: s = alpha /
+rank, B begins at zero. `rslora`: s = alpha / sqrt(rank), so that the additions do not shrink as the rank grows. `dora`:
+each output's row of W + s B A is brought to a length that is trained besides. `pissa`: A and B begin as W's largest
+singular directions and W keeps the rest. On a base in 4 bits (`nf4`) this is QLoRA, with `dora` QDoRA. In a model with
+experts all-linear is attention's maps, and `expert_rank` gives each expert a pair of its own; routers stay frozen.
+`embedding_rank` gives the embedding a pair, and with it a head that is tied to it.
 Helps: gradients and optimizer state for a small share of the parameters; adapters of a few megabytes; merged away for
-inference. A pair on the embedding lets words be used anew: a rank of 2 took a small tied model from 86 to 96 % of full tuning's gain on questions with
-numbers (benchmarks/results/tuning_stories.md). rsLoRA gains at ranks of 64 and more, DoRA at small ones, PiSSA in fewer steps to the same loss. Hurts: less capacity than full
-tuning for large shifts of domain; the base still stands in memory; DoRA makes W + s B A in every forward pass (slower, and as much
-memory as a weight); PiSSA takes singular values when the model is built and no longer leaves the base as it was.
-Source: Hu et al. 2021 (arXiv:2106.09685); all linear maps: Dettmers et al. 2023 (arXiv:2305.14314); rsLoRA: Kalajdzievski 2023
-(arXiv:2312.03732); DoRA: Liu et al. 2024 (arXiv:2402.09353); PiSSA: Meng et al. 2024 (arXiv:2404.02948).
+inference. A pair on the embedding lets words be used anew: a rank of 2 took a small tied model from 86 to 96 % of full
+tuning's gain on questions with numbers (benchmarks/results/tuning_stories.md). rsLoRA gains at ranks of 64 and more,
+DoRA at small ones, PiSSA in fewer steps to the same loss. Hurts: less capacity than full tuning for large shifts of
+domain; the base still stands in memory; DoRA makes W + s B A in every forward pass (slower, and as much memory as a
+weight); PiSSA takes singular values when the model is built and no longer leaves the base as it was.
+Source: Hu et al. 2021 (arXiv:2106.09685); all linear maps: Dettmers et al. 2023 (arXiv:2305.14314); rsLoRA:
+Kalajdzievski 2023 (arXiv:2312.03732); DoRA: Liu et al. 2024 (arXiv:2402.09353); PiSSA: Meng et al. 2024
+(arXiv:2404.02948).
 """
 
 from __future__ import annotations
@@ -48,11 +51,13 @@ def add_lora(
     """Adds LoRA to a transformers model and freezes the rest, in place; works on meta too, where nothing is drawn.
 
     Args:
-        targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or their last parts (`("q_proj", "v_proj")`).
+        targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or
+            their last parts (`("q_proj", "v_proj")`).
         variant: lora, rslora, dora or pissa.
         pissa_iterations: of a randomized singular value decomposition; 0: the exact one.
-        expert_rank: of a pair for each expert, in models that have experts; 0: none. They are computed where the experts are, by
-            `preheat.ops.grouped_mm.compute_experts`; `preheat.ops.adapters.moe_lora.draw_pairs` gives them values where the model is on meta.
+        expert_rank: of a pair for each expert, in models that have experts; 0: none. They are computed where the
+            experts are, by `preheat.ops.grouped_mm.compute_experts`; `preheat.ops.adapters.moe_lora.draw_pairs` gives
+            them values where the model is on meta.
         embedding_rank: of a pair on the embedding, which a head that is tied to it has too; 0: none.
         exclude: a regular expression for names of modules that are left as they are.
 
@@ -60,11 +65,14 @@ def add_lora(
         Names of the adapted modules.
 
     Raises:
-        ValueError: no module matches `targets`, or one that does is tied to another; `expert_rank` in a model without experts, or too large for them.
+        ValueError: no module matches `targets`, or one that does is tied to another; `expert_rank` in a model without
+            experts, or too large for them.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> config = LlamaConfig(
+        ...     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16
+        ... )
         >>> len(add_lora(LlamaForCausalLM(config), rank=4, variant="dora"))
         7
     """
@@ -104,7 +112,8 @@ def _add_to_experts(model: nn.Module, rank: int, scale: float, *, drawn: bool) -
 
 
 def _start(variant: str, pissa_iterations: int) -> bool | str:
-    """peft's name for what A and B begin as; True: A at random, B zero, so that the adapted model starts as the base."""
+    """peft's name for what A and B begin as; True: A at random, B zero, so that the adapted model starts as the
+    base."""
     return True if variant != "pissa" else f"pissa_niter_{pissa_iterations}" if pissa_iterations else "pissa"
 
 
@@ -201,18 +210,23 @@ class Lora(Technique):
     dropout: Share = 0.0
     """Dropout on the additions' input."""
     targets: str | tuple[str, ...] = "all-linear"
-    """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of their last parts."""
+    """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
+    their last parts."""
     variant: Literal["lora", "rslora", "dora", "pissa"] = "lora"
-    """lora; rslora: scaled for high ranks; dora: the outputs' lengths are trained besides; pissa: begins as the base's largest
-    singular directions."""
+    """lora; rslora: scaled for high ranks; dora: the outputs' lengths are trained besides; pissa: begins as the base's
+    largest singular directions."""
     expert_rank: Whole = 0
-    """Rank of an addition to each expert's matrices, in models with experts (lora and rslora); 0: the experts stay as they are."""
+    """Rank of an addition to each expert's matrices, in models with experts (lora and rslora); 0: the experts stay as
+    they are."""
     embedding_rank: Whole = 0
-    """Rank of an addition to the embedding, and to a head that is tied to it (lora and rslora); 0: they stay as they are."""
+    """Rank of an addition to the embedding, and to a head that is tied to it (lora and rslora); 0: they stay as they
+    are."""
     pissa_iterations: Whole = 0
-    """With `pissa`: iterations of a randomized decomposition (4 serve well, and take seconds where the exact one takes minutes); 0: exact."""
+    """With `pissa`: iterations of a randomized decomposition (4 serve well, and take seconds where the exact one takes
+    minutes); 0: exact."""
     start: str | None = None
-    """A folder of peft's (adapter_config.json, adapter_model.safetensors) whose adapter training begins from; settings and base must agree."""
+    """A folder of peft's (adapter_config.json, adapter_model.safetensors) whose adapter training begins from; settings
+    and base must agree."""
 
     def provided(self) -> frozenset[Tag]:
         return self.provides if self.variant == "pissa" else self.provides - {Tag.MODIFIED_BASE}
@@ -248,7 +262,8 @@ class Lora(Technique):
             split = sorted({Tag.PIPELINE_STAGES, Tag.TENSOR_PARALLEL} & context.tags)
             if split:
                 problems.append(
-                    f"embedding_rank: does not go with {split[0]}, which takes embedding and head apart; set embedding_rank: 0"
+                    f"embedding_rank: does not go with {split[0]}, which takes embedding and head apart; set "
+                    "embedding_rank: 0"
                 )
         return problems
 
@@ -315,5 +330,7 @@ class Lora(Technique):
         from preheat.ops.adapters.moe_lora import OWN, adapted_experts, draw_pairs
 
         expert_ids = {id(experts) for experts in adapted_experts(part)}
-        build.weights.fresh(OWN, [name for name, module in part.named_modules() if id(module) in expert_ids], draw_pairs)
+        build.weights.fresh(
+            OWN, [name for name, module in part.named_modules() if id(module) in expert_ids], draw_pairs
+        )
         return len(expert_ids)

@@ -1,12 +1,13 @@
 """Low-bit AdamW: the optimizer's moments in 8 or 4 bits, with a scale for each block of elements.
 
-What: running mean and mean square are kept as codes of a code book whose small values stand close together, scaled by the largest
-magnitude of each block; a step unpacks some elements at a time, updates them in fp32 and packs them again. Small
-parameters keep fp32 moments. In 4 bits mean squares are spaced evenly without zero, by blocks (the paper scales a matrix's by
-rows and columns instead).
+What: running mean and mean square are kept as codes of a code book whose small values stand close together, scaled by
+the largest magnitude of each block; a step unpacks some elements at a time, updates them in fp32 and packs them again.
+Small parameters keep fp32 moments. In 4 bits mean squares are spaced evenly without zero, by blocks (the paper scales a
+matrix's by rows and columns instead).
 Helps: 2.03 bytes of state a parameter at 8 bits and blocks of 256, 1.03 at 4 bits, where AdamW keeps 8. Hurts: a slower
-update (codes are looked up); moments are rounded each step, at 4 bits visibly. It and `mixed_precision` with bf16 weights each bring
-their own optimizer: they exclude each other in a recipe (the plain function rounds bf16 weights stochastically by itself).
+update (codes are looked up); moments are rounded each step, at 4 bits visibly. It and `mixed_precision` with bf16
+weights each bring their own optimizer: they exclude each other in a recipe (the plain function rounds bf16 weights
+stochastically by itself).
 Source: Dettmers et al. 2021 (arXiv:2110.02861); 4 bits: Li et al. 2023 (arXiv:2309.01507).
 """
 

@@ -1,16 +1,20 @@
-"""Mixed precision: compute in bf16 or fp16, with weights in fp32, in half with fp32 masters, or in bf16 rounded stochastically.
+"""Mixed precision: compute in bf16 or fp16, with weights in fp32, in half with fp32 masters, or in bf16 rounded
+stochastically.
 
-What: `bf16` and `fp16` keep weights, gradients and optimizer in fp32 and cast to half around matrix products (autocast).
-`bf16_weights` keeps weights and gradients in bf16, moments in fp32, and rounds each new weight up or down at random so that its
-mean is exact: an update smaller than bf16's step (0.4 %) is not lost. `bf16_master` and `fp16_master` keep half weights and gradients
-to compute with, and fp32 masters of the weights in the optimizer. A frozen base may be kept in half precision under `bf16` and `fp16` too (`frozen`). The fp16 modes scale the loss dynamically, since gradients below
-6e-8 would be lost; a step that overflows is left out and the scale halved. `bf16_pure` has weights, gradients and moments in bf16 and rounds
-to the nearest, as some fine-tuning tools do: the least memory, and updates below 0.4 % of a weight are lost. Adapters on a frozen base stay in fp32. `fp32` says so
-plainly, and `keep_fp32` names modules that compute in fp32 in any mode. `tf32` computes the fp32 matrix products that remain on a GPU in TF32: fp32's range,
-10 bits of mantissa, half of bf16's rate.
-Helps: half products run several times faster than fp32; half weights save all casts, and `bf16_weights` 4 bytes a parameter too.
-fp16 has 3 bits of mantissa more than bf16 and is what devices before bf16 (V100, T4) have.
-Hurts: torch has one switch for TF32, so it holds for all fp32 products of the process while the model is there. Results differ by the format's rounding; fp16 overflows at 65,504, and on a CPU its products are slower than fp32's.
+What: `bf16` and `fp16` keep weights, gradients and optimizer in fp32 and cast to half around matrix products
+(autocast). `bf16_weights` keeps weights and gradients in bf16, moments in fp32, and rounds each new weight up or down
+at random so that its mean is exact: an update smaller than bf16's step (0.4 %) is not lost. `bf16_master` and
+`fp16_master` keep half weights and gradients to compute with, and fp32 masters of the weights in the optimizer. A
+frozen base may be kept in half precision under `bf16` and `fp16` too (`frozen`). The fp16 modes scale the loss
+dynamically, since gradients below 6e-8 would be lost; a step that overflows is left out and the scale halved.
+`bf16_pure` has weights, gradients and moments in bf16 and rounds to the nearest, as some fine-tuning tools do: the
+least memory, and updates below 0.4 % of a weight are lost. Adapters on a frozen base stay in fp32. `fp32` says so
+plainly, and `keep_fp32` names modules that compute in fp32 in any mode. `tf32` computes the fp32 matrix products that
+remain on a GPU in TF32: fp32's range, 10 bits of mantissa, half of bf16's rate.
+Helps: half products run several times faster than fp32; half weights save all casts, and `bf16_weights` 4 bytes a
+parameter too. fp16 has 3 bits of mantissa more than bf16 and is what devices before bf16 (V100, T4) have.
+Hurts: torch has one switch for TF32, so it holds for all fp32 products of the process while the model is there. Results
+differ by the format's rounding; fp16 overflows at 65,504, and on a CPU its products are slower than fp32's.
 Source: Micikevicius et al. 2018 (arXiv:1710.03740); Kalamkar et al. 2019 (arXiv:1905.12322); stochastic rounding of
 weights: Rae et al. 2021 (arXiv:2112.11446), appendix C.
 """
@@ -47,7 +51,8 @@ def autocast(device: str = "cpu", dtype: torch.dtype | None = None, cached: bool
     """torch's autocast to bf16 (or `dtype`) on a device, for a forward pass.
 
     Args:
-        cached: keep the half-precision copies of weights to its end. Not under FSDP, where they would be of all layers at once.
+        cached: keep the half-precision copies of weights to its end. Not under FSDP, where they would be of all layers
+            at once.
     """
     import torch
 
@@ -55,7 +60,8 @@ def autocast(device: str = "cpu", dtype: torch.dtype | None = None, cached: bool
 
 
 def to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] = ()) -> int:
-    """Casts fp32 parameters to `dtype`, in place: all of them, or, where some are frozen, the frozen ones. Buffers stay.
+    """Casts fp32 parameters to `dtype`, in place: all of them, or, where some are frozen, the frozen ones. Buffers
+    stay.
 
     Args:
         keep: modules whose parameters stay as they are.
@@ -88,15 +94,18 @@ def to_bf16(model: nn.Module) -> int:
 def keep_in_fp32(
     model: nn.Module, patterns: Iterable[str], *, back_to: torch.dtype | None = None, last: Iterable[nn.Module] = ()
 ) -> list[nn.Module]:
-    """Lets modules compute in fp32, whatever the rest does, in place: their inputs are cast up, and autocast is off inside.
+    """Lets modules compute in fp32, whatever the rest does, in place: their inputs are cast up, and autocast is off
+    inside.
 
     Args:
         patterns: regular expressions that are searched in the modules' names: `norm`, `router`, `^lm_head$`.
-        back_to: dtype of the weights around them, which results are cast back to; None under autocast, which casts by itself.
+        back_to: dtype of the weights around them, which results are cast back to; None under autocast, which casts by
+            itself.
         last: modules whose results go to the loss and stay in fp32.
 
     Returns:
-        The modules that match and lie in no other that does, then those that share a parameter with them (a tied embedding).
+        The modules that match and lie in no other that does, then those that share a parameter with them (a tied
+        embedding).
 
     Example:
         >>> import torch
@@ -216,19 +225,22 @@ class MixedPrecision(Searchable):
 
     mode: Literal["fp32", "bf16", "bf16_weights", "bf16_master", "bf16_pure", "fp16", "fp16_master"] = "bf16"
     """fp32: no mixing; bf16, fp16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic rounding;
-    bf16_master, fp16_master: half weights with fp32 masters in the optimizer; bf16_pure: everything in bf16, small updates lost."""
+    bf16_master, fp16_master: half weights with fp32 masters in the optimizer; bf16_pure: everything in bf16, small
+    updates lost."""
     frozen: Literal["fp32", "half", "auto"] = "fp32"
-    """Modes bf16 and fp16, on a frozen base: what its weights are kept in. half: as products take them, which saves half of their memory and
-    every cast; auto: half on a GPU, fp32 on a CPU. Trained weights stay in fp32, and any technique may bring the optimizer."""
+    """Modes bf16 and fp16, on a frozen base: what its weights are kept in. half: as products take them, which saves
+    half of their memory and every cast; auto: half on a GPU, fp32 on a CPU. Trained weights stay in fp32, and any
+    technique may bring the optimizer."""
     keep_fp32: str | tuple[str, ...] = ()
-    """Regular expressions (one, or a list) of module names that compute in fp32 all the same, e.g. [norm, router, lm_head]."""
+    """Regular expressions (one, or a list) of module names that compute in fp32 all the same, e.g. [norm, router,
+    lm_head]."""
     loss_scale: Positive = 65536.0
     """fp16 modes: the loss scale at the start."""
     growth_interval: Annotated[int, Bound(1)] = 2000
     """fp16 modes: after so many steps in a row without overflow the loss scale doubles."""
     tf32: bool = False
-    """On a GPU, compute the fp32 products that remain (all of mode fp32, those of keep_fp32 and of an fp32 head) in TF32, which rounds their factors to 10 bits of
-    mantissa. NVIDIA's from Ampere on."""
+    """On a GPU, compute the fp32 products that remain (all of mode fp32, those of keep_fp32 and of an fp32 head) in
+    TF32, which rounds their factors to 10 bits of mantissa. NVIDIA's from Ampere on."""
 
     def owned(self) -> frozenset[Slot]:
         return self.owns if self.mode.endswith(("_weights", "_master")) else frozenset()
@@ -273,7 +285,8 @@ class MixedPrecision(Searchable):
             )
         if self.keep_fp32 and self.owned() and Tag.REDUCED_GRADIENTS in context.tags:
             problems.append(
-                f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together and need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
+                f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together and need one "
+                f"precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
             )
         if self.mode.endswith("_master") and Tag.FROZEN_BASE in context.tags:
             half = self.mode.removesuffix("_master")
@@ -301,7 +314,8 @@ class MixedPrecision(Searchable):
         of_weights = self.mode not in ("bf16", "fp16") or (frozen_half and not full)
         if self.mode.endswith("_master") and not full:
             raise RecipeError(
-                f"techniques.{self.name()}.mode: {self.mode} is for models that are trained whole; some weights are frozen"
+                f"techniques.{self.name()}.mode: {self.mode} is for models that are trained whole; some weights are "
+                "frozen"
             )
         fp32_modules = self._keep(build, part, half if of_weights and full else None)
         if half == torch.float16:

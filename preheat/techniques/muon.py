@@ -1,11 +1,13 @@
 """Muon: an optimizer that makes the update of each matrix orthogonal.
 
-What: the momentum of a matrix is replaced by about the nearest orthogonal matrix (five Newton-Schulz iterations in bf16; in fp32 on CPUs below AVX512), so that
-every direction moves alike; embeddings, head, norms and biases go on with AdamW.
-Helps: fewer steps to the same loss (about half the FLOPs of AdamW in its authors' runs), and 4 bytes of state for a matrix's
-parameter in place of 8. Hurts: the iterations cost products of each matrix with itself in every step, which shows on small batches;
-weights that were trained with AdamW gain less when tuned with Muon.
-Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); scale and weight decay: Liu et al. 2025 (arXiv:2502.16982).
+What: the momentum of a matrix is replaced by about the nearest orthogonal matrix (five Newton-Schulz iterations in
+bf16; in fp32 on CPUs below AVX512), so that every direction moves alike; embeddings, head, norms and biases go on with
+AdamW.
+Helps: fewer steps to the same loss (about half the FLOPs of AdamW in its authors' runs), and 4 bytes of state for a
+matrix's parameter in place of 8. Hurts: the iterations cost products of each matrix with itself in every step, which
+shows on small batches; weights that were trained with AdamW gain less when tuned with Muon.
+Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); scale and weight decay: Liu et al. 2025
+(arXiv:2502.16982).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NEFTune: uniform noise on the token embeddings while an instruction-following model is fine-tuned.
 
-What: adds noise drawn from [-1, 1] times alpha / sqrt(tokens in a row x hidden size) to the embeddings in training mode.
-Evaluation and generation see none, and the trained model has nothing of it.
+What: adds noise drawn from [-1, 1] times alpha / sqrt(tokens in a row x hidden size) to the embeddings in training
+mode. Evaluation and generation see none, and the trained model has nothing of it.
 Helps: fine-tuning on a few thousand instructions, where answers become longer and less like the data's wording.
 Hurts: pretraining and long runs on much data, which need no such regularization; the training loss reads higher.
 Source: Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (arXiv:2310.05914), algorithm 1.

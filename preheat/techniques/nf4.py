@@ -1,12 +1,13 @@
 """NF4: the frozen base in 4 bits; with LoRA this is QLoRA.
 
-What: the linear maps' weights stand in NF4, 16 levels placed as a normal distribution's quantiles, one scale for 64 weights, the
-scales in 8 bits themselves: 0.516 bytes a weight. Forward and backward make each weight anew for as long as they need it. Embedding,
-head, norms and biases stay as they are. Adapters are trained on top: `lora` with `nf4` is QLoRA (with `variant: dora`, QDoRA).
-Helps: the base needs an eighth of its fp32 and a quarter of its bf16 memory, so that larger models fit. Hurts: each use of a weight
-dequantizes it, so that a step takes longer (most on short batches); the base is rounded (about 9 % of a weight's norm), and an adapter is
-trained to fit that rounded base. Experts that a model holds in one three-dimensional parameter are no linear maps and stay.
-Merging gives full weights: those of the rounded base plus the adapter.
+What: the linear maps' weights stand in NF4, 16 levels placed as a normal distribution's quantiles, one scale for 64
+weights, the scales in 8 bits themselves: 0.516 bytes a weight. Forward and backward make each weight anew for as long
+as they need it. Embedding, head, norms and biases stay as they are. Adapters are trained on top: `lora` with `nf4` is
+QLoRA (with `variant: dora`, QDoRA).
+Helps: the base needs an eighth of its fp32 and a quarter of its bf16 memory, so that larger models fit. Hurts: each use
+of a weight dequantizes it, so that a step takes longer (most on short batches); the base is rounded (about 9 % of a
+weight's norm), and an adapter is trained to fit that rounded base. Experts that a model holds in one three-dimensional
+parameter are no linear maps and stay. Merging gives full weights: those of the rounded base plus the adapter.
 Source: QLoRA, Dettmers et al. 2023 (arXiv:2305.14314); the 8-bit scales: Dettmers et al. 2021 (arXiv:2110.02861).
 """
 
@@ -40,7 +41,9 @@ def to_nf4(model: nn.Module, *, double_quantization: bool = True, keep: str | tu
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> config = LlamaConfig(
+        ...     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16
+        ... )
         >>> len(to_nf4(LlamaForCausalLM(config), keep=("down_proj",)))
         6
     """
@@ -93,7 +96,8 @@ class Nf4(Searchable):
     double_quantization: bool = True
     """Quantize the scales too: 0.516 bytes a weight instead of 0.5625."""
     keep: str | tuple[str, ...] = ()
-    """Linear maps that stay as they are besides the head: a regular expression for module names, or a list of their last parts."""
+    """Linear maps that stay as they are besides the head: a regular expression for module names, or a list of their
+    last parts."""
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
@@ -109,6 +113,7 @@ class Nf4(Searchable):
         packed_bytes = sum(p.nbytes for m in modules for key, p in m.named_parameters() if key.startswith("nf4_"))
         rest = shares(part)[1] - weights
         return Change(
-            f"{len(names)} linear maps in NF4: {weights:,} weights at {packed_bytes / weights:.3f} bytes; {rest:,} stay as they are",
+            f"{len(names)} linear maps in NF4: {weights:,} weights at {packed_bytes / weights:.3f} bytes; {rest:,} "
+            "stay as they are",
             len(names),
         )

@@ -1,12 +1,15 @@
 """Optimizer in backward: each parameter is updated as soon as its gradient is whole, and the gradient freed.
 
-What: a hook on each parameter takes the optimizer's step for it in the middle of the backward pass. The update is that of a step
-after the pass, number for number; only the gradients of the whole model never stand in memory together.
-Helps: gradients take the memory of a layer or two in place of the model (4 bytes a parameter in fp32). Goes with every optimizer.
-Hurts: the norm over all gradients is known only when all weights have moved, so there is no clipping by it, and a global
-batch must be one micro-batch. A gradient that is not finite stops its own update and all that come after it in the pass; weights nearer
-to the loss have moved already, so the run stops with weights half of one step and half of the next: go on from the last checkpoint.
-Source: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO, arXiv:2306.09782).
+What: a hook on each parameter takes the optimizer's step for it in the middle of the backward pass. The update is that
+of a step after the pass, number for number; only the gradients of the whole model never stand in memory together.
+Helps: gradients take the memory of a layer or two in place of the model (4 bytes a parameter in fp32). Goes with every
+optimizer.
+Hurts: the norm over all gradients is known only when all weights have moved, so there is no clipping by it, and a
+global batch must be one micro-batch. A gradient that is not finite stops its own update and all that come after it in
+the pass; weights nearer to the loss have moved already, so the run stops with weights half of one step and half of the
+next: go on from the last checkpoint.
+Source: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO,
+arXiv:2306.09782).
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ __all__ = ["OptimizerInBackward", "update_in_backward"]
 
 
 def update_in_backward(optimizer: torch.optim.Optimizer) -> UpdateInBackward:
-    """Lets the optimizer update each parameter in `loss.backward()`; `optimizer.step()` is not called any more. In place.
+    """Lets the optimizer update each parameter in `loss.backward()`; `optimizer.step()` is not called any more. In
+    place.
 
     The learning rate is what stands in the optimizer's groups when `backward` is called.
 
@@ -69,7 +73,8 @@ class OptimizerInBackward(Searchable):
         clip = context.recipe.optimizer.clip
         if clip > 0:
             return [
-                f"optimizer.clip: {clip:g}: weights move before the norm over all gradients is known; set optimizer.clip: 0"
+                f"optimizer.clip: {clip:g}: weights move before the norm over all gradients is known; set "
+                "optimizer.clip: 0"
             ]
         return []
 
@@ -78,7 +83,8 @@ class OptimizerInBackward(Searchable):
 
         if build.hooks.finish_gradients:
             raise RecipeError(
-                "techniques.optimizer_in_backward: another technique works on the gradients after the backward pass, when "
+                "techniques.optimizer_in_backward: another technique works on the gradients after the backward pass, "
+                "when "
                 "they are freed already; leave one of them out"
             )
         updates = update_in_backward(build.optimizer)
@@ -87,7 +93,8 @@ class OptimizerInBackward(Searchable):
         def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
             if len(batches) > 1:
                 raise RecipeError(
-                    f"techniques.optimizer_in_backward: a global batch of {len(batches)} micro-batches would be {len(batches)} updates; "
+                    f"techniques.optimizer_in_backward: a global batch of {len(batches)} micro-batches would be "
+                    f"{len(batches)} updates; "
                     "let the batch be one micro-batch"
                 )
             updates.reset()

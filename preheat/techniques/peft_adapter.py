@@ -1,14 +1,16 @@
-"""peft adapters: another of peft's methods for linear maps, by its name: (IA)3, LoHa, LoKr, OFT, HRA, VeRA, RandLoRA and more.
+"""peft adapters: another of peft's methods for linear maps, by its name: (IA)3, LoHa, LoKr, OFT, HRA, VeRA, RandLoRA
+and more.
 
-What: the model is frozen, and peft puts what `method` names into the chosen linear maps: `ia3` trains one factor an output (or
-input), `loha` and `lokr` add Hadamard or Kronecker products of small matrices, `oft`, `hra` and `road` turn a weight or an output by an
-orthogonal matrix, `vera` and `randlora` scale fixed random matrices.
-Helps: fewer trained parameters than LoRA at the same quality on some tasks; the methods side by side in one recipe. Hurts: most are
-slower than LoRA or keep more for the backward pass (the plan shows it); the less known ones are little tested; good learning
-rates and settings differ by orders of magnitude from method to method.
-Source: https://huggingface.co/docs/peft, where each method names its paper. (IA)3: Liu et al. 2022 (arXiv:2205.05638); LoHa: Hyeon-Woo
-et al. 2021 (arXiv:2108.06098); LoKr: Yeh et al. 2023 (arXiv:2309.14859); OFT: Qiu et al. 2023 (arXiv:2306.07280); HRA: Yuan et al. 2024
-(arXiv:2405.17484); VeRA: Kopiczko et al. 2023 (arXiv:2310.11454); RandLoRA: Albert et al. 2025 (arXiv:2502.00987).
+What: the model is frozen, and peft puts what `method` names into the chosen linear maps: `ia3` trains one factor an
+output (or input), `loha` and `lokr` add Hadamard or Kronecker products of small matrices, `oft`, `hra` and `road` turn
+a weight or an output by an orthogonal matrix, `vera` and `randlora` scale fixed random matrices.
+Helps: fewer trained parameters than LoRA at the same quality on some tasks; the methods side by side in one recipe.
+Hurts: most are slower than LoRA or keep more for the backward pass (the plan shows it); the less known ones are little
+tested; good learning rates and settings differ by orders of magnitude from method to method.
+Source: https://huggingface.co/docs/peft, where each method names its paper. (IA)3: Liu et al. 2022 (arXiv:2205.05638);
+LoHa: Hyeon-Woo et al. 2021 (arXiv:2108.06098); LoKr: Yeh et al. 2023 (arXiv:2309.14859); OFT: Qiu et al. 2023
+(arXiv:2306.07280); HRA: Yuan et al. 2024 (arXiv:2405.17484); VeRA: Kopiczko et al. 2023 (arXiv:2310.11454); RandLoRA:
+Albert et al. 2025 (arXiv:2502.00987).
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ _OURS = (
 def configure(
     method: str, settings: Mapping[str, Any], targets: str | tuple[str, ...], exclude: str | None = None
 ) -> Any:
-    """peft's configuration of a method; `exclude` is a regular expression for names of modules that are left as they are.
+    """peft's configuration of a method; `exclude` is a regular expression for names of modules that are left as they
+    are.
 
     Raises:
         ValueError: a method or a setting that there is not, or a value that peft refuses.
@@ -86,7 +89,8 @@ def configure(
             raise ValueError(f"settings.{key}: {method} has no such setting; {hint}")
         if key == "module_dropout" and settings[key]:
             raise ValueError(
-                f"settings.module_dropout: {settings[key]}: reads a drawn value back, which a dry run has none of; leave it at 0"
+                f"settings.module_dropout: {settings[key]}: reads a drawn value back, which a dry run has none of; "
+                "leave it at 0"
             )
     try:
         more = {"exclude_modules": exclude} if exclude else {}
@@ -107,7 +111,8 @@ def add_peft_adapter(
 
     Args:
         method: one of METHODS.
-        targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or their last parts.
+        targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or
+            their last parts.
         exclude: a regular expression for names of modules that are left as they are.
         settings: of the method's own configuration in peft, e.g. `r=8`.
 
@@ -119,7 +124,9 @@ def add_peft_adapter(
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> config = LlamaConfig(
+        ...     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16
+        ... )
         >>> len(add_peft_adapter(LlamaForCausalLM(config), "loha", r=2))
         7
     """
@@ -149,9 +156,11 @@ class PeftAdapter(Technique):
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The method's own settings in peft, e.g. {r: 8, alpha: 16} for loha."""
     targets: str | tuple[str, ...] = "all-linear"
-    """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of their last parts."""
+    """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
+    their last parts."""
     start: str | None = None
-    """A folder of peft's (adapter_config.json, adapter_model.safetensors) whose adapter training begins from; settings and base must agree."""
+    """A folder of peft's (adapter_config.json, adapter_model.safetensors) whose adapter training begins from; settings
+    and base must agree."""
 
     def check(self, context: Context) -> list[str]:
         try:
@@ -187,6 +196,7 @@ class PeftAdapter(Technique):
         )
         trained, total = shares(part)
         return Change(
-            f"{self.method} on {len(names)} linear maps{start_note}: {trained:,} of {total:,} parameters trained ({trained / total:.1%})",
+            f"{self.method} on {len(names)} linear maps{start_note}: {trained:,} of {total:,} parameters trained "
+            f"({trained / total:.1%})",
             len(names),
         )

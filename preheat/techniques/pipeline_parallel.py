@@ -1,13 +1,15 @@
 """Pipeline parallel: each device has some of the layers; micro-batches pass through the devices one behind the other.
 
-What: the model is cut into stages that cost the same by the FLOPs that a dry run sees (the head counts too, which a cut by number of layers
-forgets), and torch's schedules run them. `gpipe`: all forward, then all backward. `1f1b`: one forward, one backward, so that at most as many
-micro-batches as stages are kept. `interleaved`: several stages a device, a shorter bubble, more messages. `zero_bubble` and `zbv`: the
-gradients of the weights are taken apart from those of the inputs, and fill the bubble; `zbv` folds the pipeline into a V.
-Helps: weights, gradients, optimizer and activations fall with the devices, and hidden states are all that travels, between neighbours:
-what stands slow links best. Hurts: devices wait while the pipeline fills and drains, (devices - 1) / micro-batches of the time with `1f1b`; wants many
-micro-batches.
-Source: Huang et al. 2019, GPipe (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473); Qi et al. 2024, zero bubble (arXiv:2401.10241).
+What: the model is cut into stages that cost the same by the FLOPs that a dry run sees (the head counts too, which a cut
+by number of layers forgets), and torch's schedules run them. `gpipe`: all forward, then all backward. `1f1b`: one
+forward, one backward, so that at most as many micro-batches as stages are kept. `interleaved`: several stages a device,
+a shorter bubble, more messages. `zero_bubble` and `zbv`: the gradients of the weights are taken apart from those of the
+inputs, and fill the bubble; `zbv` folds the pipeline into a V.
+Helps: weights, gradients, optimizer and activations fall with the devices, and hidden states are all that travels,
+between neighbours: what stands slow links best. Hurts: devices wait while the pipeline fills and drains, (devices - 1)
+/ micro-batches of the time with `1f1b`; wants many micro-batches.
+Source: Huang et al. 2019, GPipe (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473); Qi et al. 2024, zero
+bubble (arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -58,9 +60,11 @@ _ONE_PASS = {  # what has backward passes of its own, that change in place or le
 def split_into_stages(
     model: PreTrainedModel, count: int, *, length: int, recompute: bool = False
 ) -> list[PreTrainedModel]:
-    """Cuts a transformers model into stages of equal cost, each an ordinary model without what the others have. The model stays as it is.
+    """Cuts a transformers model into stages of equal cost, each an ordinary model without what the others have. The
+    model stays as it is.
 
-    The stages share their modules with it. All but the first take `inputs_embeds`, the hidden states of the stage before.
+    The stages share their modules with it. All but the first take `inputs_embeds`, the hidden states of the stage
+    before.
 
     Args:
         length: tokens of a row, which decide how dear attention is.
@@ -71,7 +75,9 @@ def split_into_stages(
 
     Example:
         >>> stages = split_into_stages(model, 4, length=4096)  # doctest: +SKIP
-        >>> hidden = stages[1].model(inputs_embeds=stages[0].model(input_ids=tokens).last_hidden_state)  # doctest: +SKIP
+        >>> hidden = stages[1].model(
+        ...     inputs_embeds=stages[0].model(input_ids=tokens).last_hidden_state
+        ... )  # doctest: +SKIP
     """
     from preheat.models import pipeline_split
 
@@ -84,9 +90,11 @@ def split_into_stages(
 
 @contextmanager
 def record_timeline(build: Build) -> Iterator[list[Span]]:
-    """Records when each device of a build's pipeline computes what; on leaving, the list has it of all devices of the pipeline, by start.
+    """Records when each device of a build's pipeline computes what; on leaving, the list has it of all devices of the
+    pipeline, by start.
 
-    While it records, a GPU's queue is emptied before and after each piece of work, which costs some speed. All processes enter it.
+    While it records, a GPU's queue is emptied before and after each piece of work, which costs some speed. All
+    processes enter it.
 
     Example:
         >>> with record_timeline(build) as spans:  # doctest: +SKIP
@@ -112,7 +120,8 @@ class _Runner:
                 output = change(output)
             return output
 
-        # Where tensor parallel cuts what flows between blocks along the sequence, each device sends its part to its like.
+        # Where tensor parallel cuts what flows between blocks along the sequence, each device sends its part to its
+        # like.
         self.cut = build.mesh.size(Axis.TENSOR) if Tag.SEQUENCE_PARALLEL in build.tags else 1
         group = build.mesh.group(Axis.PIPELINE)
         self.pipeline = Pipeline(
@@ -127,7 +136,8 @@ class _Runner:
         return LossSum(self.pipeline.step(alike(moved, build.state.accumulation), weight, cut=self.cut), global_weight)
 
     def forward(self, build: Build, batch: Batch) -> LossSum:
-        """A batch that was transformed already, for reading only. Its loss is the same on all devices of the pipeline."""
+        """A batch that was transformed already, for reading only. Its loss is the same on all devices of the
+        pipeline."""
         return LossSum(self.pipeline.read(batch, cut=self.cut), batch.weight)
 
 
@@ -146,11 +156,14 @@ class PipelineParallel(Searchable):
     degree: Annotated[int, Bound(2)] = 2
     """Devices of the pipeline, each with a share of the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
-    """Which device computes what when: 1f1b keeps the least activations, interleaved idles less, zero_bubble and zbv least."""
+    """Which device computes what when: 1f1b keeps the least activations, interleaved idles less, zero_bubble and zbv
+    least."""
     stages: Count | None = None
-    """Stages a device; when not stated 2 with interleaved and zbv, 1 with the others. Only interleaved and zero_bubble take a choice."""
+    """Stages a device; when not stated 2 with interleaved and zbv, 1 with the others. Only interleaved and zero_bubble
+    take a choice."""
     micro_batches: Annotated[int, Bound(2)] | None = None
-    """Micro-batches that a global batch is cut into; when not stated those of gradient_accumulation. 4 for each device idle a fifth of the time (1f1b)."""
+    """Micro-batches that a global batch is cut into; when not stated those of gradient_accumulation. 4 for each device
+    idle a fifth of the time (1f1b)."""
 
     @property
     def _each(self) -> int:
@@ -169,53 +182,63 @@ class PipelineParallel(Searchable):
         fits = {"1": self._each == 1, "2": self._each == 2, "2 or more": self._each > 1, "any": True}
         if not fits[allowed]:
             problems.append(
-                f"stages: {self._each} a device with schedule: {self.schedule}, which takes {allowed}; leave it out, or use interleaved"
+                f"stages: {self._each} a device with schedule: {self.schedule}, which takes {allowed}; leave it out, "
+                "or use interleaved"
             )
         if count > context.model.layers:
             problems.append(
-                f"degree: {self.degree} devices with {self._each} stages each are {count} stages, and the model has {context.model.layers} layers; use fewer"
+                f"degree: {self.degree} devices with {self._each} stages each are {count} stages, and the model has "
+                f"{context.model.layers} layers; use fewer"
             )
         if (
             context.model.experts
         ):  # as `preheat.models.pipeline_split` refuses; here a search sees it before it builds anything
             problems.append(
-                f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages do not hand on; use fsdp, with expert_parallel"
+                f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages "
+                "do not hand on; use fsdp, with expert_parallel"
             )
         problems += self._batch_problems(context)
         if self.schedule == "zbv" and context.model.tied:
             problems.append(
-                "schedule: zbv puts first and last stage on one device, where a tied embedding would stand twice; use another schedule, or set "
+                "schedule: zbv puts first and last stage on one device, where a tied embedding would stand twice; use "
+                "another schedule, or set "
                 "model.config.tie_word_embeddings: false for a new model"
             )
         if Tag.REDUCE_EACH_MICRO_BATCH in tags:
             problems.append(
-                "fsdp shares out gradients once a step here, behind the last micro-batch of the pipeline; set fsdp.reduce: last"
+                "fsdp shares out gradients once a step here, behind the last micro-batch of the pipeline; set "
+                "fsdp.reduce: last"
             )
         if self.schedule in SPLIT_BACKWARD:
             problems += self._split_backward_problems(context)
         if recipe.evaluate.tasks:
             problems.append(
-                "evaluate.tasks: reads logits of single tokens, which only the last device makes; run `preheat eval` on the checkpoint"
+                "evaluate.tasks: reads logits of single tokens, which only the last device makes; run `preheat eval` "
+                "on the checkpoint"
             )
         if recipe.sample.wanted:
             problems.append("sample: no device has the whole model; run `preheat generate` on the checkpoint")
         return problems
 
     def _split_backward_problems(self, context: Context) -> list[str]:
-        """What does not bear that the gradients of weights are taken by themselves, in a second pass through what made them."""
+        """What does not bear that the gradients of weights are taken by themselves, in a second pass through what made
+        them."""
         problems = []
         if Tag.RESHARD_AFTER_FORWARD in context.tags:
             problems.append(
-                f"schedule: {self.schedule} takes the gradients of weights later, when fsdp has let go of these; set fsdp.reshard: false"
+                f"schedule: {self.schedule} takes the gradients of weights later, when fsdp has let go of these; set "
+                "fsdp.reshard: false"
             )
         problems += [
-            f"schedule: {self.schedule} passes backward twice through {what}, which allow one pass; use 1f1b or interleaved"
+            f"schedule: {self.schedule} passes backward twice through {what}, which allow one pass; use 1f1b or "
+            "interleaved"
             for tag, what in _ONE_PASS.items()
             if tag in context.tags
         ]
         losses = [t.name() for t in context.recipe.techniques.values() if Slot.OVER_LOGITS in t.owned()]
         problems += [
-            f"schedule: {self.schedule} passes backward twice through the loss, and that of {name} allows one; use 1f1b or interleaved"
+            f"schedule: {self.schedule} passes backward twice through the loss, and that of {name} allows one; use "
+            "1f1b or interleaved"
             for name in losses
         ]
         return problems
@@ -225,7 +248,8 @@ class PipelineParallel(Searchable):
         accumulation: Any = context.recipe.techniques.get("gradient_accumulation")
         if accumulation is not None and self.micro_batches is not None:
             return [
-                f"micro_batches: {self.micro_batches}, and gradient_accumulation.steps says {accumulation.steps}; leave one out"
+                f"micro_batches: {self.micro_batches}, and gradient_accumulation.steps says {accumulation.steps}; "
+                "leave one out"
             ]
         micro = self.micro_batches or (accumulation.steps if accumulation is not None else 1)
         count = self.degree * self._each
@@ -233,17 +257,20 @@ class PipelineParallel(Searchable):
         least = count if self.schedule in ("gpipe", "1f1b", "zero_bubble") else self.degree
         if micro < least:
             return [
-                f"micro_batches: {micro} for {count} stages would leave devices without work; use at least {least}, better {4 * self.degree} (micro_batches, or "
+                f"micro_batches: {micro} for {count} stages would leave devices without work; use at least {least}, "
+                f"better {4 * self.degree} (micro_batches, or "
                 "gradient_accumulation.steps)"
             ]
         rounds = max(1, micro // self.degree)
         if self.schedule in ("interleaved", "zero_bubble") and micro % rounds:
             return [
-                f"micro_batches: {micro} does not go into {rounds} rounds over {self.degree} devices; use {micro // self.degree * self.degree}"
+                f"micro_batches: {micro} does not go into {rounds} rounds over {self.degree} devices; use "
+                f"{micro // self.degree * self.degree}"
             ]
         if rows < micro:
             return [
-                f"micro_batches: {micro} cannot be cut from {rows} rows a device (batch.size {context.recipe.batch.size}); use a larger batch.size"
+                f"micro_batches: {micro} cannot be cut from {rows} rows a device (batch.size "
+                f"{context.recipe.batch.size}); use a larger batch.size"
             ]
         return []
 
@@ -263,13 +290,16 @@ class PipelineParallel(Searchable):
             cuts = pipeline_split.balance(course.each, count, before=course.before, after=after)
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
-        numbers = [number for number, device in enumerate(ranks_of(count, self.degree, self.schedule)) if device == stage_rank]
+        numbers = [
+            number for number, device in enumerate(ranks_of(count, self.degree, self.schedule)) if device == stage_rank
+        ]
         build.parts["trained"] = [pipeline_split.cut(part, course, cuts, number) for number in numbers]
         if self.micro_batches is not None:
             build.state.accumulation = self.micro_batches
         if hf.embedding(part).weight is hf.head(part).weight:
             self._tie(build, stage_rank)
-        # Hidden states have the embedding's precision, which residual connections keep: or that in which it is gathered, or cast to later where it is trained.
+        # Hidden states have the embedding's precision, which residual connections keep: or that in which it is
+        # gathered, or cast to later where it is trained.
         cast = Tag.BF16_WEIGHTS in build.tags and Tag.FROZEN_BASE not in build.tags
         half = cast or Tag.BF16_ALL_GATHER in build.tags
         dtype = torch.bfloat16 if half else hf.embedding(part).weight.dtype
@@ -282,15 +312,17 @@ class PipelineParallel(Searchable):
         layer_counts = ", ".join(str(len(cut)) for cut in cuts)
         build.parallel.bubble_fraction = self._bubble
         return Change(
-            f"{len(course.each)} layers in {count} stages of {layer_counts}; the dearest costs {share:.0%} more than the mean",
+            f"{len(course.each)} layers in {count} stages of {layer_counts}; the dearest costs {share:.0%} more than "
+            "the mean",
             count,
         )
 
     def _bubble(self, micro_batches: int) -> float:
         """Time that a device waits, as a share of that in which it works, which a dry run of one device cannot see.
 
-        (degree - 1) / (micro-batches x stages a device), Narayanan et al. 2021 section 2.2; a third of it where the gradients of weights,
-        a third of the work, fill it (Qi et al. 2024, table 2: zbv, of half as much memory, leaves about as much).
+        (degree - 1) / (micro-batches x stages a device), Narayanan et al. 2021 section 2.2; a third of it where the
+        gradients of weights, a third of the work, fill it (Qi et al. 2024, table 2: zbv, of half as much memory, leaves
+        about as much).
         """
         share = (self.degree - 1) / (micro_batches * self._each)
         return share / 3 if self.schedule in SPLIT_BACKWARD else share

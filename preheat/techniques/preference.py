@@ -1,16 +1,19 @@
 """Preference: learn from answers that people preferred to others, or liked and disliked. DPO and its relatives.
 
-What: the log-probability of each answer is compared, that of the preferred one with that of the other, each against what a reference
-model gives it: the model as it was before. The reference is the base without its adapter where one is trained, which costs no memory;
-else a frozen copy. `dpo`; `ipo`; `hinge`; without a reference `simpo` (mean log-probability a token, and a margin), `cpo` and `orpo` (with the
-likelihood of the preferred answer); `unpaired` for single answers that were liked or not (APO-zero, of KTO's family).
-The log-probabilities are taken without gradients first; from them follows by how much each token's gradient counts in the loss, and
-one weighted pass over the head makes just that. So the head may be chunked, and no logits of two answers are ever kept.
-Helps: a model is brought to answer as people prefer, from comparisons alone. Hurts: twice the rows, and with a reference a third pass; too
-high a rate, or too many epochs, lowers the likelihood of preferred answers too (watch `chosen_logp`; `nll` holds against it).
-Source: DPO, Rafailov et al. 2023 (arXiv:2305.18290); IPO, Azar et al. 2023 (arXiv:2310.12036); hinge: SLiC, Zhao et al. 2023 (arXiv:2305.10425);
-SimPO, Meng et al. 2024 (arXiv:2405.14734); CPO, Xu et al. 2024 (arXiv:2401.08417); ORPO, Hong et al. 2024 (arXiv:2403.07691); APO-zero, D'Oosterlinck
-et al. 2024 (arXiv:2408.06266), after KTO, Ethayarajh et al. 2024 (arXiv:2402.01306); `nll`: Pang et al. 2024 (arXiv:2404.19733).
+What: the log-probability of each answer is compared, that of the preferred one with that of the other, each against
+what a reference model gives it: the model as it was before. The reference is the base without its adapter where one is
+trained, which costs no memory; else a frozen copy. `dpo`; `ipo`; `hinge`; without a reference `simpo` (mean
+log-probability a token, and a margin), `cpo` and `orpo` (with the likelihood of the preferred answer); `unpaired` for
+single answers that were liked or not (APO-zero, of KTO's family). The log-probabilities are taken without gradients
+first; from them follows by how much each token's gradient counts in the loss, and one weighted pass over the head makes
+just that. So the head may be chunked, and no logits of two answers are ever kept.
+Helps: a model is brought to answer as people prefer, from comparisons alone. Hurts: twice the rows, and with a
+reference a third pass; too high a rate, or too many epochs, lowers the likelihood of preferred answers too (watch
+`chosen_logp`; `nll` holds against it).
+Source: DPO, Rafailov et al. 2023 (arXiv:2305.18290); IPO, Azar et al. 2023 (arXiv:2310.12036); hinge: SLiC, Zhao et al.
+2023 (arXiv:2305.10425); SimPO, Meng et al. 2024 (arXiv:2405.14734); CPO, Xu et al. 2024 (arXiv:2401.08417); ORPO, Hong
+et al. 2024 (arXiv:2403.07691); APO-zero, D'Oosterlinck et al. 2024 (arXiv:2408.06266), after KTO, Ethayarajh et al.
+2024 (arXiv:2402.01306); `nll`: Pang et al. 2024 (arXiv:2404.19733).
 """
 
 from __future__ import annotations
@@ -45,14 +48,17 @@ def preference_loss(
     Args:
         chosen, rejected: [pairs], summed over each answer's tokens (for `simpo` and `orpo` the mean).
         reference_chosen, reference_rejected: those of the reference model.
-        settings: loss (dpo, ipo, hinge, simpo, cpo, orpo), beta, gamma, label_smoothing: see `preheat.ops.losses.preference.pair_losses`.
+        settings: loss (dpo, ipo, hinge, simpo, cpo, orpo), beta, gamma, label_smoothing: see
+            `preheat.ops.losses.preference.pair_losses`.
 
     Raises:
         ValueError: no such loss.
 
     Example:
         >>> import torch
-        >>> preference_loss(torch.tensor([-3.0]), torch.tensor([-9.0]), torch.tensor([-4.0]), torch.tensor([-8.0]), beta=0.5)
+        >>> preference_loss(
+        ...     torch.tensor([-3.0]), torch.tensor([-9.0]), torch.tensor([-4.0]), torch.tensor([-8.0]), beta=0.5
+        ... )
         tensor([0.3133])
     """
     from preheat.ops.losses.preference import pair_losses
@@ -62,7 +68,8 @@ def preference_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Technique):
-    # After what makes the model what it is (structure, precision), so that a copy of it is that too; before what only training needs.
+    # After what makes the model what it is (structure, precision), so that a copy of it is that too; before what only
+    # training needs.
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(
@@ -83,19 +90,24 @@ class Preference(Technique):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})
 
     loss: Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "unpaired"] = "dpo"
-    """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; unpaired: single answers, liked or not."""
+    """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; unpaired: single answers,
+    liked or not."""
     beta: Literal["auto"] | Positive = "auto"
-    """How far the model may leave the reference: less is further. For orpo the weight of its odds ratio. auto: 2 for simpo, else 0.1."""
+    """How far the model may leave the reference: less is further. For orpo the weight of its odds ratio. auto: 2 for
+    simpo, else 0.1."""
     gamma: NonNegative = 0.5
     """With `simpo`: the margin by which beta times the difference must be won."""
     label_smoothing: Annotated[float, Bound(0, 0.5)] = 0.0
     """With `dpo`, `cpo` and `simpo`: the share of pairs whose order is taken to be wrong."""
     length_normalized: bool = False
-    """Take the mean log-probability a token and not the sum, so that length itself is not what is learnt (simpo and orpo always do)."""
+    """Take the mean log-probability a token and not the sum, so that length itself is not what is learnt (simpo and
+    orpo always do)."""
     nll: Literal["auto"] | NonNegative = "auto"
-    """Weight of the preferred answer's mean negative log-probability a token, added to the loss. auto: 1 for cpo and orpo, else 0."""
+    """Weight of the preferred answer's mean negative log-probability a token, added to the loss. auto: 1 for cpo and
+    orpo, else 0."""
     reference: Literal["auto", "none"] = "auto"
-    """auto: the base under the adapter, else a frozen copy of the model, where the loss has a reference; none: leave it out."""
+    """auto: the base under the adapter, else a frozen copy of the model, where the loss has a reference; none: leave it
+    out."""
 
     @property
     def _beta(self) -> float:
@@ -130,7 +142,8 @@ class Preference(Technique):
             )
         if self._uses_reference and Tag.MODIFIED_BASE in context.tags:
             problems.append(
-                "reference: the adapter begins inside the base's weights, so the base without it is not the model as it was; use "
+                "reference: the adapter begins inside the base's weights, so the base without it is not the model as "
+                "it was; use "
                 "another variant of the adapter, or a loss without a reference (simpo, cpo, orpo)"
             )
         recipe = context.recipe
@@ -145,7 +158,9 @@ class Preference(Technique):
 
         from preheat.ops.losses.cross_entropy import CrossEntropy
 
-        loss_name = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO"}.get(self.loss, self.loss)
+        loss_name = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO"}.get(
+            self.loss, self.loss
+        )
         summary, count = f"{loss_name} loss, beta {self._beta:g}", 1
         if not self._uses_reference:
             summary += ", no reference model"
@@ -181,7 +196,9 @@ class Preference(Technique):
         def reference(batch: Batch, answers: AnswerIndex, over_logits: Callable[..., Tensor]) -> Tensor:
             if "reference" in build.parts:
                 (reference_model,) = build.parts["reference"]
-                return logp(build.slot(Slot.HIDDEN)(reference_model, batch), batch, answers, over_logits, reference_model)
+                return logp(
+                    build.slot(Slot.HIDDEN)(reference_model, batch), batch, answers, over_logits, reference_model
+                )
             training = part.training
             part.eval()  # without dropout
             try:
@@ -196,11 +213,16 @@ class Preference(Technique):
                 batch.liked if self.loss == "unpaired" else batch.group == 2
             ):  # a stream is not seen before it is read
                 raise DataError(
-                    f"techniques.preference: loss {self.loss} finds no {self.examples().kind} in the rows {batch.rows[:8]}"
+                    f"techniques.preference: loss {self.loss} finds no {self.examples().kind} in the rows "
+                    f"{batch.rows[:8]}"
                 )
             answers = AnswerIndex.of(batch)
             with torch.no_grad():
-                reference_logps = reference(batch, answers, over_logits) if self._uses_reference else torch.zeros_like(answers.lengths)
+                reference_logps = (
+                    reference(batch, answers, over_logits)
+                    if self._uses_reference
+                    else torch.zeros_like(answers.lengths)
+                )
             states = hidden(batch)
             with torch.no_grad():
                 logps = logp(states.detach(), batch, answers, over_logits, part)
@@ -210,14 +232,17 @@ class Preference(Technique):
             if not training:
                 return LossSum(total, batch.weight, metrics)
             (slope,) = torch.autograd.grad(total, logps)
-            # By token: d loss / d log p, so that the sum of -weight log p has the gradient of the loss. Its value is another, though.
+            # By token: d loss / d log p, so that the sum of -weight log p has the gradient of the loss. Its value is
+            # another, though.
             weights = answers.spread(-slope / answers.lengths if self._normalizes else -slope, batch.labels)
             surrogate = over_logits(states, batch.labels, weights, row_loss=WeightedCrossEntropy())
             return LossSum(total.detach() + (surrogate - surrogate.detach()), batch.weight, metrics)
 
         return objective
 
-    def _losses(self, logps: Tensor, reference_logps: Tensor, answers: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _losses(
+        self, logps: Tensor, reference_logps: Tensor, answers: Any, batch: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Losses of the examples, differentiable by `now`, and what is written down of them, summed."""
         from preheat.hardware.transfers import to_device
         from preheat.ops.losses.preference import liked_losses, pair_losses
@@ -257,7 +282,8 @@ class Preference(Technique):
 
 
 def _scores(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
-    """Means over the pairs; of single answers the mean rewards of those that were liked and of the others, where there are any."""
+    """Means over the pairs; of single answers the mean rewards of those that were liked and of the others, where there
+    are any."""
     if "liked" not in metrics:
         return {name: float(total) / weight for name, total in metrics.items()}
     liked = float(metrics["liked"])

@@ -1,15 +1,17 @@
-"""Quantization-aware training: forward passes see the weights as four bits will round them, so that training makes up for it.
+"""Quantization-aware training: forward passes see the weights as four bits will round them, so that training makes up
+for it.
 
-What: the linear maps of the layers are rounded to the grid of `preheat compress --method int4` in each forward pass, those of the first
-and last layer to int8's; gradients pass as if nothing was rounded, and the weights that are trained stay full. With `inputs: int8` each
-token's inputs are rounded to eight bits, too (ExecuTorch's 8da4w). With LoRA the sum W + s B A is rounded, which is what merging
-gives. `preheat compress RUN` then converts with the same settings, and no weight of these maps differs from what was trained with. Helps:
-less loss than what rounds the layers after training; best as the last part of a training, from a trained model with a low learning rate.
-Embedding and head are not rounded here: where they have four bits too, GPTQ was before it. Where four bits cost tenths of a percent, towards
-the model itself: `distillation` with its own folder as teacher and mixture 1.0, at some 3e-5. Hurts: Adam moves every weight by about the
-learning rate whatever the gradient, so that a higher rate takes more than rounding took; nothing to gain where four bits cost hundredths (a
-model too little trained); each forward pass rounds every weight (about one more pass over the weights), and keeps the rounded one until its
-backward pass.
+What: the linear maps of the layers are rounded to the grid of `preheat compress --method int4` in each forward pass,
+those of the first and last layer to int8's; gradients pass as if nothing was rounded, and the weights that are trained
+stay full. With `inputs: int8` each token's inputs are rounded to eight bits, too (ExecuTorch's 8da4w). With LoRA the
+sum W + s B A is rounded, which is what merging gives. `preheat compress RUN` then converts with the same settings, and
+no weight of these maps differs from what was trained with. Helps: less loss than what rounds the layers after training;
+best as the last part of a training, from a trained model with a low learning rate. Embedding and head are not rounded
+here: where they have four bits too, GPTQ was before it. Where four bits cost tenths of a percent, towards the model
+itself: `distillation` with its own folder as teacher and mixture 1.0, at some 3e-5. Hurts: Adam moves every weight by
+about the learning rate whatever the gradient, so that a higher rate takes more than rounding took; nothing to gain
+where four bits cost hundredths (a model too little trained); each forward pass rounds every weight (about one more pass
+over the weights), and keeps the rounded one until its backward pass.
 Source: Jacob et al. 2018 (arXiv:1712.05877); for language models, Liu et al. 2023 (arXiv:2305.17888).
 """
 
@@ -48,7 +50,9 @@ def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, G
     bases = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if name.endswith(".base_layer")}
     inside_adapters = tuple(f"{name}." for name in bases)
     maps = {
-        name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and not name.startswith(inside_adapters)
+        name: m
+        for name, m in model.named_modules()
+        if type(m) in (nn.Linear, Conv1D) and not name.startswith(inside_adapters)
     } | bases
     excluded = kept_names(maps, settings.keep, roles(model))
     grids = {}
@@ -74,7 +78,9 @@ def round_weights(model: PreTrainedModel, settings: QuantizationAware | None = N
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> config = LlamaConfig(
+        ...     hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, vocab_size=16
+        ... )
         >>> round_weights(LlamaForCausalLM(config))
         (7, 14)
     """
@@ -108,14 +114,17 @@ class QuantizationAware(Technique):
     inputs: Literal["full", "int8"] = "full"
     """int8: inputs are rounded to eight bits, with a scale for each token."""
     keep: str | tuple[str, ...] = "auto"
-    """What stays high: auto (embedding, head, and the first and last of more than two layers), or of embedding, head, first, last (layer), last parts of names, or regular expressions for whole names."""
+    """What stays high: auto (embedding, head, and the first and last of more than two layers), or of embedding, head,
+    first, last (layer), last parts of names, or regular expressions for whole names."""
     high: Literal["int8", "bf16"] = "int8"
-    """What is kept in the layers is rounded to int8, or not at all; embedding and head are never rounded in training."""
+    """What is kept in the layers is rounded to int8, or not at all; embedding and head are never rounded in
+    training."""
 
     def check(self, context: Context) -> list[str]:
         if context.model.experts:
             return [
-                f"the {context.model.experts} experts of a layer stand in one parameter, which is no linear map; leave it out"
+                f"the {context.model.experts} experts of a layer stand in one parameter, which is no linear map; leave "
+                "it out"
             ]
         return []
 

@@ -1,11 +1,12 @@
 """Regularized loss: label smoothing and z-loss beside the cross entropy.
 
-What: `label_smoothing` gives a share of each label's weight to all pieces alike; `z` adds the squared logarithm of the softmax's
-normalizer. Evaluation goes on measuring the plain cross entropy.
-Helps: z-loss keeps logits near zero, where bf16 is exact enough, and long runs stable; smoothing keeps small or noisy data sets from
-being learnt by heart. Hurts: the training loss is no longer nats a token; smoothing costs some of the best likelihood that a large
-data set would allow.
-Source: label smoothing: Szegedy et al. 2016 (arXiv:1512.00567); z-loss: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), section 5.
+What: `label_smoothing` gives a share of each label's weight to all pieces alike; `z` adds the squared logarithm of the
+softmax's normalizer. Evaluation goes on measuring the plain cross entropy.
+Helps: z-loss keeps logits near zero, where bf16 is exact enough, and long runs stable; smoothing keeps small or noisy
+data sets from being learnt by heart. Hurts: the training loss is no longer nats a token; smoothing costs some of the
+best likelihood that a large data set would allow.
+Source: label smoothing: Szegedy et al. 2016 (arXiv:1512.00567); z-loss: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
+section 5.
 """
 
 from __future__ import annotations

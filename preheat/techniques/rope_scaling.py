@@ -1,11 +1,13 @@
 """Rotary scaling: a model reaches `factor` times the positions that it was trained on.
 
-What: `linear` divides all positions by the factor; `dynamic` raises the rotary base as far as the longest position at hand needs
-(NTK-aware), and leaves short texts alone; `base` raises it once, for all lengths; `yarn` divides slow frequencies, leaves fast ones and goes from
-one to the other between, and sharpens the attention a little. In transformers' own terms, so that an exported folder loads with it. `auto` takes yarn up
-to 32 times the trained positions, the furthest that its paper went, and a larger base beyond, which long continued training is done with.
-Helps: a short tuning at the new length (hundreds of steps for yarn) in place of a long pretraining. Hurts: a factor larger than the
-data needs costs precision in nearby positions, at short lengths too (but for dynamic); nothing is learnt of far tokens without training there.
+What: `linear` divides all positions by the factor; `dynamic` raises the rotary base as far as the longest position at
+hand needs (NTK-aware), and leaves short texts alone; `base` raises it once, for all lengths; `yarn` divides slow
+frequencies, leaves fast ones and goes from one to the other between, and sharpens the attention a little. In
+transformers' own terms, so that an exported folder loads with it. `auto` takes yarn up to 32 times the trained
+positions, the furthest that its paper went, and a larger base beyond, which long continued training is done with.
+Helps: a short tuning at the new length (hundreds of steps for yarn) in place of a long pretraining. Hurts: a factor
+larger than the data needs costs precision in nearby positions, at short lengths too (but for dynamic); nothing is
+learnt of far tokens without training there.
 Source: linear: Chen et al. 2023 (arXiv:2306.15595); dynamic NTK and YaRN: Peng et al. 2023 (arXiv:2309.00071);
 a larger base and continued training: Xiong et al. 2023 (arXiv:2309.16039).
 """
@@ -40,7 +42,8 @@ def kind_for(factor: float) -> str:
 def scale_rope(
     config: Any, kind: str, factor: float, *, original_length: int | None = None, **yarn: float
 ) -> tuple[int, int]:
-    """Sets the rotary scaling of a transformers configuration (llama, qwen and their like) before the model is made, in place.
+    """Sets the rotary scaling of a transformers configuration (llama, qwen and their like) before the model is made, in
+    place.
 
     Args:
         kind: linear, dynamic, base or yarn.
@@ -86,14 +89,15 @@ class RopeScaling(Technique):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXTENDED_CONTEXT})
 
     kind: Literal["auto", "linear", "dynamic", "base", "yarn"] = "yarn"
-    """linear: positions divided; dynamic: the base raised by the longest position at hand; base: raised once, as far as the factor asks; yarn: by
-    frequency. auto: yarn up to a factor of 32, base beyond; the run says which."""
+    """linear: positions divided; dynamic: the base raised by the longest position at hand; base: raised once, as far as
+    the factor asks; yarn: by frequency. auto: yarn up to a factor of 32, base beyond; the run says which."""
     factor: Literal["auto"] | Annotated[float, Bound(1, open_low=True)] = 2.0
     """Positions after, by positions before; auto: as many as batch.length needs."""
     original_length: Count | None = None
     """Positions that the model was trained on; its configuration's when not stated."""
     beta_fast: Positive | None = None
-    """yarn: frequencies that turn more often than so many times over the original length stay as they are; 32 when not stated."""
+    """yarn: frequencies that turn more often than so many times over the original length stay as they are; 32 when not
+    stated."""
     beta_slow: Positive | None = None
     """yarn: frequencies that turn less often are divided by the factor; 1 when not stated."""
     attention_factor: Positive | None = None
@@ -111,7 +115,8 @@ class RopeScaling(Technique):
             raise ValueError(f"{next(iter(given))}: is yarn's; remove it, or use kind: yarn")
         if self.factor == "auto" and factor <= 1:
             raise ValueError(
-                f"factor: auto: the model's {original:,} positions hold batch.length {recipe.batch.length:,} already; raise batch.length, or leave rope_scaling out"
+                f"factor: auto: the model's {original:,} positions hold batch.length {recipe.batch.length:,} already; "
+                "raise batch.length, or leave rope_scaling out"
             )
         original, reach = scale_rope(config, kind, factor, original_length=self.original_length, **given)
         if recipe.batch.length > reach:

@@ -1,10 +1,13 @@
-"""Shifted groups: while training, tokens attend within groups; for half of the heads the groups stand half a group further (S2-Attn).
+"""Shifted groups: while training, tokens attend within groups; for half of the heads the groups stand half a group
+further (S2-Attn).
 
-What: documents are cut into groups of `group` tokens and attention stays inside; half of the heads cut half a group later, so that what one
-half keeps apart the other joins, and information flows along the document from layer to layer. Evaluation and generation attend in full.
-Helps: a pretrained model is tuned to longer sequences at the cost of short ones: attention's work is length x group, with any kernel
-that keeps documents apart. Hurts: training differs from serving, so it suits tuning (with LoRA and trained embeddings and norms, as its
-authors found), not pretraining. Without LongLoRA's wrapping around of the last half group, which lets first tokens see the last.
+What: documents are cut into groups of `group` tokens and attention stays inside; half of the heads cut half a group
+later, so that what one half keeps apart the other joins, and information flows along the document from layer to layer.
+Evaluation and generation attend in full.
+Helps: a pretrained model is tuned to longer sequences at the cost of short ones: attention's work is length x group,
+with any kernel that keeps documents apart. Hurts: training differs from serving, so it suits tuning (with LoRA and
+trained embeddings and norms, as its authors found), not pretraining. Without LongLoRA's wrapping around of the last
+half group, which lets first tokens see the last.
 Source: Chen et al. 2023, LongLoRA (arXiv:2309.12307).
 """
 
@@ -82,7 +85,9 @@ class ShiftedGroups(Technique):
     def check(self, context: Context) -> list[str]:
         problems, length = [], context.recipe.batch.length
         if self._tokens(context) >= length:
-            problems.append(f"group: {self._tokens(context)} of {length} tokens parts nothing; use less than batch.length")
+            problems.append(
+                f"group: {self._tokens(context)} of {length} tokens parts nothing; use less than batch.length"
+            )
         if context.model.heads % 2:
             problems.append(f"takes half of the heads, and the model has {context.model.heads}; leave it out")
         return problems
@@ -91,6 +96,7 @@ class ShiftedGroups(Technique):
         group = self._tokens(build)
         count = add_shifted_groups(part, group=group)
         return Change(
-            f"{count} layers attend in groups of {group} tokens while training, half of the heads shifted by {group // 2}",
+            f"{count} layers attend in groups of {group} tokens while training, half of the heads shifted by "
+            f"{group // 2}",
             count,
         )

@@ -1,11 +1,13 @@
 """Sliding windows: tokens see only so many tokens back, in all layers or in most of them.
 
-What: attention of a layer is limited to `window` tokens back; every n-th layer may stay full, as Gemma 3 alternates. Tokens further
-back are still reached through the layers below.
-Helps: attention's work and, when serving, its cache grow with the window and not with the length, given a kernel that skips what is hidden
-(`efficient_attention`). Hurts: another model: what it cannot reach it cannot use. The plain kernel computes all scores nonetheless. Text is generated
-without a cache here, and families without a window of their own (llama, gpt2) are exported without it.
-Source: Beltagy et al. 2020 (arXiv:2004.05150); Jiang et al. 2023 (arXiv:2310.06825); every sixth layer full: Gemma 3 (arXiv:2503.19786).
+What: attention of a layer is limited to `window` tokens back; every n-th layer may stay full, as Gemma 3 alternates.
+Tokens further back are still reached through the layers below.
+Helps: attention's work and, when serving, its cache grow with the window and not with the length, given a kernel that
+skips what is hidden (`efficient_attention`). Hurts: another model: what it cannot reach it cannot use. The plain kernel
+computes all scores nonetheless. Text is generated without a cache here, and families without a window of their own
+(llama, gpt2) are exported without it.
+Source: Beltagy et al. 2020 (arXiv:2004.05150); Jiang et al. 2023 (arXiv:2310.06825); every sixth layer full: Gemma 3
+(arXiv:2503.19786).
 """
 
 from __future__ import annotations
@@ -75,11 +77,13 @@ class SlidingWindow(Technique):
         problems, length = [], context.recipe.batch.length
         if self._tokens(context) >= length:
             problems.append(
-                f"window: {self._tokens(context)} of {length} tokens hides nothing; use less than batch.length, or leave it out"
+                f"window: {self._tokens(context)} of {length} tokens hides nothing; use less than batch.length, or "
+                "leave it out"
             )
         if self.every is not None and self.every > context.model.layers:
             problems.append(
-                f"every: {self.every} of {context.model.layers} layers leaves none full; use at most {context.model.layers}"
+                f"every: {self.every} of {context.model.layers} layers leaves none full; use at most "
+                f"{context.model.layers}"
             )
         return problems
 

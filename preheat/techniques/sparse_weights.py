@@ -1,11 +1,12 @@
 """Sparse weights: training that keeps zeros at zero.
 
-What: weights of the layers' linear maps that are zero take no part in training: their gradients are dropped before clipping, and after each
-update they are zero again, whatever the optimizer did. With `prune: 2:4` the two smallest of each four neighbouring inputs become zero
-first; else the zeros are those that `preheat compress --method wanda` or `magnitude` made, in the folder of `model.path`.
-Helps: recovers what pruning cost without undoing it; 2:4 is what NVIDIA's sparse matrix units run faster afterwards. Hurts: nothing becomes
-faster or smaller in training itself; a byte a weight between gradients and update. An adapter beside such weights would fill the zeros as it
-is merged, so the whole weights are trained.
+What: weights of the layers' linear maps that are zero take no part in training: their gradients are dropped before
+clipping, and after each update they are zero again, whatever the optimizer did. With `prune: 2:4` the two smallest of
+each four neighbouring inputs become zero first; else the zeros are those that `preheat compress --method wanda` or
+`magnitude` made, in the folder of `model.path`.
+Helps: recovers what pruning cost without undoing it; 2:4 is what NVIDIA's sparse matrix units run faster afterwards.
+Hurts: nothing becomes faster or smaller in training itself; a byte a weight between gradients and update. An adapter
+beside such weights would fill the zeros as it is merged, so the whole weights are trained.
 Source: Han et al. 2015 (arXiv:1506.02626), section 3.4; 2:4: Mishra et al. 2021 (arXiv:2104.08378).
 """
 
@@ -87,13 +88,15 @@ class SparseWeights(Technique):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.STEP_IN_BACKWARD})
 
     prune: Literal["none", "2:4"] = "none"
-    """What becomes zero before the first step besides what is: nothing, or the two smallest of each four neighbouring inputs."""
+    """What becomes zero before the first step besides what is: nothing, or the two smallest of each four neighbouring
+    inputs."""
 
     def check(self, context: Context) -> list[str]:
         model = context.recipe.model
         if self.prune == "none" and (model.path is None or model.weights == "random"):
             return [
-                "keeps the zeros of weights that are read, and this model is drawn new, without any; name a pruned folder as model.path, or set prune: 2:4"
+                "keeps the zeros of weights that are read, and this model is drawn new, without any; name a pruned "
+                "folder as model.path, or set prune: 2:4"
             ]
         return []
 
@@ -115,7 +118,8 @@ class SparseWeights(Technique):
             zeros = sum(int((local(p.detach()) == 0).sum()) for p in weights)
             if zeros == 0 and build.mesh.world == 1:
                 raise RecipeError(
-                    f"techniques.sparse_weights: the weights of {build.recipe.model.path} have no zeros to keep; prune them first "
+                    f"techniques.sparse_weights: the weights of {build.recipe.model.path} have no zeros to keep; prune "
+                    "them first "
                     "(preheat compress --method wanda), or set prune: 2:4"
                 )
             share = f" ({zeros / sum(local(p).numel() for p in weights):.1%})"

@@ -1,14 +1,18 @@
-"""Tensor parallel: each device has a share of the rows or columns of every matrix, and with it of the heads; results are summed in each layer.
+"""Tensor parallel: each device has a share of the rows or columns of every matrix, and with it of the heads; results
+are summed in each layer.
 
-What: transformers' plan of the model, carried out by torch's DTensor styles: the maps into attention and feed-forward are cut by outputs, the maps out of
-them by inputs, so that two sums a layer go forward and two go back. `sequence_parallel` cuts what flows between them along the sequence: the sums
-become a reduce-scatter and a gather of the same bytes, and norms and kept activations are shared out too; `regather` gathers what a block was given once more
-in backward, instead of keeping it whole. `loss_parallel` leaves each device the logits of its part of the vocabulary, some rows at a time: two numbers a row
-are sent, and no logits.
-Helps: weights, gradients, optimizer and most activations fall with the degree, at any batch size. Hurts: what is sent stands in the way of every layer and
-grows with the batch, so it wants the fastest links (within a host) and few devices; small matrices run slower. Whole on each device stay norms, and, where
-the plan of a family gathers fused or normalized projections (Phi-3, OLMo 2), attention. chunked_loss and liger's loss go with `loss_parallel: false` only.
-Source: Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053); sequence parallel: Korthikanti et al. 2022 (arXiv:2205.05198).
+What: transformers' plan of the model, carried out by torch's DTensor styles: the maps into attention and feed-forward
+are cut by outputs, the maps out of them by inputs, so that two sums a layer go forward and two go back.
+`sequence_parallel` cuts what flows between them along the sequence: the sums become a reduce-scatter and a gather of
+the same bytes, and norms and kept activations are shared out too; `regather` gathers what a block was given once more
+in backward, instead of keeping it whole. `loss_parallel` leaves each device the logits of its part of the vocabulary,
+some rows at a time: two numbers a row are sent, and no logits.
+Helps: weights, gradients, optimizer and most activations fall with the degree, at any batch size. Hurts: what is sent
+stands in the way of every layer and grows with the batch, so it wants the fastest links (within a host) and few
+devices; small matrices run slower. Whole on each device stay norms, and, where the plan of a family gathers fused or
+normalized projections (Phi-3, OLMo 2), attention. chunked_loss and liger's loss go with `loss_parallel: false` only.
+Source: Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053); sequence parallel: Korthikanti et al. 2022
+(arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -32,16 +36,20 @@ __all__ = ["TensorParallel", "parallelize"]
 def parallelize(
     model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vocabulary: bool = True, regather: bool = False
 ) -> int:
-    """Shares out a transformers model's matrices among the devices of a mesh, in place; on meta too. Its parameters become DTensors.
+    """Shares out a transformers model's matrices among the devices of a mesh, in place; on meta too. Its parameters
+    become DTensors.
 
-    Before each update, `preheat.ops.distributed.tensor_parallel.sum_partial(model.parameters())` sums what gradients are partial.
+    Before each update, `preheat.ops.distributed.tensor_parallel.sum_partial(model.parameters())` sums what gradients
+    are partial.
 
     Args:
         mesh: torch's mesh of one dimension.
-        sequence: cut activations between blocks along the sequence, whose length must divide. transformers would take position
-            ids and masks from the length of one device's piece: give position ids, and attend by kernels that make no mask.
+        sequence: cut activations between blocks along the sequence, whose length must divide. transformers would take
+            position ids and masks from the length of one device's piece: give position ids, and attend by kernels that
+            make no mask.
         vocabulary: share out the rows of embedding and head too.
-        regather: with `sequence`, keep only each device's piece of what a block was given, and gather it again in backward.
+        regather: with `sequence`, keep only each device's piece of what a block was given, and gather it again in
+            backward.
 
     Returns:
         How many matrices are shared out.
@@ -86,13 +94,17 @@ class TensorParallel(Searchable):
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
     degree: Whole = 0
-    """Devices that share out each matrix; 0: all that other techniques leave. It must divide the heads and the key-value heads, and should not exceed the devices of a host."""
+    """Devices that share out each matrix; 0: all that other techniques leave. It must divide the heads and the
+    key-value heads, and should not exceed the devices of a host."""
     sequence_parallel: bool = False
-    """Cut activations between attention and feed-forward along the sequence: as much is sent, and less is kept. The length must divide by the degree."""
+    """Cut activations between attention and feed-forward along the sequence: as much is sent, and less is kept. The
+    length must divide by the degree."""
     regather: bool = False
-    """With sequence_parallel and without checkpointing: keep each device's piece of what attention and feed-forward were given, and gather it again in backward, while gradients by it are made. A quarter more is sent."""
+    """With sequence_parallel and without checkpointing: keep each device's piece of what attention and feed-forward
+    were given, and gather it again in backward, while gradients by it are made. A quarter more is sent."""
     loss_parallel: bool = True
-    """Each device makes the logits of its part of the vocabulary only; false gathers logits (or, for chunked_loss and liger, the head) on each device."""
+    """Each device makes the logits of its part of the vocabulary only; false gathers logits (or, for chunked_loss and
+    liger, the head) on each device."""
     rows: Annotated[int, Bound(1)] = 512
     """With loss_parallel: rows of logits in memory at a time."""
 
@@ -128,7 +140,8 @@ class TensorParallel(Searchable):
             )
         if self.regather and Tag.RECOMPUTATION in context.tags:
             problems.append(
-                "regather: layers that are computed again gather anew anyway, and would keep the pieces besides; leave it out"
+                "regather: layers that are computed again gather anew anyway, and would keep the pieces besides; leave "
+                "it out"
             )
         if self.sequence_parallel and recipe.batch.length % degree:
             problems.append(
@@ -137,18 +150,21 @@ class TensorParallel(Searchable):
             )
         if self.sequence_parallel and Tag.GROWING_LENGTH in context.tags:
             problems.append(
-                "sequence_parallel: the length changes from step to step, and each must divide by the degree; set it to false"
+                "sequence_parallel: the length changes from step to step, and each must divide by the degree; set it "
+                "to false"
             )
         others = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.owned()]
         if self.loss_parallel and others:
             problems.append(
-                f"loss_parallel: makes logits some rows at a time by itself; leave {others[0]} out, or set loss_parallel: false"
+                f"loss_parallel: makes logits some rows at a time by itself; leave {others[0]} out, or set "
+                "loss_parallel: false"
             )
         if self.loss_parallel and Tag.CLASSIFICATION_HEAD in context.tags:
             problems.append("loss_parallel: the head is over a few classes, which are not shared out; set it to false")
         elif self.loss_parallel and model.vocabulary % degree:
             problems.append(
-                f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it to false, which keeps "
+                f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it "
+                "to false, which keeps "
                 "embedding and head whole, or state model.vocabulary for a new model"
             )
         optimizers = [
@@ -216,5 +232,6 @@ def _without_dropout(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             raise RecipeError(
-                f"techniques.tensor_parallel: {name} drops {module.p:g} of its input at random, on each device other places; set dropout to 0 under model.config"
+                f"techniques.tensor_parallel: {name} drops {module.p:g} of its input at random, on each device other "
+                "places; set dropout to 0 under model.config"
             )

@@ -1,10 +1,13 @@
 """Tied embeddings: embedding and head are one matrix.
 
-What: a new model is built with one matrix for both. For weights that are read, `keep` says which of the two stays: the embedding, the
-head, or their mean; whichever goes, the model has to be trained on.
-Helps: vocabulary times width parameters less, with their gradients and optimizer state: a third of a small model. Rare pieces learn from both ends.
-Hurts: large models lose a little, since reading and predicting want different vectors; a pretrained model's loss jumps at first.
-Source: Press and Wolf 2017 (arXiv:1608.05859); Inan et al. 2017 (arXiv:1611.01462); T5: Raffel et al. 2020 (arXiv:1910.10683).
+What: a new model is built with one matrix for both. For weights that are read, `keep` says which of the two stays: the
+embedding, the head, or their mean; whichever goes, the model has to be trained on.
+Helps: vocabulary times width parameters less, with their gradients and optimizer state: a third of a small model. Rare
+pieces learn from both ends.
+Hurts: large models lose a little, since reading and predicting want different vectors; a pretrained model's loss jumps
+at first.
+Source: Press and Wolf 2017 (arXiv:1608.05859); Inan et al. 2017 (arXiv:1611.01462); T5: Raffel et al. 2020
+(arXiv:1910.10683).
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ __all__ = ["TiedEmbeddings", "tie_embeddings"]
 
 
 def tie_embeddings(model: nn.Module, keep: str = "embedding") -> int:
-    """Ties the head of a transformers model to its embedding, in place; of T5's family, both stacks' embeddings and the head.
+    """Ties the head of a transformers model to its embedding, in place; of T5's family, both stacks' embeddings and the
+    head.
 
     Args:
-        keep: embedding, head or mean: the values of the one matrix. A T5 that keeps the embedding also scales the decoder's output
-            by width ** -0.5, as tied T5 models do.
+        keep: embedding, head or mean: the values of the one matrix. A T5 that keeps the embedding also scales the
+            decoder's output by width ** -0.5, as tied T5 models do.
 
     Returns:
         Elements that went away.
@@ -37,7 +41,9 @@ def tie_embeddings(model: nn.Module, keep: str = "embedding") -> int:
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=96)
+        >>> config = LlamaConfig(
+        ...     hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=96
+        ... )
         >>> tie_embeddings(LlamaForCausalLM(config))
         3072
     """

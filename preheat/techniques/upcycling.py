@@ -1,12 +1,17 @@
 """Upcycling: a dense model becomes one with experts, each a copy of its feed-forward block, and is trained on.
 
-What: each layer gets `experts` copies of its feed-forward block and a new router, by which each token goes to `chosen` of them. Their weights sum to 1, so with
-copies that are all alike the model computes what the dense one did; they come apart as the router sends them different tokens. `redrawn` draws a share of each
-copy's inner channels anew, so that they differ from the start. A llama or mistral becomes a mixtral, a qwen3 a qwen3_moe: exported folders open in transformers.
-Helps: many times the parameters for the FLOPs of `chosen` blocks, without beginning from nothing: the paper passes the dense model's further training with
-about half its pretraining compute. `redrawn` near 0.5 learns faster in long runs (its loss begins higher).
-Hurts: all experts stand in memory with gradients and optimizer state; a step costs `chosen` times the block's FLOPs; too few tokens leave the experts alike.
-Source: Komatsuzaki et al. 2022 (arXiv:2212.05055); drawn anew in part: Nakamura et al. 2025, "Drop-Upcycling" (arXiv:2502.19261).
+What: each layer gets `experts` copies of its feed-forward block and a new router, by which each token goes to `chosen`
+of them. Their weights sum to 1, so with copies that are all alike the model computes what the dense one did; they come
+apart as the router sends them different tokens. `redrawn` draws a share of each copy's inner channels anew, so that
+they differ from the start. A llama or mistral becomes a mixtral, a qwen3 a qwen3_moe: exported folders open in
+transformers.
+Helps: many times the parameters for the FLOPs of `chosen` blocks, without beginning from nothing: the paper passes the
+dense model's further training with about half its pretraining compute. `redrawn` near 0.5 learns faster in long runs
+(its loss begins higher).
+Hurts: all experts stand in memory with gradients and optimizer state; a step costs `chosen` times the block's FLOPs;
+too few tokens leave the experts alike.
+Source: Komatsuzaki et al. 2022 (arXiv:2212.05055); drawn anew in part: Nakamura et al. 2025, "Drop-Upcycling"
+(arXiv:2502.19261).
 """
 
 from __future__ import annotations
@@ -30,7 +35,8 @@ def upcycle(model: nn.Module, experts: int = 8, *, chosen: int = 2, redrawn: flo
 
     Args:
         experts: of each layer. chosen: that a token goes to.
-        redrawn: share of each expert's inner channels whose weights are drawn anew, normal with the mean and deviation of their matrix.
+        redrawn: share of each expert's inner channels whose weights are drawn anew, normal with the mean and deviation
+            of their matrix.
         seed: of these; the router is drawn by torch's generator, as transformers draws it.
 
     Raises:
@@ -83,5 +89,8 @@ class Upcycling(Technique):
             weights.fresh(r"\.mlp\.gate\.weight$", names, part._init_weights)
             redrawn_note = f", {self.redrawn:.0%} of the inner channels drawn anew" if self.redrawn else ""
             origin = f"each the dense block that was read{redrawn_note}; routers new"
-        summary = f"{self.experts} experts in each of {layers} layers, {self.chosen} for a token, {origin}: now a {part.config.model_type}"
+        summary = (
+            f"{self.experts} experts in each of {layers} layers, {self.chosen} for a token, {origin}: now a "
+            f"{part.config.model_type}"
+        )
         return Change(summary, layers)

@@ -1,11 +1,15 @@
-"""Vision tower: which part of a model that reads images is trained where it sees: nothing, its projectors, or all of it.
+"""Vision tower: which part of a model that reads images is trained where it sees: nothing, its projectors, or all of
+it.
 
-What: `frozen` trains the language model alone; `projectors` besides it the small networks that bring the tower's features to the text's width (Qwen3-VL's
-merger and its deepstack mergers); `all` the whole tower. This goes for weights themselves: beside adapters (`lora`), which freeze the language model, the
-tower then has no adapters. Without this technique the tower is treated as the rest: trained with it, or given adapters with it.
-Helps: a frozen tower needs no gradients, optimizer state or activations, and keeps what it learnt from far more images than a fine-tuning has. Hurts:
-images unlike those (scans, diagrams, microscopy) ask for a trained tower, or adapters in it.
-Source: Liu et al. 2023, "Visual Instruction Tuning" (arXiv:2304.08485), train projector and language model on a frozen tower.
+What: `frozen` trains the language model alone; `projectors` besides it the small networks that bring the tower's
+features to the text's width (Qwen3-VL's merger and its deepstack mergers); `all` the whole tower. This goes for weights
+themselves: beside adapters (`lora`), which freeze the language model, the tower then has no adapters. Without this
+technique the tower is treated as the rest: trained with it, or given adapters with it.
+Helps: a frozen tower needs no gradients, optimizer state or activations, and keeps what it learnt from far more images
+than a fine-tuning has. Hurts: images unlike those (scans, diagrams, microscopy) ask for a trained tower, or adapters in
+it.
+Source: Liu et al. 2023, "Visual Instruction Tuning" (arXiv:2304.08485), train projector and language model on a frozen
+tower.
 """
 
 from __future__ import annotations
@@ -56,14 +60,16 @@ class VisionTower(Technique):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.NO_TOWER_ADAPTERS})
 
     train: Literal["frozen", "projectors", "all"] = "frozen"
-    """frozen; projectors: those to the text's width alone; all. Adapters of `lora` or `peft_adapter` leave the tower out in any case: for adapters in the tower too, leave this technique out."""
+    """frozen; projectors: those to the text's width alone; all. Adapters of `lora` or `peft_adapter` leave the tower
+    out in any case: for adapters in the tower too, leave this technique out."""
 
     def check(self, context: Context) -> list[str]:
         if context.model.vision is None:
             return [f"{context.model.family} has no vision tower; leave it out"]
         if self.train != "frozen" and Tag.QUANTIZED_BASE in context.tags:
             return [
-                f"train: {self.train} trains weights that stand packed in few bits; use frozen, or leave it out for adapters in the tower"
+                f"train: {self.train} trains weights that stand packed in few bits; use frozen, or leave it out for "
+                "adapters in the tower"
             ]
         return []
 

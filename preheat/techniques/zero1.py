@@ -1,11 +1,13 @@
 """ZeRO-1: the optimizer's states shared out among data-parallel devices.
 
-What: goes with `data_parallel`. Each device keeps the states of its rows of every parameter, updates those rows, and the new weights
-are gathered. Whatever optimizer the recipe has works on its share: AdamW and its kind as they are, Muon on the whole matrix.
-Parameters are cut by rows (torch's DTensor), where torch's ZeroRedundancyOptimizer gives each to one owner: an embedding that is more than half of a
-small model would then be more than half of one device's states, and a checkpoint could not be read by another number of devices.
-Helps: AdamW's 8 bytes a parameter become 8 / n on n devices, with the gradients' buckets as they are. Hurts: the new weights travel
-once a step, besides the gradients (half as much again as data parallel sends). `fsdp` shares out gradients and weights too.
+What: goes with `data_parallel`. Each device keeps the states of its rows of every parameter, updates those rows, and
+the new weights are gathered. Whatever optimizer the recipe has works on its share: AdamW and its kind as they are, Muon
+on the whole matrix. Parameters are cut by rows (torch's DTensor), where torch's ZeroRedundancyOptimizer gives each to
+one owner: an embedding that is more than half of a small model would then be more than half of one device's states, and
+a checkpoint could not be read by another number of devices.
+Helps: AdamW's 8 bytes a parameter become 8 / n on n devices, with the gradients' buckets as they are. Hurts: the new
+weights travel once a step, besides the gradients (half as much again as data parallel sends). `fsdp` shares out
+gradients and weights too.
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), stage 1.
 """
 
@@ -28,7 +30,8 @@ def share_out_optimizer(
 ) -> SharedOut:
     """An optimizer over this device's shares of parameters that all devices have whole (`preheat.ops.optim.zero1`).
 
-    Gradients must be whole and the same on every device when `step` is called, as DistributedDataParallel and `data_parallel` leave them.
+    Gradients must be whole and the same on every device when `step` is called, as DistributedDataParallel and
+    `data_parallel` leave them.
 
     Args:
         make: makes the optimizer: `make(groups, **settings)`. One of torch's, or any of preheat's.
@@ -37,7 +40,9 @@ def share_out_optimizer(
 
     Example:
         >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
-        >>> optimizer = share_out_optimizer(torch.optim.AdamW, [{"params": model.parameters()}], mesh, fused=True)  # doctest: +SKIP
+        >>> optimizer = share_out_optimizer(
+        ...     torch.optim.AdamW, [{"params": model.parameters()}], mesh, fused=True
+        ... )  # doctest: +SKIP
     """
     from preheat.ops.optim.zero1 import share_out
 

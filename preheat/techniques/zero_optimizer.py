@@ -1,9 +1,11 @@
 """ZeRO: AdamW whose states, gradients and weights are shared out among processes, as an optimizer for any loop.
 
-What: stage 1 keeps each parameter's AdamW states on one process only; stage 2 also its gradient; stage 3 also the weights (FSDP2).
-Every process computes on its share of the batch, gradients are averaged, and after the update all have the same weights.
+What: stage 1 keeps each parameter's AdamW states on one process only; stage 2 also its gradient; stage 3 also the
+weights (FSDP2). Every process computes on its share of the batch, gradients are averaged, and after the update all have
+the same weights.
 Helps: 8 bytes a parameter of states (and 4 of gradients, 4 of weights, in fp32) are divided by the number of processes.
-Hurts: weights travel after each update (stages 1 and 2) or for each layer (stage 3); on one process there is nothing to share out.
+Hurts: weights travel after each update (stages 1 and 2) or for each layer (stage 3); on one process there is nothing to
+share out.
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054); PyTorch FSDP: Zhao et al. 2023 (arXiv:2304.11277).
 
 Sharding as a technique of recipes is not here: this is the optimizer for loops written by hand.
