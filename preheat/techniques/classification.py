@@ -1,12 +1,11 @@
-"""Classification: a head over classes in place of the language model's head, trained on the last token of each
-document.
+"""Classification: replaces the language model head with a classification head on each document's last token.
 
-What: the head over the vocabulary gives way to one over `classes`, drawn new; the loss is the cross entropy of the
-class at the last token, which has read the whole document. Under an adapter the head is trained all the same. Many
-documents stand in one row, and each sees itself only. The run's accuracy and macro F1 (the mean over classes, however
-rare) stand beside the loss.
-Helps: a label costs one pass over the text, without generating; scores are calibrated and comparable. Hurts: the model
-writes no text any more; one training example a document, where next-token prediction has one a token.
+What: the head over the vocabulary is replaced by a newly initialized head over `classes`; the loss is the cross entropy
+of the class at the last token, which has attended to the whole document. The head is trained even under an adapter.
+Several documents are packed in one row, and each attends to itself only. The run reports accuracy and macro F1 (the
+unweighted mean over classes) along with the loss.
+Helps: a label costs one forward pass, without generation; scores are calibrated and comparable.
+Hurts: the model can no longer generate text; one training example per document instead of one per token.
 Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", section 3.2.
 """
 
@@ -29,7 +28,7 @@ __all__ = ["Classification", "accuracy_and_f1", "classify", "confusion"]
 
 
 def classify(model: Any, classes: int, *, seed: int = 0) -> str:
-    """Puts a head over classes, drawn new, in place of a transformers model's head, in place. Returns its name.
+    """Replaces the head of a transformers model with a new one over `classes`, in place. Returns its name.
 
     Raises:
         ValueError: the head is tied to the embedding.
@@ -57,7 +56,7 @@ def classify(model: Any, classes: int, *, seed: int = 0) -> str:
 
 
 def confusion(predicted: Tensor, truth: Tensor, classes: int) -> Tensor:
-    """[classes, classes], how often a class (row) was taken for another (column). A negative truth does not count.
+    """Returns the confusion matrix [classes, classes] (rows: truth, columns: prediction). Negative truths are ignored.
 
     Example:
         >>> import torch
@@ -73,7 +72,7 @@ def confusion(predicted: Tensor, truth: Tensor, classes: int) -> Tensor:
 
 
 def accuracy_and_f1(table: Tensor) -> dict[str, float]:
-    """Accuracy, and the mean F1 over the classes that occur or were predicted.
+    """Returns the accuracy and the mean F1 over the classes that occur or were predicted.
 
     Example:
         >>> import torch
@@ -96,7 +95,7 @@ class Classification(Technique):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.CLASSIFICATION_HEAD, Tag.WHOLE_EXAMPLES})
 
     classes: Annotated[int, Bound(2)] = 2
-    """Rows of the head: the data's classes are numbered from 0."""
+    """Rows of the head: the classes of the data are numbered from 0."""
 
     def examples(self) -> ExampleKind:
         return ExampleKind("classes", self.classes)
@@ -147,7 +146,7 @@ class Classification(Technique):
 
 
 def _last_positions(batch: Batch) -> torch.Tensor:
-    """Where documents end in the flattened batch; from the lengths on the host."""
+    """Returns the index of each document's last token in the flattened batch, from the lengths on the host."""
     from preheat.hardware.transfers import to_device
 
     rows, length = batch.tokens.shape
