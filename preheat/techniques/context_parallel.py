@@ -1,16 +1,17 @@
-"""Context parallel: the places of each row are shared out among devices, so that rows may be as much longer, or
-activations as much smaller.
+"""Context parallel: splits the sequence dimension across devices, for longer sequences or smaller activations.
 
-What: each device has a share of every row, computes everything but attention by itself, and for attention exchanges
-with the others. `ulysses`: an all-to-all gives each device all places of some heads, whichever kernel attends, and
-another one gives its places back. `ring`: each device keeps its queries while keys and values go round, sent while it
-computes; rows are cut by zigzag, so that under a causal mask all have as much to do. Packed documents stay apart in
-both, and grouped keys and values travel as they are (with fewer of them than devices, ulysses repeats them).
-Helps: activations fall as one by the number of devices, where a row too long for one device is what stands in the way.
-Hurts: more is sent than by sharing out rows, in each layer, so as long as there are rows enough, share those out. A
-ring's kernel works on pieces: many short documents make it slow. On CUDA the ring was not run yet.
+What: each device holds a shard of every sequence, computes everything but attention locally, and exchanges data with
+the other ranks for attention. `ulysses`: an all-to-all gives each device all positions of some heads, for any attention
+kernel, and a second all-to-all returns its positions. `ring`: each device keeps its queries while keys and values
+travel around the ring, overlapped with compute; sequences are sharded in zigzag order, which balances the work under a
+causal mask. Both keep packed documents apart and send grouped keys and values without expanding them (ulysses repeats
+them if there are fewer than devices).
+Helps: activations shrink by the number of devices when a sequence is too long for one device.
+Hurts: sends more than data parallelism, in every layer, so prefer data parallelism while there are enough sequences.
+The ring kernel computes attention block by block: many short documents make it slow. The ring has not yet been run on
+CUDA.
 Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509); Liu et al. 2023, Ring Attention (arXiv:2310.01889);
-balanced for causal masks: Brandon et al. 2023, Striped Attention (arXiv:2311.09431), by zigzag pieces as in Llama 3
+balanced for causal masks: Brandon et al. 2023, Striped Attention (arXiv:2311.09431), with zigzag sharding as in Llama 3
 (arXiv:2407.21783).
 """
 
@@ -36,11 +37,11 @@ __all__ = ["ContextParallel", "cut_rows", "exchanged"]
 
 
 def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
-    """A device's share of each row: tokens, labels and positions; the mask stays that of the whole rows, and so does
-    the weight.
+    """Returns a device's shard of each sequence: tokens, labels and positions. Mask and weight remain those of the full
+    sequences.
 
     Args:
-        zigzag: two pieces, one from either end, as `ring` has them; one piece, as `ulysses` has them, otherwise.
+        zigzag: True: two chunks, one from either end (`ring`); False: one chunk (`ulysses`).
 
     Example:
         >>> import torch
@@ -55,15 +56,14 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
 
 
 def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulysses", "ring"]) -> Callable[..., Tensor]:
-    """Attention over whole rows of which each device of a group has a share (see `cut_rows`): (q, k, v, mask, scale) ->
-    out.
+    """Wraps an attention kernel for sequences sharded by `cut_rows` across a group: (q, k, v, mask, scale) -> out.
 
     Args:
-        kernel: attends on one device.
-        group: a torch.distributed process group; its ranks hold the shares in their order.
+        kernel: single-device attention.
+        group: a torch.distributed process group; its ranks hold the shards in order.
 
     Raises:
-        ValueError: a ring of a kernel that gives no partial results.
+        ValueError: `ring` with a kernel that returns no partial results.
 
     Example:
         >>> attend = exchanged(sdpa_attention, mesh.get_group("context"), kind="ulysses")  # doctest: +SKIP
@@ -74,7 +74,7 @@ def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulyss
     return (ulysses_attention if kind == "ulysses" else ring_attention)(kernel, group)
 
 
-_MIN_POSITIONS = 2048  # places on a device below which rows had better be shared out whole
+_MIN_POSITIONS = 2048  # positions per device below which data parallelism is better
 # Places on a device from which on a ring's pieces are large enough to hide what is sent behind them
 _RING_POSITIONS = 4096
 
@@ -90,10 +90,10 @@ class ContextParallel(Searchable):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_EXCHANGE})
 
     degree: Annotated[int, Bound(2)] = 2
-    """Devices among which each row is shared out."""
+    """Number of devices that each row is split across."""
     kind: Literal["auto", "ulysses", "ring"] = "auto"
-    """What is exchanged; auto: ring where heads cannot be shared out, or where it sends less and each device has 4,096
-    places or more; else ulysses."""
+    """How attention exchanges data; auto: ring if the heads do not divide by the degree, or if it sends less and each
+    device has 4,096 positions or more; otherwise ulysses."""
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.CONTEXT: self.degree}
@@ -136,14 +136,14 @@ class ContextParallel(Searchable):
         return problems
 
     def _heads(self, at: Context | Build) -> tuple[int, int]:
-        """Heads of queries, and of keys and values, that stand before the exchange together."""
+        """Returns the query heads and key-value heads that take part in one exchange."""
         apart = (at.sizes if isinstance(at, Context) else at.mesh.sizes)[Axis.TENSOR]
         if Tag.ATTENTION_PATTERN in at.tags and Tag.SLIDING_WINDOW not in at.tags:
-            apart *= 2  # groups, which are shifted for half of the heads: the halves come one by one
+            apart *= 2  # shifted groups process the two halves of the heads separately
         return at.model.heads // apart, max(1, at.model.kv_heads // apart)
 
     def _chosen(self, build: Build) -> tuple[Literal["ulysses", "ring"], str]:
-        """The kind, and why."""
+        """Returns the kind and the reason for it."""
         if self.kind != "auto":
             return self.kind, ""
         from preheat.ops.distributed.context_parallel import ulysses_bytes

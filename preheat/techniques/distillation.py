@@ -1,22 +1,23 @@
-"""Distillation: a student learns from a larger teacher's probabilities for every next token, beside the labels.
+"""Distillation: trains a student on a larger teacher's next-token distributions in addition to the labels.
 
-What: the loss is (1 - mixture) times the labels' cross entropy and mixture times the divergence of the student's
-probabilities from the teacher's, both at a temperature; `hidden` adds how far the student's hidden states, through a
-linear map that is trained with it and thrown away, are from the teacher's. With chunked_loss neither's logits are ever
-whole in memory. The teacher is a Hugging Face folder: frozen, planned for, never in a checkpoint, shared out under fsdp
-as the student is. With `cache` it runs once: in a first pass its likeliest tokens at every place are written to disk,
-and training reads them by row. An evaluation measures the labels alone, as any other run's does.
-Helps: a small model reaches a lower loss from the same tokens, since a distribution says more than one token. Hurts:
-the teacher's forward pass costs about a third of what training a model of its size does; a teacher that is bad on the
-data teaches that; forward divergence spreads a very small student over all that the teacher can say. With `on_policy`
-the student writes some of the answers itself and the teacher judges them, which trains it on the texts that it will
-meet when it writes alone; that takes the time of writing them. A teacher with another tokenizer is refused unless
-`pieces: common` is chosen: it reads the same text in its own pieces, and where both have read as much, what it says of
-the pieces that both have is compared; elsewhere the labels count alone.
+What: the loss is (1 - mixture) times the labels' cross entropy plus mixture times the divergence between the teacher's
+and the student's distributions, both at a temperature. `hidden` adds the distance between their hidden states, through
+a linear map that is trained along and then discarded. With chunked_loss, neither model's full logits are in memory. The
+teacher is a Hugging Face folder: frozen, included in the plan, never in a checkpoint, and sharded under fsdp like the
+student. With `cache` it runs once: a first pass writes its top tokens at every position to disk, and training reads
+them by row. Evaluation measures the labels' loss only. With `on_policy` the student generates some of the answers
+itself and the teacher scores them, which trains it on the texts that it produces at inference. A teacher with another
+tokenizer is rejected unless `pieces: common` is chosen: each model tokenizes the text itself, and distributions over
+their shared tokens are compared at aligned byte offsets; elsewhere only the labels count.
+Helps: a small model reaches a lower loss from the same tokens, because a distribution carries more information than one
+token.
+Hurts: the teacher's forward pass costs about a third of training a model of its size; a teacher that is bad on the data
+teaches its errors; forward divergence spreads a very small student over all of the teacher's modes; `on_policy` takes
+the time to generate.
 Source: Hinton et al. 2015 (arXiv:1503.02531); reverse divergence: Gu et al. 2023, MiniLLM (arXiv:2306.08543); hidden
 states: Romero et al. 2014, FitNets (arXiv:1412.6550); the student's own texts: Agarwal et al. 2023, GKD
-(arXiv:2306.13649); layers of the teacher to begin from: Sanh et al. 2019, DistilBERT (arXiv:1910.01108); other
-tokenizers: as `preheat.models.distillation.tokenizer_alignment` says.
+(arXiv:2306.13649); initialization from the teacher's layers: Sanh et al. 2019, DistilBERT (arXiv:1910.01108); other
+tokenizers: see `preheat.models.distillation.tokenizer_alignment`.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ def distillation_loss(
     mixture: float = 0.5,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Losses [n] of logits [n, vocabulary] against labels [n] (-100: not trained) and a teacher's logits,
-    differentiable: for a loop of your own.
+    """Returns the losses [n] of logits [n, vocabulary] against labels [n] (-100: ignored) and a teacher's logits;
+    differentiable.
+
+    For custom training loops.
 
     Args:
         divergence: forward: KL(teacher || student); reverse: KL(student || teacher).
-        mixture: the teacher's share, as of `preheat.ops.losses.distillation.Distilled`; so the temperature.
+        mixture, temperature: as in `preheat.ops.losses.distillation.Distilled`.
 
     Example:
         >>> import torch
@@ -70,7 +73,7 @@ def distillation_loss(
 
 
 def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
-    """How far hidden states [..., width] are from the teacher's, ||a - b||² / ||b||² of each place, [...];
+    """Returns the relative squared distance ||a - b||² / ||b||² of hidden states [..., width] at each position, [...];
     differentiable.
 
     Example:
@@ -85,8 +88,8 @@ def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation(Technique):
-    # After what makes the student what it is, so that its adapters and precision are not the teacher's, nor what is
-    # thrown away in the end.
+    # After adapters and precision are applied to the student, so that they affect neither the teacher nor the discarded
+    # maps.
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(
@@ -102,45 +105,44 @@ class Distillation(Technique):
     )
     unsupported_for_images: ClassVar[str] = "reads rows without their images so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
-    # Metrics that only the last stage of a pipeline knows; logits of which each device of a tensor-parallel head has a
-    # part.
+    # Only the last pipeline stage has the metrics; a tensor-parallel head has only a shard of the logits.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.PIPELINE_STAGES, Tag.TENSOR_PARALLEL})
     training_only: ClassVar[bool] = True
 
     teacher: str = ""
-    """A Hugging Face folder: the model to learn from. A run is exported first: preheat export RUN."""
+    """A Hugging Face folder: the model to learn from. Export a run first: preheat export RUN."""
     pieces: Literal["same", "common"] = "same"
-    """same: the teacher has the student's tokenizer; common: it has another, and the `top` likeliest of the pieces that
-    both have are compared at the places where both have read the same text. A plan takes it to cut text into as many
-    pieces as the student."""
+    """same: the teacher has the student's tokenizer; common: it has another one, and the `top` likeliest of the tokens
+    in both vocabularies are compared at positions where both have read the same text. A plan assumes that it splits
+    text into as many tokens as the student."""
     divergence: Literal["forward", "reverse"] = "forward"
-    """forward: KL(teacher || student), covers all that the teacher holds likely; reverse: KL(student || teacher), keeps
-    to its likeliest."""
+    """forward: KL(teacher || student), covers everything that the teacher considers likely; reverse: KL(student ||
+    teacher), concentrates on its likeliest tokens."""
     temperature: Positive = 1.0
-    """Both models' logits are divided by it; above 1 unlikely tokens count for more. The divergence is multiplied by
+    """Both models' logits are divided by it; above 1, unlikely tokens count for more. The divergence is multiplied by
     its square."""
     mixture: Share = 0.5
-    """Share of the teacher in the loss; the labels have the rest."""
+    """Weight of the teacher in the loss; the labels have the rest."""
     hidden: NonNegative = 0.0
-    """Weight of the relative squared distance of hidden states, added to the loss; 0: they are left alone."""
+    """Weight of the relative squared distance of hidden states, added to the loss; 0: hidden states are ignored."""
     matched: Annotated[int, Bound(1, 4)] = 1
-    """With `hidden`: at how many places, evenly spaced over the depth, states are compared; 1: the last hidden states
-    alone."""
+    """With `hidden`: number of layers, evenly spaced over the depth, whose states are compared; 1: the last hidden
+    states only."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the teacher's weights; auto: bf16 where the student computes in bf16."""
+    """Precision of the teacher's weights; auto: bf16 if the student computes in bf16."""
     layers: Literal["own", "spread"] = "own"
-    """spread: a student with fewer layers of the teacher (model.path: the teacher, model.config: {num_hidden_layers:
-    N}) begins from layers evenly spaced over all of them, the first and last among them; own: from its own weights,
-    which in such a student are the first layers."""
+    """spread: initializes a student that has fewer layers than the teacher (model.path: the teacher, model.config:
+    {num_hidden_layers: N}) from layers evenly spaced over the teacher's, including the first and the last; own: from
+    its own weights, which in such a student are the first layers."""
     cache: str | None = None
-    """A folder for the teacher's likeliest tokens at every place: made in a first pass (and where rows are missing),
-    read afterwards, so that the teacher is not in memory while training."""
+    """A folder for the teacher's likeliest tokens at every position: filled in a first pass (and if rows are missing),
+    read afterwards, so that the teacher is not in memory during training."""
     top: Annotated[int, Bound(1)] = 32
-    """With `cache` or `pieces: common`: so many tokens a place; all others count together."""
+    """With `cache` or `pieces: common`: number of tokens per position; all others count together."""
     on_policy: Share = 0.0
-    """Share of the rows in which the student writes the answers itself (of plain text the second half), by its own
-    probabilities, and learns there from the teacher alone: it is corrected where its own text leads it. A plan does not
-    see the time and the cache of keys and values of this writing."""
+    """Fraction of the rows in which the student generates the answers itself (the second half of plain text) by
+    sampling, and learns there from the teacher only: it is corrected on its own outputs. A plan does not include the
+    time and the KV cache of this generation."""
 
     def check(self, context: Context) -> list[str]:
         from preheat.data.tokenizer import other_pieces
@@ -248,7 +250,7 @@ class Distillation(Technique):
                 "; begins from the teacher's layers "
                 f"{teachers.init_from_layers(part, build.weights, teacher.facts.layers)}"
             )
-        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # of an evaluation; a step states its own
+        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # for evaluation; a training step passes its own
         if self.cache is None:
             build.parts["teacher"] = [teacher.model]
             training_loss = self._common_loss(teacher, matcher) if matcher else self._live_loss(part, teacher)
@@ -300,13 +302,13 @@ class Distillation(Technique):
         from preheat.models.distillation import tokenizer_alignment
 
         recipe = build.recipe
-        own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)  # there is one: `check` asks for it
+        own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)  # not None: `check` requires it
         both = (load_tokenizer(str(own), add_tokens=recipe.model.add_tokens), load_tokenizer(self.teacher))
         mine, theirs = (tokenizer_alignment.TokenizerView(t, pieces_of(t), t.eos_token_id) for t in both)
         return tokenizer_alignment.TokenAligner(mine, theirs, teacher.facts.positions)
 
     def _common_loss(self, teacher: Teacher, matcher: TokenAligner) -> Callable[..., LossSum]:
-        """The loss where the teacher reads the same text in pieces of its own."""
+        """Returns the loss for a teacher with another tokenizer."""
         import torch
 
         from preheat.ops.losses.distillation import CommonHead
@@ -329,14 +331,16 @@ class Distillation(Technique):
     def _cached_loss(
         self, batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]
     ) -> LossSum:
-        """The loss where what the teacher said stands beside the tokens."""
+        """Computes the loss from the teacher's cached top tokens."""
         row_loss = self._row_loss(None)
         total = over_logits(hidden(batch), batch.labels, *batch.beside, row_loss=row_loss)
         return LossSum(total, batch.weight, row_loss.sums)
 
     def _live_loss(self, part: Any, teacher: Teacher) -> Callable[..., LossSum]:
-        """The loss where the teacher reads each micro-batch too: before the student, so that only its hidden states
-        stand beside the student's."""
+        """Returns the loss for a teacher that runs on each micro-batch.
+
+        The teacher runs before the student, so that only its hidden states are in memory along with the student's.
+        """
         from preheat.models.distillation import teacher as teachers
         from preheat.ops.losses.distillation import mapped_distance
 
@@ -361,7 +365,8 @@ class Distillation(Technique):
 
 
 def _head(teacher: Teacher, dtype: Any, *, same: bool = True) -> Any:
-    """A teacher's head, whole where devices share it out; of a student with the same pieces those that it has."""
+    """Returns the teacher's output head, gathered if it is sharded and limited to the student's vocabulary if
+    `same`."""
     from preheat.models import hf
     from preheat.ops.distributed.dtensor_utils import whole
     from preheat.ops.losses.distillation import TeacherHead
@@ -372,17 +377,15 @@ def _head(teacher: Teacher, dtype: Any, *, same: bool = True) -> Any:
 
 
 class _TeacherCache:
-    """What a teacher holds likeliest at every place of the rows, on disk: made before training where it is missing,
-    read by row then."""
+    """The teacher's top tokens at every position of the rows, on disk: missing rows are computed before training."""
 
-    ROWS = 512  # of logits at a time
+    ROWS = 512  # rows of logits at a time
 
     def __init__(self, teacher: Teacher, student: Any, folder: Path, *, top: int, temperature: float):
         self.teacher, self.student, self.folder, self.temperature = teacher, student, folder, temperature
         vocabulary = teacher.build.model.vocabulary
         self.top = min(top, vocabulary - 1)
-        # Log-probabilities with 10 bits of fraction: rounded by half a thousandth of their size. Most numbers of tokens
-        # need no 32 bits.
+        # Log-probabilities are stored in fp16 (relative error 0.05 %); most vocabularies need no 32-bit token ids.
         self.kind = "uint16" if vocabulary <= 1 << 16 else "int32"
         self.bytes = 2 * (self.top + 1) + (2 if self.kind == "uint16" else 4) * self.top
         self.rows: Any = None
@@ -414,7 +417,7 @@ class _TeacherCache:
             )
         teacher = replace(
             self.teacher, model=copy.deepcopy(self.teacher.model)
-        )  # on meta so far: it is here for this pass alone
+        )  # still on meta; materialized for this pass only
         materialize(teacher.model, build.torch_device)
         build.sources["teacher"].fill(teacher.model, seed=0)
         micro = build.slot(Slot.BATCH_SHAPE)(1.0).micro
@@ -431,7 +434,7 @@ class _TeacherCache:
         self._likeliest(self.teacher, batch)
 
     def _likeliest(self, teacher: Teacher, batch: Batch) -> list[Tensor]:
-        """Values [rows, length, top + 1] and indices [rows, length, top] of a batch, as they are kept."""
+        """Returns values [rows, length, top + 1] and indices [rows, length, top] of a batch, in the cache's dtypes."""
         import torch
 
         from preheat.ops.losses.distillation import likeliest
@@ -451,7 +454,7 @@ class _TeacherCache:
         return [t.unflatten(0, batch.tokens.shape) for t in (values, indices)]
 
     def beside(self, batch: Batch) -> Batch:
-        """The batch with what the teacher said of its rows; for training alone: an evaluation does without."""
+        """Attaches the teacher's top tokens to a training batch; evaluation does not need them."""
         import torch
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -459,6 +462,6 @@ class _TeacherCache:
             return batch
         if not is_in_torch_dispatch_mode():
             return replace(batch, beside=self.rows.beside(batch))
-        shape = batch.tokens.shape  # a dry run's rows hold nothing
+        shape = batch.tokens.shape  # a dry run has no data
         values = torch.empty(*shape, self.top + 1, dtype=torch.float16)
         return replace(batch, beside=(values, torch.empty(*shape, self.top, dtype=getattr(torch, self.kind))))

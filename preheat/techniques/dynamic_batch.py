@@ -1,16 +1,16 @@
-"""Dynamic micro-batch: as many rows at a time as memory holds, found out while training; the global batch stays as it
-is.
+"""Dynamic micro-batch: grows or shrinks the micro-batch to fit the memory during training; the global batch is
+unchanged.
 
-What: micro-batches begin at the size that the dry run says will fit. Every few steps the memory of a step is measured:
-where twice the rows would fit they are taken, where memory gets short the rows are halved. Gradients are divided by the
-trained tokens of the whole global batch, so they are the same for any micro-batch, up to the order of sums. Before a
-size is taken its memory is foreseen by the straight line through two measurements: what stood before the first step,
-and the peak of a step at the present size. In each phase of a step memory is at least the former plus a part that grows
-with the rows, so no phase lies above that line at twice the rows.
-Helps: larger products on a device that has room, without a search by hand. Hurts: nothing is gained once products are
-large; a run that takes another size at another step agrees with its twin up to rounding only. A resumed run goes on at
-its checkpoint's size.
-Source: normalised sums, Ott et al. 2018 (arXiv:1806.00187), section 3; batch size by memory as in Lightning's batch
+What: micro-batches start at the size that the dry run says will fit. Every few steps the peak memory of a step is
+measured: the rows are doubled if the prediction fits, and halved if memory gets short. Gradients are divided by the
+trained tokens of the whole global batch, so they are the same for any micro-batch, up to the order of sums. The memory
+of a larger size is predicted by the straight line through two measurements: memory before the first step, and the peak
+of a step at the current size. In each phase of a step, memory is at least the former plus a part that grows with the
+rows, so no phase exceeds that line at twice the rows.
+Helps: larger matmuls on a device that has room, without a manual search.
+Hurts: nothing is gained once matmuls are large; runs that change size at different steps agree up to rounding only. A
+resumed run continues at its checkpoint's size.
+Source: normalized sums, Ott et al. 2018 (arXiv:1806.00187), section 3; batch size by memory as in Lightning's batch
 size finder.
 """
 
@@ -28,8 +28,8 @@ __all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
 
 
 def regrouped(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
-    """The same rows in their order, `rows` at a time, the last perhaps fewer. A batch that has this size passes as it
-    is.
+    """Yields the same rows in order, `rows` at a time, the last batch possibly smaller. Batches of this size pass
+    unchanged.
 
     Args:
         batches: micro-batches whose rows have one length.
@@ -81,15 +81,15 @@ def _rows_of(batch: Batch, first: int, end: int) -> Batch:
     liked = batch.liked[first:end]
     weight = weight_of(
         labels, mask.documents, batch.group, liked
-    )  # on the host, where batches are until the step moves them
+    )  # Computed on the host: batches are moved by the step.
     rows = batch.rows[first:end]
     return Batch(batch.tokens[first:end], labels, batch.positions[first:end], mask, weight, rows, batch.group, liked)
 
 
 def foreseen(floor: float, peak: float, rows: int, more: int) -> float:
-    """Peak memory at `more` rows: the line through `floor` at no rows and `peak` at `rows`. In the unit of both.
+    """Predicts the peak memory at `more` rows: the line through `floor` at no rows and `peak` at `rows`, in their unit.
 
-    Where each phase of a step takes a + b rows with a not below `floor`, this is never too little.
+    This never underestimates if each phase of a step takes a + b rows with a >= `floor`.
 
     Example:
         >>> foreseen(floor=2.0, peak=3.0, rows=4, more=8)
@@ -99,7 +99,8 @@ def foreseen(floor: float, peak: float, rows: int, more: int) -> float:
 
 
 def sizes(rows: int) -> list[int]:
-    """Micro-batches worth trying for a global batch, largest first: each is half of the one before, rounded up.
+    """Returns the micro-batch sizes to try for a global batch, largest first: each is half of the previous one, rounded
+    up.
 
     Example:
         >>> sizes(12)
@@ -113,13 +114,14 @@ def sizes(rows: int) -> list[int]:
 
 @dataclass
 class MicroBatch:
-    """The present size, and what decides on the next. A checkpoint keeps the sizes.
+    """The current micro-batch size and the rule that adapts it. Checkpoints store the sizes.
 
     Attributes:
-        rows: of a micro-batch, of full length.
-        most: no more than this is tried again.
-        limit: bytes that a size must be foreseen to stay below; above `alarm` the rows are halved.
-        floor: bytes held before the first step.
+        rows: of a micro-batch, at full length.
+        most: upper limit for further sizes.
+        limit: bytes that the prediction for a larger size must stay below.
+        alarm: bytes above which the rows are halved.
+        floor: bytes allocated before the first step.
     """
 
     rows: int
@@ -130,7 +132,8 @@ class MicroBatch:
     begun: bool = field(default=False, repr=False)
 
     def decide(self, peak: int) -> str | None:
-        """Takes the next size after a step with this peak, in bytes; returns why, or None where the size stays."""
+        """Updates the size after a step with this peak, in bytes. Returns the reason, or None if the size is
+        unchanged."""
         if peak > self.alarm and self.rows > 1:
             self.rows = self.most = self.rows // 2
             return f"{peak / 2**30:.2f} GiB is above {self.alarm / 2**30:.2f}"
@@ -139,7 +142,7 @@ class MicroBatch:
         more = min(2 * self.rows, self.most)
         prediction = foreseen(self.floor, peak, self.rows, more)
         if prediction > self.limit:
-            self.most = self.rows  # asked once: what a checkpoint keeps then decides the rest of the run
+            self.most = self.rows  # decided once; checkpoints keep it for the rest of the run
             return None
         self.rows = more
         return f"{prediction / 2**30:.2f} GiB foreseen of {self.limit / 2**30:.2f}"
@@ -162,13 +165,13 @@ class DynamicBatch(Searchable):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
 
     start: Literal["auto"] | Count = "auto"
-    """Rows of the first micro-batches; auto: the most (of the global batch halved again and again) that the dry run
-    says will fit."""
+    """Rows of the first micro-batches; auto: the largest size that the dry run says will fit (the global batch, halved
+    repeatedly)."""
     target: Annotated[float, Bound(0, 1, open_low=True)] = 0.85
-    """Share of the memory (`hardware.memory`, or what the device has) that a larger micro-batch may be foreseen to
-    fill. Rows are halved where a step fills more than half of the rest too."""
+    """Fraction of the memory (`hardware.memory`, or the device's memory) that a larger micro-batch is allowed to fill
+    by prediction. Rows are halved if a step fills more than half of the rest too."""
     every: Count = 10
-    """Steps between looks at the memory; the first step, which warms up, is passed over."""
+    """Steps between measurements; the first step, which warms up, is skipped."""
 
     def check(self, context: Context) -> list[str]:
         from preheat.hardware.probe import can_begin_peak
@@ -207,7 +210,7 @@ class DynamicBatch(Searchable):
         rows, kind = build.recipe.batch.size // build.mesh.size(*DATA), build.device.kind
         first = rows if self.start == "auto" else int(self.start)
         build.state.accumulation = -(-rows // first)
-        # On a GPU tensors are measured, and the context takes its share of the memory too.
+        # On a GPU only tensors are measured; the CUDA context takes memory too.
         memory = build.device.memory - (CONTEXT if kind == "cuda" else 0)
         state = MicroBatch(
             -(-rows // build.state.accumulation),
@@ -224,18 +227,18 @@ class DynamicBatch(Searchable):
             length, full = batches[0].tokens.shape[1], build.recipe.batch.length
             if not state.begun:
                 state.begun, state.floor = True, resident_bytes() if kind == "cpu" else _allocated()
-            # Only steps of full rows tell what full rows need; the first one of a run warms up.
+            # Only full-length steps show what full rows need; the first step warms up.
             measuring = build.state.step > 0 and build.state.step % self.every == 0 and length == full
             if measuring:
                 begin_peak(kind)
             parts = regrouped(batches, max(1, state.rows * full // length))
-            # Of several devices the engine tells which is the last, so they are counted first.
+            # With several devices the engine must know which micro-batch is the last, so count them first.
             return inner(build, list(parts) if build.hooks.before_backward else parts, global_weight)
 
         def after_update(build: Build) -> None:
             if not measuring:
                 return
-            # Of several devices that which needs most decides for all, as they must take equally many micro-batches.
+            # The device with the highest peak decides, because all ranks must run the same number of micro-batches.
             peak, before = build.mesh.most(peak_bytes(kind, since_begun=True), build.torch_device), state.rows
             state.floor = build.mesh.most(state.floor, build.torch_device)
             why = state.decide(peak)

@@ -1,12 +1,13 @@
-"""Efficient attention: fused kernels, the kernel stated, without scores, repeated keys or a mask tensor in memory.
+"""Efficient attention: fused attention kernels without scores, repeated keys or a mask tensor in memory.
 
-What: scaled-dot-product attention block by block; grouped queries read their shared keys and values without copies;
-causal by an argument; packed documents by themselves (on CUDA in one call of flash attention's variable-length form);
-windows by kernels that skip what they hide.
-Helps: memory linear in length instead of quadratic (benchmarks/results/attention_memory.md), and less traffic. On a CPU
-in bf16 `blocks` (batched products over blocks of queries) is 1.1 to 2 times as fast as torch's own kernel up to 2,048
-tokens. Hurts: nothing known where a fused kernel exists; the sums are ordered otherwise, so results agree up to
-rounding, and `blocks` rounds scores to bf16 too. No kernel was run on a GPU yet.
+What: blockwise scaled-dot-product attention with an explicit kernel; grouped queries read their shared keys and values
+without copies; causal masking by an argument; packed documents separately (on CUDA in one call of flash attention's
+variable-length form); windows by kernels that skip masked blocks.
+Helps: memory linear in length instead of quadratic (benchmarks/results/attention_memory.md), and less memory traffic.
+On a CPU in bf16, `blocks` (batched matmuls over blocks of queries) is 1.1 to 2 times as fast as torch's own kernel up
+to 2,048 tokens.
+Hurts: no known disadvantage if a fused kernel exists; the order of sums differs, so results agree up to rounding, and
+`blocks` rounds scores to bf16 too. No kernel has been run on a GPU yet.
 Source: Dao et al. 2022 (arXiv:2205.14135); FlashAttention 2 (arXiv:2307.08691) and 3 (arXiv:2407.08608); FlexAttention:
 Dong et al. 2024 (arXiv:2412.05496); grouped queries: Ainslie et al. 2023 (arXiv:2305.13245).
 """
@@ -39,13 +40,13 @@ __all__ = [
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskSpec | None = None, scale: float | None = None, kernel: str = "flash"
 ) -> Tensor:
-    """Fused attention of [rows, heads, length, head_dim]; `k` and `v` may have fewer heads.
+    """Computes fused attention of [rows, heads, length, head_dim]; `k` and `v` may have fewer heads.
 
     Args:
-        mask: causal over the whole row when not given.
-        scale: head_dim ** -0.5 when not given.
-        kernel: flash, efficient, cudnn or math of torch, which raises where they cannot serve; blocks; flex; flash2 or
-            flash3.
+        mask: causal over the whole row by default.
+        scale: head_dim ** -0.5 by default.
+        kernel: torch's flash, efficient, cudnn or math, which raise if they do not support the inputs; blocks; flex;
+            flash2 or flash3.
 
     Example:
         >>> import torch
@@ -56,20 +57,21 @@ def attend(
 
 
 def convert_model_to_efficient_attention(model: Model) -> Model:
-    """Makes a model attend by preheat's kernels, in place; weights, names and the signature of its forward stay.
+    """Switches a model to preheat's attention kernels, in place; weights, names and the signature of its forward are
+    unchanged.
 
-    A transformers model (decoder or encoder) goes through its own attention interface: padding masks, caches and
-    generation work, windows are computed as windows. Rows packed by `position_ids` and steps with a cache use a mask
-    tensor, as transformers does. In any other model each `torch.nn.MultiheadAttention` is replaced: key_padding_mask,
-    attn_mask and batch_first mean what they meant. `need_weights=True` still gives weights, with all scores in memory;
-    where it is not stated the weights are None. (torch's TransformerEncoderLayer takes a kernel of its own in eval mode
-    without gradients, converted or not.)
+    A transformers model (decoder or encoder) uses its own attention interface: padding masks, caches and generation
+    work, and windows are computed as windows. Rows packed by `position_ids` and steps with a cache use a mask tensor,
+    as in transformers. In any other model each `torch.nn.MultiheadAttention` is replaced: key_padding_mask, attn_mask
+    and batch_first keep their meaning. `need_weights=True` still returns weights, with all scores in memory; by default
+    the weights are None. (torch's TransformerEncoderLayer uses its own kernel in eval mode without gradients, converted
+    or not.)
 
     Returns:
         The model.
 
     Raises:
-        ValueError: attention that cannot be replaced, or none found; the message says which.
+        ValueError: the attention cannot be replaced, or none was found; the message names it.
 
     Example:
         >>> import torch
@@ -93,7 +95,7 @@ efficient_attention = convert_model_to_efficient_attention
 
 
 def __getattr__(name: str) -> Any:
-    """The module of its own is a torch class, imported when first asked for."""
+    """Imports `EfficientAttention` on first access: the module is a torch class."""
     if name != "EfficientAttention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from preheat.ops.attention.multihead import EfficientAttention
@@ -119,7 +121,7 @@ def _kernel(name: str, *, varlen: bool | None = None) -> Callable[..., Tensor]:
     return functools.partial(sdpa_attention, kernel=name, varlen=varlen)
 
 
-_PACKAGES = {  # kernel -> (distribution, how to install it)
+_PACKAGES = {  # kernel -> (distribution, install command)
     "flash2": ("flash-attn", "pip install flash-attn --no-build-isolation"),
     "flash3": (
         "flash-attn-3",
@@ -130,13 +132,13 @@ _WINDOWS = {"blocks", "flex", "flash2", "flash3"}
 _GLOBAL = {"blocks", "flex"}
 _SOFTCAP = {"blocks", "flex"}
 _FLASH_HEAD = 256  # the largest head_dim of flash attention's kernels
-_FLEX_HEAD = 16  # the smallest head_dim that FlexAttention's CUDA kernels take
+_FLEX_HEAD = 16  # the smallest head_dim that FlexAttention's CUDA kernels support
 _AMPERE, _CUDNN = (
     (8, 0),
     (9, 10),
 )  # from where on flash attention runs, and the major versions where torch puts cuDNN's attention before it
-_CUDNN_VERSION = 91500  # above which torch does so (`check_prefer_cudnn_attention` in its sdp_utils.cpp)
-_CUDNN_HEAD = 128  # the largest head_dim that cuDNN takes in both passes whatever its version
+_CUDNN_VERSION = 91500  # torch prefers cuDNN above this version (`check_prefer_cudnn_attention` in sdp_utils.cpp)
+_CUDNN_HEAD = 128  # the largest head_dim that every cuDNN version supports in both passes
 
 
 def _half(context: Context | Build) -> bool:
@@ -151,10 +153,10 @@ class EfficientAttentionTechnique(Searchable):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_KERNEL})
 
     kernel: Literal["auto", "flash", "efficient", "cudnn", "blocks", "flex", "flash2", "flash3"] = "auto"
-    """The kernel; auto takes the fastest that serves: on a CPU blocks for windows, capped scores (Gemma 2) and
-    bf16 up to 2,048 tokens, else flash; on CUDA flash in half precision (cudnn for rows of one document where torch
-    prefers it: Hopper), efficient in fp32, and flex for capped scores, global tokens, and windows in fp32. flash2 and
-    flash3 are packages of their own. The run records which."""
+    """The kernel; auto takes the fastest that supports the model: on a CPU blocks for windows, capped scores (Gemma 2)
+    and bf16 up to 2,048 tokens, otherwise flash; on CUDA flash in half precision (cudnn for rows of one document if
+    torch prefers it: Hopper), efficient in fp32, and flex for capped scores, global tokens, and windows in fp32. flash2
+    and flash3 are separate packages. The run records the choice."""
 
     def _chosen(self, context: Context | Build) -> str:
         if self.kernel != "auto":
@@ -231,7 +233,7 @@ class EfficientAttentionTechnique(Searchable):
 
     def apply(self, build: Build, part: Any) -> Change:
         chosen = self._chosen(build)
-        # Where auto takes cuDNN's, packed rows and windows are flash attention's.
+        # If auto selects cuDNN, packed rows and windows still use flash attention.
         both = self.kernel == "auto" and chosen == "cudnn"
         kernel = _kernel("preferred" if both else chosen, varlen=True if build.device.kind == "cuda" else None)
         build.own(Slot.ATTENTION_KERNEL, kernel, self.name())
@@ -245,29 +247,29 @@ class EfficientAttentionTechnique(Searchable):
 
 
 def _windowed(context: Context | Build) -> bool:
-    """Whether some layer sees less than a sequence: by the model's own window, or by a technique."""
+    """Returns True if some layer sees less than a sequence, by the model's own window or by a technique."""
     window = context.model.window
     return Tag.SLIDING_WINDOW in context.tags or (window is not None and window < context.recipe.batch.length)
 
 
 def _beyond_causal(context: Context | Build) -> bool:
-    """Whether attention is more than causal: within a window, or of capped scores."""
+    """Returns True if attention is more than plain causal attention: windowed, or with capped scores."""
     return _windowed(context) or context.model.score_softcap is not None
 
 
 def _flash_supports(context: Context | Build) -> bool:
-    """Whether flash attention has arguments for what the layers see: everything before a token, or a window of it."""
+    """Returns True if flash attention supports the mask of the layers: plain causal, or a window."""
     sizes = context.sizes if isinstance(context, Context) else context.mesh.sizes
     if context.model.score_softcap is not None or context.model.head_dim > _FLASH_HEAD:
         return False
     if not _windowed(context):
         return True
-    unsharded = sizes[Axis.CONTEXT] == 1  # a ring of parts of rows has no window
+    unsharded = sizes[Axis.CONTEXT] == 1  # ring attention over shards has no window
     return unsharded and context.model.head_dim % 8 == 0 and Tag.GLOBAL_TOKENS not in context.tags
 
 
 def _prefers_cudnn(context: Context | Build) -> bool:
-    """Whether torch itself would take cuDNN's attention for rows of one document."""
+    """Returns True if torch itself would choose cuDNN's attention for rows of one document."""
     device, width = context.device, context.model.head_dim
     if (device.capability or (0,))[0] not in _CUDNN or width % 8 or width > _CUDNN_HEAD:
         return False
@@ -277,7 +279,7 @@ def _prefers_cudnn(context: Context | Build) -> bool:
 
 
 def _alignment(context: Context | Build) -> int:
-    """What the efficient kernel wants head_dim to be a multiple of: 16 bytes."""
+    """Returns the divisor of head_dim that the efficient kernel requires: 16 bytes."""
     return 8 if _half(context) else 4
 
 

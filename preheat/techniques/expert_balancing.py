@@ -1,17 +1,15 @@
-"""Expert balancing: what keeps a router from sending all tokens to the same few experts. By a bias on the choice, or by
-a loss.
+"""Expert balancing: keeps a router from sending all tokens to the same few experts, by a bias or by an auxiliary loss.
 
-What: `bias`: each expert has a number that is added to its score where experts are chosen, and not where the chosen are
-weighed. After each step it moves by `rate`: up where the expert had fewer tokens than the mean of its layer, down where
-it had more, counted over the global batch of all devices. No gradient goes through it. `loss`: the load-balancing loss
-of transformers, over the global batch (engine/moe_aux_loss.py), times `coefficient`; models of Mixtral's and Qwen's
-kind have it by themselves, with the coefficient of their configuration.
-Helps: an idle expert is memory that learns nothing, and across devices all wait for the busiest. The bias evens out the
-load without a second aim for the weights, costs no pass over the batch, and needs no coefficient to be found. Hurts:
-the loss pulls the router away from what would predict best, the more the larger it is. The bias is part of the model
-only where the family has a place for it (glm4_moe); folders of Mixtral and Qwen have none, so evaluations and exports
-route without it, as whoever loads the folder will: the reported validation loss is that of the exported model, and lies
-a little above that with the bias.
+What: `bias`: each expert has a number that is added to its score for the selection of experts, but not for their
+weights. After each step it moves by `rate`: up if the expert had fewer tokens than the mean of its layer, down if it
+had more, counted over the global batch of all devices; no gradient flows through it. `loss`: transformers'
+load-balancing loss over the global batch (engine/moe_aux_loss.py), times `coefficient`; Mixtral and Qwen models have it
+by default, with the coefficient of their configuration.
+Helps: an idle expert is memory that learns nothing, and across devices all ranks wait for the busiest. The bias evens
+out the load without a second objective, costs no pass over the batch, and needs no coefficient to tune.
+Hurts: the loss pulls the router away from the best prediction, the more the larger it is. Only some families can store
+the bias (glm4_moe); folders of Mixtral and Qwen cannot, so evaluations and exports route without it, as anyone who
+loads the folder will: the reported validation loss is that of the exported model, slightly above that with the bias.
 Source: Wang et al. 2024 (arXiv:2408.15664), DeepSeek-V3 (arXiv:2412.19437); the loss: Fedus et al. 2021
 (arXiv:2101.03961).
 """
@@ -34,10 +32,9 @@ __all__ = ["ExpertBalancing", "add_bias", "move_bias"]
 
 
 def add_bias(model: nn.Module) -> list[Tensor]:
-    """Gives each router of a model a bias on its choice of experts, zero at first, in place; one that is part of the
-    model stays as it is.
+    """Adds a zero bias on the selection of experts to each router of a model, in place; an existing bias is unchanged.
 
-    The routers must be ours (`preheat.models.moe.record_routers`): transformers' own of Mixtral and Qwen look at no
+    The routers must be ours (`preheat.models.moe.record_routers`): transformers' routers of Mixtral and Qwen ignore a
     bias.
 
     Returns:
@@ -64,12 +61,12 @@ def add_bias(model: nn.Module) -> list[Tensor]:
 
 
 def move_bias(biases: Sequence[Tensor], tokens: Tensor, rate: float) -> None:
-    """Moves each bias towards an even load, in place: by `rate`, up for experts with fewer tokens than their layer's
-    mean, down for those with more.
+    """Moves each bias towards an even load, in place: by `rate`, up for experts below their layer's mean, down for
+    those above.
 
     Args:
-        biases: one a layer, [experts].
-        tokens: [layers, experts], tokens that went to each.
+        biases: one per layer, [experts].
+        tokens: [layers, experts], tokens routed to each expert.
 
     Example:
         >>> import torch
@@ -89,17 +86,17 @@ class ExpertBalancing(Technique):
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"method": "loss"},), family="qwen3_moe")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXPERTS})
-    # Under an adapter routers are frozen, and no adapter's folder has a place for a bias.
+    # Adapters freeze the routers, and adapter folders cannot store a bias.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.QUANTIZED_BASE})
 
     method: Literal["bias", "loss"] = "bias"
     """bias: moved after each step by the sign of each expert's load, without a gradient; loss: added to the language
     model's."""
     rate: Positive = 0.001
-    """With `bias`: how far it moves a step; runs of hundreds of steps want 0.003 or more. Scores lie between 0 and 1;
-    where they are a softmax over many experts, near 1 / experts."""
+    """With `bias`: step size; runs of hundreds of steps need 0.003 or more. Scores lie between 0 and 1; for a softmax
+    over many experts, near 1 / experts."""
     coefficient: Literal["auto"] | Positive = "auto"
-    """How much the loss counts; auto: 0.01 with `loss`, none with `bias` (which may have a small one besides)."""
+    """Weight of the loss; auto: 0.01 with `loss`, none with `bias` (which may have a small one too)."""
 
     def configure(self, config: Any, recipe: Recipe) -> None:
         from preheat.models import moe

@@ -1,14 +1,13 @@
-"""Expert parallel: the experts of each layer are shared out over devices that otherwise share out rows, and tokens
-travel to their experts.
+"""Expert parallel: splits the experts of each layer across data-parallel devices; tokens are sent to their experts.
 
-What: of E experts each of `degree` devices holds E / degree, whole. A layer sends each token's row to the devices of
-its experts by all-to-all, they compute, and the results come back the same way; no token is dropped. The devices are
-neighbours within those of `fsdp` (or of `data_parallel`), which does the rest: attention and all else is shared out and
-summed over all of them, an expert's weights and gradients over the devices that hold the same expert.
-Helps: experts are most of such a model; with FSDP alone all of them travel to every device for every micro-batch, here
-only the tokens do, and each expert's product is over more rows. Hurts: where experts are unevenly loaded, the device
-with the busiest makes all others wait; the all-to-all hides behind nothing; once a layer the host reads back how many
-rows go where. A dry run, which has no tokens, takes all experts to be loaded alike.
+What: each of `degree` devices holds E / degree of the E experts. A layer sends each token to the devices of its experts
+by all-to-all, they compute, and the results return the same way; no token is dropped. The devices are neighbours within
+those of `fsdp` (or `data_parallel`), which does the rest: attention and everything else is sharded and reduced over all
+of them, an expert's weights and gradients over the devices that hold the same expert.
+Helps: experts are most of such a model; FSDP alone gathers all of them on every device for every micro-batch, here only
+tokens travel, and each expert's matmul has more rows.
+Hurts: with uneven load, all ranks wait for the device with the busiest expert; the all-to-all overlaps with nothing;
+the host reads back the token counts once per layer. A dry run has no tokens and assumes an even load.
 Source: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668); without dropping, Gale et al. 2022, "MegaBlocks"
 (arXiv:2211.15841).
 """
@@ -29,15 +28,15 @@ __all__ = ["ExpertParallel", "share_experts"]
 
 
 def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
-    """Shares out the experts of each layer over devices, in place: each keeps its part, and rows are sent to where
-    their experts are.
+    """Splits the experts of each layer across devices, in place: each device keeps its shard, and tokens are sent to
+    their experts.
 
     Args:
-        module: a model of `preheat.models.moe.FAMILIES`, its experts on meta or with the same values on every device.
-        among: torch's mesh of one dimension: the devices that share out the experts; their number divides that of the
+        module: a model of `preheat.models.moe.FAMILIES`, its experts on meta or equal on every device.
+        among: torch's one-dimensional mesh of the devices that split the experts; their number divides that of the
             experts.
-        alike: torch's mesh of the devices that hold the same experts as this one, over which their gradients are to be
-            summed; `shard_fully` and `replicate_all` of `preheat.ops.distributed.fully_shard` read it off the module.
+        alike: torch's mesh of the devices that hold the same experts as this one, over which their gradients are
+            reduced; `shard_fully` and `replicate_all` of `preheat.ops.distributed.fully_shard` read it off the module.
 
     Returns:
         The number of layers.
@@ -77,8 +76,8 @@ class ExpertParallel(Searchable):
     )  # the host reads numbers back in the middle of a layer
 
     degree: Whole = 0
-    """Devices that share out the experts of a layer, neighbours of those that share out rows. 0: all of them, or all
-    within a copy of `fsdp`'s hybrid sharding."""
+    """Devices that split the experts of a layer, neighbours among the data-parallel devices. 0: all of them, or all
+    within a replica of `fsdp`'s hybrid sharding."""
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
@@ -131,5 +130,6 @@ class ExpertParallel(Searchable):
 
 
 def _axis(sizes: Any) -> Axis:
-    """The axis within which experts are shared out: that which shares out weights, where there is one."""
+    """Returns the axis along which experts are split: the sharding axis if it exists, otherwise the replication
+    axis."""
     return Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE

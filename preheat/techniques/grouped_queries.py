@@ -1,10 +1,11 @@
 """Grouped queries: fewer key-value heads, each shared by a group of query heads.
 
-What: the model keeps its query heads and gets `kv_heads` key-value heads. Weights that are read are mean-pooled: each
-new head is the mean of the heads of its group; a new model is simply built with fewer.
-Helps: the KV cache, which long contexts and many requests fill, shrinks by the same factor; key and value matrices too.
-Hurts: a pooled model is worse until it is trained on (the paper takes 5 % of the pretraining steps); below a head for
-each device, tensor parallelism has to copy heads.
+What: the model keeps its query heads and gets `kv_heads` key-value heads. Pretrained weights are mean-pooled: each new
+head is the mean of the heads of its group; a new model is simply built with fewer.
+Helps: the KV cache, which dominates with long contexts and many requests, shrinks by the same factor; key and value
+matrices too.
+Hurts: a pooled model is worse until it is trained further (the paper uses 5 % of the pretraining steps); with fewer
+heads than devices, tensor parallelism has to copy heads.
 Source: Ainslie et al. 2023 (arXiv:2305.13245); one head for all: Shazeer 2019 (arXiv:1911.02150).
 """
 
@@ -29,14 +30,14 @@ def group_queries(model: nn.Module, kv_heads: int) -> int:
     place.
 
     Args:
-        model: with its weights; also its configuration is changed, so that `save_pretrained` writes what it now is.
-        kv_heads: new number of key-value heads; a divisor of the present one.
+        model: with its weights; its configuration is updated too, so that `save_pretrained` writes the new shape.
+        kv_heads: new number of key-value heads; a divisor of the current one.
 
     Returns:
-        Number of matrices pooled.
+        The number of pooled matrices.
 
     Raises:
-        ValueError: fused projections; or `kv_heads` is not a smaller divisor.
+        ValueError: the projections are fused, or `kv_heads` is not a smaller divisor.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -60,7 +61,7 @@ class GroupedQueries(Technique):
     unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"
 
     kv_heads: Annotated[int, Bound(1)] = 1
-    """Key-value heads of each layer: a divisor of what the model has."""
+    """Key-value heads of each layer: a divisor of the model's current number."""
 
     def configure(self, config: Any, recipe: Recipe) -> None:
         from preheat.models.conversions import architecture
