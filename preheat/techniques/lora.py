@@ -1,18 +1,20 @@
-"""LoRA and its variants rsLoRA, DoRA and PiSSA: freeze the model, train low-rank additions to its linear maps. By peft.
+"""LoRA and its variants rsLoRA, DoRA and PiSSA: freezes the model and trains low-rank updates of its linear layers, by
+peft.
 
-What: each chosen linear map W becomes W + s B A with A and B of `rank`; only A and B are trained. `lora`: s = alpha /
-rank, B begins at zero. `rslora`: s = alpha / sqrt(rank), so that the additions do not shrink as the rank grows. `dora`:
-each output's row of W + s B A is brought to a length that is trained besides. `pissa`: A and B begin as W's largest
-singular directions and W keeps the rest. On a base in 4 bits (`nf4`) this is QLoRA, with `dora` QDoRA. In a model with
-experts all-linear is attention's maps, and `expert_rank` gives each expert a pair of its own; routers stay frozen.
-`embedding_rank` gives the embedding a pair, and with it a head that is tied to it.
-Helps: gradients and optimizer state for a small share of the parameters; adapters of a few megabytes; merged away for
-inference. A pair on the embedding lets words be used anew: a rank of 2 took a small tied model from 86 to 96 % of full
-tuning's gain on questions with numbers (benchmarks/results/tuning_stories.md). rsLoRA gains at ranks of 64 and more,
-DoRA at small ones, PiSSA in fewer steps to the same loss. Hurts: less capacity than full tuning for large shifts of
-domain; the base still stands in memory; DoRA makes W + s B A in every forward pass (slower, and as much memory as a
-weight); PiSSA takes singular values when the model is built and no longer leaves the base as it was.
-Source: Hu et al. 2021 (arXiv:2106.09685); all linear maps: Dettmers et al. 2023 (arXiv:2305.14314); rsLoRA:
+What: each targeted weight W becomes W + s B A with A and B of `rank`; only A and B are trained. `lora`: s = alpha /
+rank, B starts at zero. `rslora`: s = alpha / sqrt(rank), so that updates do not shrink as the rank grows. `dora`: the
+norm of each output's row of W + s B A is a trained magnitude. `pissa`: A and B start as W's largest singular directions
+and W keeps the residual. On a 4-bit base (`nf4`) this is QLoRA, with `dora` QDoRA. In a model with experts, all-linear
+means attention's layers, and `expert_rank` gives each expert its own adapter; routers stay frozen. `embedding_rank`
+adapts the embedding, and with it a tied head.
+Helps: gradients and optimizer state for a small fraction of the parameters; adapters of a few megabytes; merged for
+inference. Adapting the embedding helps when the task gives tokens new meanings: a rank of 2 took a small tied model
+from 86 to 96 % of full fine-tuning's gain on questions with numbers (benchmarks/results/tuning_stories.md). rsLoRA
+helps at ranks of 64 and more, DoRA at small ones, PiSSA reaches the same loss in fewer steps.
+Hurts: less capacity than full fine-tuning for large domain shifts; the base is still in memory; DoRA materializes W + s
+B A in every forward pass (slower, and as much memory as a weight); PiSSA computes singular values when the model is
+built and changes the base.
+Source: Hu et al. 2021 (arXiv:2106.09685); all linear layers: Dettmers et al. 2023 (arXiv:2305.14314); rsLoRA:
 Kalajdzievski 2023 (arXiv:2312.03732); DoRA: Liu et al. 2024 (arXiv:2402.09353); PiSSA: Meng et al. 2024
 (arXiv:2404.02948).
 """
@@ -48,18 +50,18 @@ def add_lora(
     embedding_rank: int = 0,
     exclude: str | None = None,
 ) -> list[str]:
-    """Adds LoRA to a transformers model and freezes the rest, in place; works on meta too, where nothing is drawn.
+    """Adds LoRA to a transformers model and freezes the rest, in place; on meta nothing is initialized.
 
     Args:
         targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or
             their last parts (`("q_proj", "v_proj")`).
         variant: lora, rslora, dora or pissa.
-        pissa_iterations: of a randomized singular value decomposition; 0: the exact one.
-        expert_rank: of a pair for each expert, in models that have experts; 0: none. They are computed where the
-            experts are, by `preheat.ops.grouped_mm.compute_experts`; `preheat.ops.adapters.moe_lora.draw_pairs` gives
-            them values where the model is on meta.
-        embedding_rank: of a pair on the embedding, which a head that is tied to it has too; 0: none.
-        exclude: a regular expression for names of modules that are left as they are.
+        pissa_iterations: iterations of a randomized singular value decomposition; 0: the exact one.
+        expert_rank: rank of an adapter for each expert, in models that have experts; 0: none.
+            `preheat.ops.grouped_mm.compute_experts` applies them; `preheat.ops.adapters.moe_lora.draw_pairs`
+            initializes them if the model is on meta.
+        embedding_rank: rank of an adapter on the embedding, which a tied head uses too; 0: none.
+        exclude: a regular expression for names of modules that are not adapted.
 
     Returns:
         Names of the adapted modules.
@@ -112,8 +114,8 @@ def _add_to_experts(model: nn.Module, rank: int, scale: float, *, drawn: bool) -
 
 
 def _start(variant: str, pissa_iterations: int) -> bool | str:
-    """peft's name for what A and B begin as; True: A at random, B zero, so that the adapted model starts as the
-    base."""
+    """Returns peft's name for the initialization of A and B; True: random A, zero B, so that the adapted model starts
+    as the base."""
     return True if variant != "pissa" else f"pissa_niter_{pissa_iterations}" if pissa_iterations else "pissa"
 
 
@@ -145,7 +147,7 @@ def _config(
         lora_alpha=alpha,  # type: ignore[arg-type]
         lora_dropout=dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2 stores its matrices transposed
+        fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2 stores its weights transposed
         use_rslora=variant == "rslora",
         use_dora=variant == "dora",
         init_lora_weights=start,  # type: ignore[arg-type]
@@ -156,7 +158,7 @@ def _config(
 
 
 def _ends(model: nn.Module) -> tuple[str, str]:
-    """Names of embedding and head."""
+    """Returns the names of embedding and head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
     names = {id(module): name.removesuffix(".base_layer") for name, module in model.named_modules()}
     if ends[1] is None:
@@ -166,7 +168,7 @@ def _ends(model: nn.Module) -> tuple[str, str]:
 
 
 def _and(model: nn.Module, targets: Any, name: str) -> Any:
-    """Targets, and a module besides."""
+    """Adds a module to the targets."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -178,9 +180,9 @@ def _and(model: nn.Module, targets: Any, name: str) -> Any:
 
 
 def merge_lora(model: nn.Module) -> int:
-    """Adds each adapter into its base weight in fp32 and takes the adapters out, in place. Returns how many.
+    """Merges each adapter into its base weight in fp32 and removes the adapters, in place. Returns their number.
 
-    A base in 4 bits becomes a full one. What is merged is what was trained: DoRA's lengths, PiSSA's changed base.
+    A 4-bit base is dequantized. The merge includes DoRA's magnitudes and PiSSA's changed base.
     """
     from preheat.ops.adapters.peft_layers import merge
 
@@ -204,29 +206,29 @@ class Lora(Technique):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ADAPTER})
 
     rank: Annotated[int, Bound(1)] = 16
-    """Rank of the additions."""
+    """Rank of the updates."""
     alpha: Positive = 32.0
-    """The additions are scaled by alpha / rank; with `rslora` by alpha / sqrt(rank)."""
+    """The updates are scaled by alpha / rank; with `rslora` by alpha / sqrt(rank)."""
     dropout: Share = 0.0
-    """Dropout on the additions' input."""
+    """Dropout on the input of the adapters."""
     targets: str | tuple[str, ...] = "all-linear"
     """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
     their last parts."""
     variant: Literal["lora", "rslora", "dora", "pissa"] = "lora"
-    """lora; rslora: scaled for high ranks; dora: the outputs' lengths are trained besides; pissa: begins as the base's
-    largest singular directions."""
+    """lora; rslora: scaled for high ranks; dora: also trains the norms of the outputs' rows; pissa: starts from the
+    base's largest singular directions."""
     expert_rank: Whole = 0
-    """Rank of an addition to each expert's matrices, in models with experts (lora and rslora); 0: the experts stay as
-    they are."""
+    """Rank of an adapter on each expert's matrices, in models with experts (lora and rslora); 0: experts are not
+    adapted."""
     embedding_rank: Whole = 0
-    """Rank of an addition to the embedding, and to a head that is tied to it (lora and rslora); 0: they stay as they
-    are."""
+    """Rank of an adapter on the embedding, and on a head that is tied to it (lora and rslora); 0: they are not
+    adapted."""
     pissa_iterations: Whole = 0
-    """With `pissa`: iterations of a randomized decomposition (4 serve well, and take seconds where the exact one takes
+    """With `pissa`: iterations of a randomized decomposition (4 suffice, and take seconds while the exact one takes
     minutes); 0: exact."""
     start: str | None = None
-    """A folder of peft's (adapter_config.json, adapter_model.safetensors) whose adapter training begins from; settings
-    and base must agree."""
+    """A peft folder (adapter_config.json, adapter_model.safetensors) whose adapter training starts from; settings and
+    base must match."""
 
     def provided(self) -> frozenset[Tag]:
         return self.provides if self.variant == "pissa" else self.provides - {Tag.MODIFIED_BASE}
@@ -308,7 +310,7 @@ class Lora(Technique):
         if self.expert_rank:
             count += self._begin_experts(build, part)
         half = {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & build.tags
-        if half and self.variant != "dora":  # whose lengths are taken in fp32
+        if half and self.variant != "dora":  # DoRA's norms need fp32
             under_autocast(part)
         trained, total = shares(part)
         extras = (

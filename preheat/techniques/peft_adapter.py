@@ -1,16 +1,16 @@
-"""peft adapters: another of peft's methods for linear maps, by its name: (IA)3, LoHa, LoKr, OFT, HRA, VeRA, RandLoRA
-and more.
+"""peft adapters: another of peft's methods for linear layers, by name: (IA)3, LoHa, LoKr, OFT, HRA, VeRA, RandLoRA and
+more.
 
-What: the model is frozen, and peft puts what `method` names into the chosen linear maps: `ia3` trains one factor an
-output (or input), `loha` and `lokr` add Hadamard or Kronecker products of small matrices, `oft`, `hra` and `road` turn
-a weight or an output by an orthogonal matrix, `vera` and `randlora` scale fixed random matrices.
-Helps: fewer trained parameters than LoRA at the same quality on some tasks; the methods side by side in one recipe.
-Hurts: most are slower than LoRA or keep more for the backward pass (the plan shows it); the less known ones are little
-tested; good learning rates and settings differ by orders of magnitude from method to method.
-Source: https://huggingface.co/docs/peft, where each method names its paper. (IA)3: Liu et al. 2022 (arXiv:2205.05638);
-LoHa: Hyeon-Woo et al. 2021 (arXiv:2108.06098); LoKr: Yeh et al. 2023 (arXiv:2309.14859); OFT: Qiu et al. 2023
-(arXiv:2306.07280); HRA: Yuan et al. 2024 (arXiv:2405.17484); VeRA: Kopiczko et al. 2023 (arXiv:2310.11454); RandLoRA:
-Albert et al. 2025 (arXiv:2502.00987).
+What: freezes the model and lets peft add the adapter that `method` names to the targeted linear layers: `ia3` trains
+one factor per output (or input), `loha` and `lokr` add Hadamard or Kronecker products of small matrices, `oft`, `hra`
+and `road` rotate a weight or an output by an orthogonal matrix, `vera` and `randlora` scale fixed random matrices.
+Helps: fewer trained parameters than LoRA at the same quality on some tasks; makes the methods comparable in one recipe.
+Hurts: most are slower than LoRA or save more for the backward pass (the plan shows it); the lesser-known ones are
+little tested; good learning rates and settings differ by orders of magnitude between methods.
+Source: https://huggingface.co/docs/peft, which names the paper of each method. (IA)3: Liu et al. 2022
+(arXiv:2205.05638); LoHa: Hyeon-Woo et al. 2021 (arXiv:2108.06098); LoKr: Yeh et al. 2023 (arXiv:2309.14859); OFT: Qiu
+et al. 2023 (arXiv:2306.07280); HRA: Yuan et al. 2024 (arXiv:2405.17484); VeRA: Kopiczko et al. 2023 (arXiv:2310.11454);
+RandLoRA: Albert et al. 2025 (arXiv:2502.00987).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["METHODS", "PeftAdapter", "add_peft_adapter", "merge_peft_adapter"]
 
 METHODS = ("delora", "gralora", "hira", "hra", "ia3", "loha", "lokr", "miss", "oft", "randlora", "road", "vera")
-"""What is known to be built on meta, to start as the base, to be trained, saved and merged."""
+"""Methods that can be built on meta, start as the base, and can be trained, saved and merged."""
 _LORA = "is a technique of its own: use lora"
 _PROMPT = "puts trained tokens or keys beside the text and not into linear maps"
 _REFUSED = {
@@ -65,11 +65,11 @@ _OURS = (
 def configure(
     method: str, settings: Mapping[str, Any], targets: str | tuple[str, ...], exclude: str | None = None
 ) -> Any:
-    """peft's configuration of a method; `exclude` is a regular expression for names of modules that are left as they
-    are.
+    """Returns peft's configuration of a method; `exclude` is a regular expression for names of modules that are not
+    adapted.
 
     Raises:
-        ValueError: a method or a setting that there is not, or a value that peft refuses.
+        ValueError: unknown method or setting, or a value that peft rejects.
     """
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -107,20 +107,20 @@ def add_peft_adapter(
     exclude: str | None = None,
     **settings: Any,
 ) -> list[str]:
-    """Adds one of peft's adapters to a transformers model and freezes the rest, in place.
+    """Adds a peft adapter to a transformers model and freezes the rest, in place.
 
     Args:
         method: one of METHODS.
         targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or
             their last parts.
-        exclude: a regular expression for names of modules that are left as they are.
-        settings: of the method's own configuration in peft, e.g. `r=8`.
+        exclude: a regular expression for names of modules that are not adapted.
+        settings: the method's own configuration in peft, e.g. `r=8`.
 
     Returns:
         Names of the adapted modules.
 
     Raises:
-        ValueError: no such method or setting, or no module matches `targets`.
+        ValueError: unknown method or setting, or no module matches `targets`.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -137,7 +137,7 @@ def add_peft_adapter(
 
 
 def merge_peft_adapter(model: nn.Module) -> int:
-    """Puts each adapter into its base weight in fp32 and takes the adapters out, in place. Returns how many."""
+    """Merges each adapter into its base weight in fp32 and removes the adapters, in place. Returns their number."""
     from preheat.ops.adapters.peft_layers import merge
 
     return merge(model)
@@ -159,8 +159,8 @@ class PeftAdapter(Technique):
     """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
     their last parts."""
     start: str | None = None
-    """A folder of peft's (adapter_config.json, adapter_model.safetensors) whose adapter training begins from; settings
-    and base must agree."""
+    """A peft folder (adapter_config.json, adapter_model.safetensors) whose adapter training starts from; settings and
+    base must match."""
 
     def check(self, context: Context) -> list[str]:
         try:

@@ -1,13 +1,14 @@
-"""Pipeline parallel: each device has some of the layers; micro-batches pass through the devices one behind the other.
+"""Pipeline parallel: splits the layers across devices and streams micro-batches through the stages.
 
-What: the model is cut into stages that cost the same by the FLOPs that a dry run sees (the head counts too, which a cut
-by number of layers forgets), and torch's schedules run them. `gpipe`: all forward, then all backward. `1f1b`: one
-forward, one backward, so that at most as many micro-batches as stages are kept. `interleaved`: several stages a device,
-a shorter bubble, more messages. `zero_bubble` and `zbv`: the gradients of the weights are taken apart from those of the
-inputs, and fill the bubble; `zbv` folds the pipeline into a V.
-Helps: weights, gradients, optimizer and activations fall with the devices, and hidden states are all that travels,
-between neighbours: what stands slow links best. Hurts: devices wait while the pipeline fills and drains, (devices - 1)
-/ micro-batches of the time with `1f1b`; wants many micro-batches.
+What: splits the model into stages of equal cost by the FLOPs that a dry run counts (including the head, which a split
+by number of layers ignores), and runs them with torch's schedules. `gpipe`: all forward, then all backward. `1f1b`:
+alternates forward and backward, so that at most as many micro-batches as stages are in flight. `interleaved`: several
+stages per device, a smaller bubble, more messages. `zero_bubble` and `zbv`: compute weight gradients separately from
+input gradients to fill the bubble; `zbv` folds the pipeline into a V.
+Helps: weights, gradients, optimizer and activations shrink with the number of devices, and only hidden states travel,
+between neighbours: the most tolerant of slow links.
+Hurts: devices idle while the pipeline fills and drains, (devices - 1) / micro-batches of the time with `1f1b`; needs
+many micro-batches.
 Source: Huang et al. 2019, GPipe (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473); Qi et al. 2024, zero
 bubble (arXiv:2401.10241).
 """
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["PipelineParallel", "record_timeline", "split_into_stages"]
 
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
-_ONE_PASS = {  # what has backward passes of its own, that change in place or let go of what they read
+_ONE_PASS = {  # techniques whose backward passes modify or free the tensors that they read
     Tag.RECOMPUTATION: "layers that are computed again",
     Tag.COMPILED_LAYERS: "compiled layers",
     Tag.FUSED_LAYERS: "fused layers",
@@ -60,18 +61,17 @@ _ONE_PASS = {  # what has backward passes of its own, that change in place or le
 def split_into_stages(
     model: PreTrainedModel, count: int, *, length: int, recompute: bool = False
 ) -> list[PreTrainedModel]:
-    """Cuts a transformers model into stages of equal cost, each an ordinary model without what the others have. The
-    model stays as it is.
+    """Splits a transformers model into stages of equal cost, each an ordinary model with a part of the layers.
 
-    The stages share their modules with it. All but the first take `inputs_embeds`, the hidden states of the stage
-    before.
+    The stages share their modules with the model, which is unchanged. All but the first take `inputs_embeds`, the
+    hidden states of the previous stage.
 
     Args:
-        length: tokens of a row, which decide how dear attention is.
+        length: tokens of a row, which determine the cost of attention.
         recompute: layers run forward twice, under activation checkpointing.
 
     Raises:
-        ValueError: fewer layers than stages, or a model that cannot be cut between layers.
+        ValueError: fewer layers than stages, or a model that cannot be split between layers.
 
     Example:
         >>> stages = split_into_stages(model, 4, length=4096)  # doctest: +SKIP
@@ -90,11 +90,11 @@ def split_into_stages(
 
 @contextmanager
 def record_timeline(build: Build) -> Iterator[list[Span]]:
-    """Records when each device of a build's pipeline computes what; on leaving, the list has it of all devices of the
-    pipeline, by start.
+    """Records what each device of a build's pipeline computes and when; on exit, the list has the spans of all devices,
+    by start.
 
-    While it records, a GPU's queue is emptied before and after each piece of work, which costs some speed. All
-    processes enter it.
+    While it records, a GPU's queue is drained before and after each span, which costs some speed. All processes must
+    enter it.
 
     Example:
         >>> with record_timeline(build) as spans:  # doctest: +SKIP
@@ -108,7 +108,7 @@ def record_timeline(build: Build) -> Iterator[list[Span]]:
 
 
 class _Runner:
-    """A build's stages, its slots and torch's schedule together."""
+    """Connects a build's stages and slots with torch's schedule."""
 
     def __init__(self, build: Build, schedule: str, stages: Mapping[int, nn.Module], count: int, dtype: Any):
         from preheat.ops.distributed.pipelining import Pipeline
@@ -120,8 +120,8 @@ class _Runner:
                 output = change(output)
             return output
 
-        # Where tensor parallel cuts what flows between blocks along the sequence, each device sends its part to its
-        # like.
+        # With sequence parallelism each device sends its shard of the hidden states to its counterpart in the next
+        # stage.
         self.cut = build.mesh.size(Axis.TENSOR) if Tag.SEQUENCE_PARALLEL in build.tags else 1
         group = build.mesh.group(Axis.PIPELINE)
         self.pipeline = Pipeline(
@@ -136,8 +136,7 @@ class _Runner:
         return LossSum(self.pipeline.step(alike(moved, build.state.accumulation), weight, cut=self.cut), global_weight)
 
     def forward(self, build: Build, batch: Batch) -> LossSum:
-        """A batch that was transformed already, for reading only. Its loss is the same on all devices of the
-        pipeline."""
+        """Computes the loss of a transformed batch without gradients. It is the same on all devices of the pipeline."""
         return LossSum(self.pipeline.read(batch, cut=self.cut), batch.weight)
 
 
@@ -151,19 +150,18 @@ class PipelineParallel(Searchable):
     )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.WHOLE_FORWARD})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PIPELINE_STAGES})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # whose scores only the last stage would know
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # only the last stage would have their scores
 
     degree: Annotated[int, Bound(2)] = 2
-    """Devices of the pipeline, each with a share of the layers."""
+    """Devices of the pipeline, each with a part of the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
-    """Which device computes what when: 1f1b keeps the least activations, interleaved idles less, zero_bubble and zbv
-    least."""
+    """Order of computation: 1f1b keeps the fewest activations, interleaved idles less, zero_bubble and zbv least."""
     stages: Count | None = None
-    """Stages a device; when not stated 2 with interleaved and zbv, 1 with the others. Only interleaved and zero_bubble
-    take a choice."""
+    """Stages per device; by default 2 with interleaved and zbv, 1 with the others. Only interleaved and zero_bubble
+    accept other values."""
     micro_batches: Annotated[int, Bound(2)] | None = None
-    """Micro-batches that a global batch is cut into; when not stated those of gradient_accumulation. 4 for each device
-    idle a fifth of the time (1f1b)."""
+    """Micro-batches per global batch; by default those of gradient_accumulation. With 4 per device, devices idle a
+    fifth of the time (1f1b)."""
 
     @property
     def _each(self) -> int:
@@ -192,7 +190,7 @@ class PipelineParallel(Searchable):
             )
         if (
             context.model.experts
-        ):  # as `preheat.models.pipeline_split` refuses; here a search sees it before it builds anything
+        ):  # `preheat.models.pipeline_split` rejects it too; checked here so that a search sees it before building
             problems.append(
                 f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages "
                 "do not hand on; use fsdp, with expert_parallel"
@@ -221,8 +219,7 @@ class PipelineParallel(Searchable):
         return problems
 
     def _split_backward_problems(self, context: Context) -> list[str]:
-        """What does not bear that the gradients of weights are taken by themselves, in a second pass through what made
-        them."""
+        """Returns what does not support computing weight gradients in a second backward pass."""
         problems = []
         if Tag.RESHARD_AFTER_FORWARD in context.tags:
             problems.append(
@@ -244,7 +241,7 @@ class PipelineParallel(Searchable):
         return problems
 
     def _batch_problems(self, context: Context) -> list[str]:
-        """What does not fit about the micro-batches."""
+        """Returns what is wrong with the number of micro-batches."""
         accumulation: Any = context.recipe.techniques.get("gradient_accumulation")
         if accumulation is not None and self.micro_batches is not None:
             return [
@@ -285,7 +282,7 @@ class PipelineParallel(Searchable):
             course = pipeline_split.observe(
                 part.config, build.recipe.batch.length, trust=build.recipe.model.trust_remote_code
             )
-            # A backward pass costs two forward passes, and one more of the layers where they are computed again.
+            # A backward pass costs two forward passes; with recomputation the layers cost three.
             after = course.after * (0.75 if Tag.RECOMPUTATION in build.tags else 1)
             cuts = pipeline_split.balance(course.each, count, before=course.before, after=after)
         except ValueError as error:
@@ -298,8 +295,8 @@ class PipelineParallel(Searchable):
             build.state.accumulation = self.micro_batches
         if hf.embedding(part).weight is hf.head(part).weight:
             self._tie(build, stage_rank)
-        # Hidden states have the embedding's precision, which residual connections keep: or that in which it is
-        # gathered, or cast to later where it is trained.
+        # Hidden states have the embedding's dtype, which residual connections keep; or the dtype in which it is
+        # gathered, or to which trained weights are cast later.
         cast = Tag.BF16_WEIGHTS in build.tags and Tag.FROZEN_BASE not in build.tags
         half = cast or Tag.BF16_ALL_GATHER in build.tags
         dtype = torch.bfloat16 if half else hf.embedding(part).weight.dtype
@@ -318,17 +315,18 @@ class PipelineParallel(Searchable):
         )
 
     def _bubble(self, micro_batches: int) -> float:
-        """Time that a device waits, as a share of that in which it works, which a dry run of one device cannot see.
+        """Returns the idle time of a device relative to its compute time, which a dry run of one device cannot measure.
 
-        (degree - 1) / (micro-batches x stages a device), Narayanan et al. 2021 section 2.2; a third of it where the
-        gradients of weights, a third of the work, fill it (Qi et al. 2024, table 2: zbv, of half as much memory, leaves
-        about as much).
+        (degree - 1) / (micro-batches x stages per device), Narayanan et al. 2021 section 2.2; a third of it if weight
+        gradients, a third of the work, fill the bubble (Qi et al. 2024, table 2: zbv, at half the memory, leaves about
+        as much).
         """
         share = (self.degree - 1) / (micro_batches * self._each)
         return share / 3 if self.schedule in SPLIT_BACKWARD else share
 
     def _tie(self, build: Build, stage_rank: int) -> None:
-        """First and last stage have the one matrix each, and add their gradients; the first counts it in the norm."""
+        """Ties the embedding of the first stage to the head of the last: sums their gradients and counts the norm
+        once."""
         from preheat.models import hf
         from preheat.ops.distributed.dtensor_utils import local
         from preheat.ops.distributed.pipelining import add_copies

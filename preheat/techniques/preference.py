@@ -1,15 +1,15 @@
-"""Preference: learn from answers that people preferred to others, or liked and disliked. DPO and its relatives.
+"""Preference: trains on answers that people preferred to others, or liked and disliked. DPO and related losses.
 
-What: the log-probability of each answer is compared, that of the preferred one with that of the other, each against
-what a reference model gives it: the model as it was before. The reference is the base without its adapter where one is
-trained, which costs no memory; else a frozen copy. `dpo`; `ipo`; `hinge`; without a reference `simpo` (mean
-log-probability a token, and a margin), `cpo` and `orpo` (with the likelihood of the preferred answer); `unpaired` for
-single answers that were liked or not (APO-zero, of KTO's family). The log-probabilities are taken without gradients
-first; from them follows by how much each token's gradient counts in the loss, and one weighted pass over the head makes
-just that. So the head may be chunked, and no logits of two answers are ever kept.
-Helps: a model is brought to answer as people prefer, from comparisons alone. Hurts: twice the rows, and with a
-reference a third pass; too high a rate, or too many epochs, lowers the likelihood of preferred answers too (watch
-`chosen_logp`; `nll` holds against it).
+What: compares the log-probabilities of the preferred and the other answer, each relative to a reference model: the
+model before training. With an adapter, the reference is the base without it, which costs no memory; otherwise a frozen
+copy. `dpo`; `ipo`; `hinge`; without a reference `simpo` (mean log-probability per token, and a margin), `cpo` and
+`orpo` (with the likelihood of the preferred answer); `unpaired` for single answers that were liked or not (APO-zero, of
+KTO's family). A first pass computes the log-probabilities without gradients; they give the weight of each token's
+gradient in the loss, and one weighted pass over the head computes exactly that gradient. So the head may be chunked,
+and the logits of two answers are never in memory.
+Helps: aligns a model's answers with preferences, from comparisons alone.
+Hurts: twice the rows, and with a reference a third pass; too high a learning rate, or too many epochs, lowers the
+likelihood of preferred answers too (watch `chosen_logp`; `nll` counteracts it).
 Source: DPO, Rafailov et al. 2023 (arXiv:2305.18290); IPO, Azar et al. 2023 (arXiv:2310.12036); hinge: SLiC, Zhao et al.
 2023 (arXiv:2305.10425); SimPO, Meng et al. 2024 (arXiv:2405.14734); CPO, Xu et al. 2024 (arXiv:2401.08417); ORPO, Hong
 et al. 2024 (arXiv:2403.07691); APO-zero, D'Oosterlinck et al. 2024 (arXiv:2408.06266), after KTO, Ethayarajh et al.
@@ -43,7 +43,7 @@ def preference_loss(
     reference_rejected: Tensor | float = 0.0,
     **settings: Any,
 ) -> Tensor:
-    """The loss of each pair of answers from their log-probabilities, differentiable: for a loop of your own.
+    """Returns the loss of each pair of answers from their log-probabilities; differentiable, for custom training loops.
 
     Args:
         chosen, rejected: [pairs], summed over each answer's tokens (for `simpo` and `orpo` the mean).
@@ -52,7 +52,7 @@ def preference_loss(
             `preheat.ops.losses.preference.pair_losses`.
 
     Raises:
-        ValueError: no such loss.
+        ValueError: unknown loss.
 
     Example:
         >>> import torch
@@ -68,8 +68,7 @@ def preference_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Technique):
-    # After what makes the model what it is (structure, precision), so that a copy of it is that too; before what only
-    # training needs.
+    # After structure and precision are applied, so that a copy has them too; before what only training needs.
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(
@@ -93,21 +92,21 @@ class Preference(Technique):
     """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; unpaired: single answers,
     liked or not."""
     beta: Literal["auto"] | Positive = "auto"
-    """How far the model may leave the reference: less is further. For orpo the weight of its odds ratio. auto: 2 for
-    simpo, else 0.1."""
+    """Strength of the pull towards the reference: smaller values allow larger changes. For orpo the weight of its odds
+    ratio. auto: 2 for simpo, otherwise 0.1."""
     gamma: NonNegative = 0.5
-    """With `simpo`: the margin by which beta times the difference must be won."""
+    """With `simpo`: margin that beta times the difference should exceed."""
     label_smoothing: Annotated[float, Bound(0, 0.5)] = 0.0
-    """With `dpo`, `cpo` and `simpo`: the share of pairs whose order is taken to be wrong."""
+    """With `dpo`, `cpo` and `simpo`: assumed fraction of pairs whose order is wrong."""
     length_normalized: bool = False
-    """Take the mean log-probability a token and not the sum, so that length itself is not what is learnt (simpo and
-    orpo always do)."""
+    """Use the mean log-probability per token instead of the sum, so that length itself is not learnt (simpo and orpo
+    always do)."""
     nll: Literal["auto"] | NonNegative = "auto"
-    """Weight of the preferred answer's mean negative log-probability a token, added to the loss. auto: 1 for cpo and
-    orpo, else 0."""
+    """Weight of the preferred answer's mean negative log-probability per token, added to the loss. auto: 1 for cpo and
+    orpo, otherwise 0."""
     reference: Literal["auto", "none"] = "auto"
-    """auto: the base under the adapter, else a frozen copy of the model, where the loss has a reference; none: leave it
-    out."""
+    """auto: the base under the adapter, otherwise a frozen copy of the model, if the loss has a reference; none: no
+    reference."""
 
     @property
     def _beta(self) -> float:
@@ -169,11 +168,11 @@ class Preference(Technique):
         else:
             reference_model = (
                 copy.deepcopy(part).requires_grad_(False).eval()
-            )  # on meta still: the weights' source fills it as it fills the model
+            )  # still on meta: the weight source fills it like the model
             build.parts["reference"] = [reference_model]
             count = sum(p.numel() for p in reference_model.parameters())
             summary += f"; the reference is a frozen copy of {count:,} parameters"
-        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # what is compared are plain log-probabilities
+        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # log-probabilities are compared without regularization
         build.own(Slot.OBJECTIVE, self._objective(build, part), self.name())
         build.loss.scores = _scores
         return Change(summary, count)
@@ -211,7 +210,7 @@ class Preference(Technique):
             training = torch.is_grad_enabled()
             if not (
                 batch.liked if self.loss == "unpaired" else batch.group == 2
-            ):  # a stream is not seen before it is read
+            ):  # a stream cannot be checked before it is read
                 raise DataError(
                     f"techniques.preference: loss {self.loss} finds no {self.examples().kind} in the rows "
                     f"{batch.rows[:8]}"
@@ -232,8 +231,8 @@ class Preference(Technique):
             if not training:
                 return LossSum(total, batch.weight, metrics)
             (slope,) = torch.autograd.grad(total, logps)
-            # By token: d loss / d log p, so that the sum of -weight log p has the gradient of the loss. Its value is
-            # another, though.
+            # Weight per token: d loss / d log p, so that the sum of -weight log p has the gradient of the loss, though
+            # not its value.
             weights = answers.spread(-slope / answers.lengths if self._normalizes else -slope, batch.labels)
             surrogate = over_logits(states, batch.labels, weights, row_loss=WeightedCrossEntropy())
             return LossSum(total.detach() + (surrogate - surrogate.detach()), batch.weight, metrics)
@@ -243,7 +242,7 @@ class Preference(Technique):
     def _losses(
         self, logps: Tensor, reference_logps: Tensor, answers: Any, batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses of the examples, differentiable by `now`, and what is written down of them, summed."""
+        """Returns the losses of the examples, differentiable by `logps`, and the summed metrics."""
         from preheat.hardware.transfers import to_device
         from preheat.ops.losses.preference import liked_losses, pair_losses
 
@@ -282,7 +281,7 @@ class Preference(Technique):
 
 
 def _scores(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
-    """Means over the pairs; of single answers the mean rewards of those that were liked and of the others, where there
+    """Returns the means over the pairs; for single answers, the mean rewards of liked and of disliked ones, if there
     are any."""
     if "liked" not in metrics:
         return {name: float(total) / weight for name, total in metrics.items()}
