@@ -1,16 +1,16 @@
-"""Tensor parallel: each device has a share of the rows or columns of every matrix, and with it of the heads; results
-are summed in each layer.
+"""Tensor parallel: splits the rows or columns of every matrix, and thus the heads, across devices; results are
+all-reduced.
 
-What: transformers' plan of the model, carried out by torch's DTensor styles: the maps into attention and feed-forward
-are cut by outputs, the maps out of them by inputs, so that two sums a layer go forward and two go back.
-`sequence_parallel` cuts what flows between them along the sequence: the sums become a reduce-scatter and a gather of
-the same bytes, and norms and kept activations are shared out too; `regather` gathers what a block was given once more
-in backward, instead of keeping it whole. `loss_parallel` leaves each device the logits of its part of the vocabulary,
-some rows at a time: two numbers a row are sent, and no logits.
-Helps: weights, gradients, optimizer and most activations fall with the degree, at any batch size. Hurts: what is sent
-stands in the way of every layer and grows with the batch, so it wants the fastest links (within a host) and few
-devices; small matrices run slower. Whole on each device stay norms, and, where the plan of a family gathers fused or
-normalized projections (Phi-3, OLMo 2), attention. chunked_loss and liger's loss go with `loss_parallel: false` only.
+What: follows transformers' plan of the model with torch's DTensor styles: input projections of attention and
+feed-forward are split by outputs, output projections by inputs, so that each layer needs two all-reduces forward and
+two backward. `sequence_parallel` splits the activations between blocks along the sequence: the all-reduces become
+reduce-scatters and all-gathers of the same bytes, and norms and saved activations are sharded too; `regather` gathers a
+block's input again in backward instead of keeping it unsharded. `loss_parallel` computes each device's shard of the
+vocabulary, some rows at a time: two numbers per row are sent, and no logits.
+Helps: weights, gradients, optimizer and most activations shrink with the degree, at any batch size.
+Hurts: communication blocks every layer and grows with the batch, so it needs the fastest links (within a host) and few
+devices; small matmuls run slower. Norms are replicated, and so is attention if the plan of a family gathers fused or
+normalized projections (Phi-3, OLMo 2). chunked_loss and liger's loss require `loss_parallel: false`.
 Source: Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053); sequence parallel: Korthikanti et al. 2022
 (arXiv:2205.05198).
 """
@@ -36,26 +36,25 @@ __all__ = ["TensorParallel", "parallelize"]
 def parallelize(
     model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vocabulary: bool = True, regather: bool = False
 ) -> int:
-    """Shares out a transformers model's matrices among the devices of a mesh, in place; on meta too. Its parameters
-    become DTensors.
+    """Shards a transformers model's matrices across a mesh, in place; works on meta too. Its parameters become
+    DTensors.
 
-    Before each update, `preheat.ops.distributed.tensor_parallel.sum_partial(model.parameters())` sums what gradients
-    are partial.
+    Before each update, `preheat.ops.distributed.tensor_parallel.sum_partial(model.parameters())` all-reduces the
+    partial gradients.
 
     Args:
-        mesh: torch's mesh of one dimension.
-        sequence: cut activations between blocks along the sequence, whose length must divide. transformers would take
-            position ids and masks from the length of one device's piece: give position ids, and attend by kernels that
-            make no mask.
-        vocabulary: share out the rows of embedding and head too.
-        regather: with `sequence`, keep only each device's piece of what a block was given, and gather it again in
-            backward.
+        mesh: torch's one-dimensional mesh.
+        sequence: shard activations between blocks along the sequence, whose length must be divisible. transformers
+            would derive position ids and masks from the length of one device's shard: pass position ids, and use
+            attention kernels that create no mask.
+        vocabulary: shard the rows of embedding and head too.
+        regather: with `sequence`, save only each device's shard of a block's input, and gather it again in backward.
 
     Returns:
-        How many matrices are shared out.
+        The number of sharded matrices.
 
     Raises:
-        ValueError: the model has no plan, or something that does not divide; the words say what.
+        ValueError: the model has no plan, or a size is not divisible; the message names it.
 
     Example:
         >>> parallelize(model, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
@@ -82,29 +81,29 @@ class TensorParallel(Searchable):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.TENSOR_PARALLEL, Tag.SEQUENCE_PARALLEL})
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {
-            Tag.MODIFIED_BASE,  # begins from whole matrices, of which each device has a share
-            Tag.QUANTIZED_BASE,  # packed weights cannot be cut
-            Tag.FP8_COMPUTE,  # scales of whole matrices
+            Tag.MODIFIED_BASE,  # needs full matrices, and each device has a shard
+            Tag.QUANTIZED_BASE,  # packed weights cannot be sharded
+            Tag.FP8_COMPUTE,  # uses scales of full matrices
             Tag.COMPILED_LAYERS,  # torch 2.13 loses the DTensor's layout between compiled layers: backward fails
             Tag.FUSED_LAYERS,  # kernels that know no DTensor
             Tag.STEP_IN_BACKWARD,  # an update in backward would come before partial gradients are summed
-            Tag.PER_HEAD_PATTERN,  # a pattern that differs by head would take each device's heads for all
+            Tag.PER_HEAD_PATTERN,  # a per-head pattern would take a device's heads for all heads
         }
     )
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
     degree: Whole = 0
-    """Devices that share out each matrix; 0: all that other techniques leave. It must divide the heads and the
+    """Devices that each matrix is split across; 0: all that other techniques leave. It must divide the heads and the
     key-value heads, and should not exceed the devices of a host."""
     sequence_parallel: bool = False
-    """Cut activations between attention and feed-forward along the sequence: as much is sent, and less is kept. The
+    """Shard activations between attention and feed-forward along the sequence: the same communication, less memory. The
     length must divide by the degree."""
     regather: bool = False
-    """With sequence_parallel and without checkpointing: keep each device's piece of what attention and feed-forward
-    were given, and gather it again in backward, while gradients by it are made. A quarter more is sent."""
+    """With sequence_parallel and without checkpointing: save each device's shard of the inputs of attention and
+    feed-forward, and gather it again in backward, while their gradients are computed. A quarter more is sent."""
     loss_parallel: bool = True
-    """Each device makes the logits of its part of the vocabulary only; false gathers logits (or, for chunked_loss and
-    liger, the head) on each device."""
+    """Each device computes the logits of its shard of the vocabulary only; false gathers logits (or, for chunked_loss
+    and liger, the head) on each device."""
     rows: Annotated[int, Bound(1)] = 512
     """With loss_parallel: rows of logits in memory at a time."""
 
@@ -226,7 +225,7 @@ def _sum_partial(build: Build) -> None:
 
 
 def _without_dropout(model: Any) -> None:
-    """Raises where a module drops at random: devices would drop other places than one would."""
+    """Raises an error if a module uses dropout: the ranks would drop different elements than one device would."""
     from torch import nn
 
     for name, module in model.named_modules():
