@@ -18,7 +18,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt", "tokenizer.tiktoken", "tiktoken.model"),
 )
-"""What transformers makes a tokenizer from: the first, or where there is none one of the others."""
+"""Files that transformers loads a tokenizer from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +143,11 @@ class Data:
     """Batches that each loader process prepares ahead."""
 
     def parts(self) -> list[tuple[Data, float]]:
-        """Each source by itself, as settings, and its weight.
+        """Returns each source as its own settings, and its weight.
 
         Example:
-            >>> [(d.source, d.layout, w) for d, w in Data(source=("a.txt", {"source": "b.json", "weight": 2.0})).parts()]
+            >>> data = Data(source=("a.txt", {"source": "b.json", "weight": 2.0}))
+            >>> [(part.source, part.layout, weight) for part, weight in data.parts()]
             [('a.txt', 'auto', 1.0), ('b.json', 'auto', 2.0)]
         """
         if isinstance(self.source, str):
@@ -329,25 +330,25 @@ class Sample:
 
     @property
     def cache_kind(self) -> Literal["dynamic", "static", "int8"]:
-        """The cache, once `compile` is no longer auto (it counts as false)."""
+        """The cache type, with `compile: auto` counted as false."""
         if self.cache != "auto":
             return self.cache
         return "static" if self.compile is True else "dynamic"
 
     @property
     def wanted(self) -> bool:
-        """Whether a run writes samples."""
+        """True if a run writes samples."""
         return bool(self.prompts or self.rows)
 
     @property
     def speculates(self) -> bool:
-        """Whether tokens are proposed and then checked."""
+        """True if tokens are proposed by a draft and then checked."""
         return self.draft is not None or self.lookup is not None
 
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The text under each field of a dataclass: the one source of help, schema and comments."""
+    """Returns the text under each field of a dataclass: the source of help, schema and comments."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):

@@ -11,8 +11,8 @@ class Tag(StrEnum):
     """A capability of a build: what techniques provide, need (`needs`) or exclude (`conflicts`). Never a technique's
     name.
 
-    The list is closed, so that a misspelled tag fails when the technique's module is imported and cannot drop a
-    conflict in silence. A new capability is a new member here.
+    The list is closed, so that a misspelled tag fails at import and cannot silently drop a conflict. A new capability
+    is a new member here.
     """
 
     # The device.

@@ -97,8 +97,8 @@ class CompiledLayers:
         before = counters["stats"]["unique_graphs"]
         try:
             with self._allowance(), warnings.catch_warnings():
-                # torch's own deprecation warnings, and .grad access on non-leaf inputs, which torch hides in a way that
-                # -W error does not.
+                # Hides torch's own deprecation warnings, and those of .grad access, which torch's filter does not hide
+                # under -W error.
                 warnings.filterwarnings("ignore", module=r"torch\.")
                 return self._compiled(forward, args, self._opaque(args, kwargs))
         except Unsupported as error:
@@ -127,10 +127,11 @@ class CompiledLayers:
             return kwargs
         packed = mask.documents is not None and any(len(row) > 1 for row in mask.documents)
         function = kernel.func if isinstance(kernel, functools.partial) else kernel
+        # Torch's own operators are traced as they are.
         if not packed and function in (
             reference_attention,
             sdpa_attention,
-        ):  # torch's own operators are traced as they are
+        ):
             return kwargs | {"preheat_mask": replace(mask, documents=None)}
         if self._attention is None:
             self._attention = OpaqueAttention(kernel)
@@ -186,9 +187,8 @@ class Compile(Searchable):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS})
 
     # torch's CUDA graph modes are left out: they reuse a layer's outputs while backward still needs them.
-    searched_on: ClassVar[frozenset[str]] = frozenset(
-        {"cuda"}
-    )  # on a CPU its gains are uneven, and its plan does not know them
+    # On a CPU its gains are uneven, and its plan does not know them.
+    searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
 
     when: Literal["always", "auto", "never"] = "always"
     """auto: on a GPU, if the dry run says that the run finishes sooner, compilation included (assumed to take a

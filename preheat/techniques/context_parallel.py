@@ -75,7 +75,7 @@ def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulyss
 
 
 _MIN_POSITIONS = 2048  # positions per device below which data parallelism is better
-# Places on a device from which on a ring's pieces are large enough to hide what is sent behind them
+# Positions per device from which a ring's compute hides its communication
 _RING_POSITIONS = 4096
 
 

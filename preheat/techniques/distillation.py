@@ -415,9 +415,8 @@ class _TeacherCache:
                 "read it; train with one "
                 "process until its first step, or leave cache out"
             )
-        teacher = replace(
-            self.teacher, model=copy.deepcopy(self.teacher.model)
-        )  # still on meta; materialized for this pass only
+        # Still on meta; materialized for this pass only.
+        teacher = replace(self.teacher, model=copy.deepcopy(self.teacher.model))
         materialize(teacher.model, build.torch_device)
         build.sources["teacher"].fill(teacher.model, seed=0)
         micro = build.slot(Slot.BATCH_SHAPE)(1.0).micro

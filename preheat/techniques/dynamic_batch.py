@@ -79,9 +79,8 @@ def _rows_of(batch: Batch, first: int, end: int) -> Batch:
     labels, documents = batch.labels[first:end], batch.mask.documents
     mask: MaskSpec = replace(batch.mask, documents=documents[first:end] if documents is not None else None)
     liked = batch.liked[first:end]
-    weight = weight_of(
-        labels, mask.documents, batch.group, liked
-    )  # Computed on the host: batches are moved by the step.
+    # Computed on the host: batches are moved by the step.
+    weight = weight_of(labels, mask.documents, batch.group, liked)
     rows = batch.rows[first:end]
     return Batch(batch.tokens[first:end], labels, batch.positions[first:end], mask, weight, rows, batch.group, liked)
 

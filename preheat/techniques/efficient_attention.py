@@ -133,10 +133,8 @@ _GLOBAL = {"blocks", "flex"}
 _SOFTCAP = {"blocks", "flex"}
 _FLASH_HEAD = 256  # the largest head_dim of flash attention's kernels
 _FLEX_HEAD = 16  # the smallest head_dim that FlexAttention's CUDA kernels support
-_AMPERE, _CUDNN = (
-    (8, 0),
-    (9, 10),
-)  # from where on flash attention runs, and the major versions where torch puts cuDNN's attention before it
+_AMPERE = (8, 0)  # the lowest compute capability of flash attention
+_CUDNN = (9, 10)  # major compute capabilities for which torch prefers cuDNN's attention
 _CUDNN_VERSION = 91500  # torch prefers cuDNN above this version (`check_prefer_cudnn_attention` in sdp_utils.cpp)
 _CUDNN_HEAD = 128  # the largest head_dim that every cuDNN version supports in both passes
 
@@ -178,9 +176,8 @@ class EfficientAttentionTechnique(Searchable):
     def check(self, context: Context) -> list[str]:
         chosen, cuda = self._chosen(context), context.device.kind == "cuda"
         half = _half(context)
-        flash = (
-            {"flash", "cudnn"} if self.kernel == "auto" else {"flash"}
-        )  # beside cuDNN's, auto takes flash attention for windows
+        # Beside cuDNN's, auto takes flash attention for windows.
+        flash = {"flash", "cudnn"} if self.kernel == "auto" else {"flash"}
         problems = []
         if (
             _windowed(context)

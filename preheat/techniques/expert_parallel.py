@@ -71,9 +71,8 @@ class ExpertParallel(Searchable):
     trials: ClassVar[Trials] = Trials(refused_on_cpu="shares out experts, and llama has none")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.SHARDED_WEIGHTS, Tag.SHARDED_EXPERTS})
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset(
-        {Tag.COMPILED_LAYERS}
-    )  # the host reads numbers back in the middle of a layer
+    # The host reads token counts back in the middle of a layer.
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.COMPILED_LAYERS})
 
     degree: Whole = 0
     """Devices that split the experts of a layer, neighbours among the data-parallel devices. 0: all of them, or all

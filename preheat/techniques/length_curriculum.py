@@ -202,9 +202,8 @@ class LengthCurriculum(Technique):
 
         def shape(progress: float) -> Shape:
             rows = recipe.batch.size
-            micro = -(
-                -rows // build.state.accumulation
-            )  # read late: another technique of this stage may set it after us
+            # Read late: another technique of this stage may set it after us.
+            micro = -(-rows // build.state.accumulation)
             length = self.length(recipe, progress)
             return shape_at(length, rows=rows, micro=micro, full=recipe.batch.length, keep=self.keep)
 

@@ -32,7 +32,9 @@ METHODS = ("delora", "gralora", "hira", "hra", "ia3", "loha", "lokr", "miss", "o
 _LORA = "is a technique of its own: use lora"
 _PROMPT = "puts trained tokens or keys beside the text and not into linear maps"
 _REFUSED = {
-    "adalora": "needs a schedule of ranks and a term of the loss within the training loop, which preheat has no place for yet",
+    "adalora": (
+        "needs a schedule of ranks and a term of the loss within the training loop, which preheat has no place for yet"
+    ),
     "adaption_prompt": _PROMPT,
     "boft": "reads values back while it is made, which a dry run has none of",
     "c3a": "does not start as the base",

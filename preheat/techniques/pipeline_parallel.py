@@ -188,9 +188,8 @@ class PipelineParallel(Searchable):
                 f"degree: {self.degree} devices with {self._each} stages each are {count} stages, and the model has "
                 f"{context.model.layers} layers; use fewer"
             )
-        if (
-            context.model.experts
-        ):  # `preheat.models.pipeline_split` rejects it too; checked here so that a search sees it before building
+        # `preheat.models.pipeline_split` rejects it too; checked here so that a search sees it before building.
+        if context.model.experts:
             problems.append(
                 f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages "
                 "do not hand on; use fsdp, with expert_parallel"

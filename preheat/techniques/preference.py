@@ -166,9 +166,8 @@ class Preference(Technique):
         elif Tag.ADAPTER in build.tags:
             summary += "; the reference is the base without its adapter"
         else:
-            reference_model = (
-                copy.deepcopy(part).requires_grad_(False).eval()
-            )  # still on meta: the weight source fills it like the model
+            # Still on meta: the weight source fills it like the model.
+            reference_model = copy.deepcopy(part).requires_grad_(False).eval()
             build.parts["reference"] = [reference_model]
             count = sum(p.numel() for p in reference_model.parameters())
             summary += f"; the reference is a frozen copy of {count:,} parameters"
@@ -208,9 +207,8 @@ class Preference(Technique):
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             training = torch.is_grad_enabled()
-            if not (
-                batch.liked if self.loss == "unpaired" else batch.group == 2
-            ):  # a stream cannot be checked before it is read
+            # A stream cannot be checked before it is read.
+            if not (batch.liked if self.loss == "unpaired" else batch.group == 2):
                 raise DataError(
                     f"techniques.preference: loss {self.loss} finds no {self.examples().kind} in the rows "
                     f"{batch.rows[:8]}"

@@ -97,6 +97,7 @@ class QuantizationAware(Technique):
     stage: ClassVar[Stage] = Stage.FAKE_QUANTIZE
     numerics: ClassVar[Any] = "different"
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FAKE_QUANTIZED_WEIGHTS})
+    # Only a LoRA is rounded with its base.
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {
             Tag.QUANTIZED_BASE,
@@ -104,7 +105,7 @@ class QuantizationAware(Technique):
             Tag.FAKE_QUANTIZED_WEIGHTS,
             Tag.NON_LORA_ADAPTER,
             Tag.EXPERTS,
-        }  # only a LoRA is rounded with its base
+        }
     )
 
     group: int | Literal["auto"] = "auto"

@@ -69,11 +69,12 @@ class ShiftedGroups(Technique):
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"group": 10},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN, Tag.PER_HEAD_PATTERN})
+    # Groups are made of documents, which compiled layers have as data only.
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {
             Tag.ATTENTION_PATTERN,
             Tag.COMPILED_LAYERS,
-        }  # groups are made of documents, which compiled layers have as data only
+        }
     )
 
     group: Literal["auto"] | Annotated[int, Bound(2)] = "auto"
