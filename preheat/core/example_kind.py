@@ -8,8 +8,7 @@ __all__ = ["ExampleKind"]
 
 
 class ExampleKind(NamedTuple):
-    """The kind of examples in the data rows or required by an objective. The default is text, for next-token
-    prediction.
+    """The kind of examples in the data rows or required by an objective. Default: text, for next-token prediction.
 
     Attributes:
         kind: `text`; `pairs`: two consecutive sequences, the first one preferred; `liked`: a sequence with an answer

@@ -17,8 +17,7 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Bound:
-    """A closed or half-open range that a number must lie in. Every number has a bound: `high` is `LARGEST` if not
-    stated."""
+    """A closed or half-open range for a number. Every number is bounded: `high` is `LARGEST` by default."""
 
     low: float | None = None
     high: float = LARGEST

@@ -1,5 +1,4 @@
-"""The device mesh: sizes of the parallel axes and this process's coordinates. Imports torch only when a group is
-needed.
+"""The device mesh: sizes of the parallel axes and this process's coordinates. Imports torch lazily.
 
     pipeline x replicate x shard x context x tensor = devices
 
@@ -34,7 +33,7 @@ class Axis(StrEnum):
 
 DATA = (Axis.REPLICATE, Axis.SHARD)
 """The data-parallel axes: they split the rows of the batch."""
-_TOGETHER = (DATA, (Axis.SHARD, Axis.CONTEXT), (Axis.REPLICATE, Axis.CONTEXT), (*DATA, Axis.CONTEXT))
+_REDUCED_AXES = (DATA, (Axis.SHARD, Axis.CONTEXT), (Axis.REPLICATE, Axis.CONTEXT), (*DATA, Axis.CONTEXT))
 """Combinations of axes over which a step reduces."""
 
 
@@ -116,8 +115,8 @@ class Mesh:
         order = list(Axis)
         devices = init_device_mesh(kind, tuple(sizes[a] for a in order), mesh_dim_names=tuple(map(str, order)))
         mesh = cls(dict(sizes), dist.get_rank(), devices)
-        # Now, and not in the middle of a step: all processes make groups together, and a dry run makes none.
-        for axes in _TOGETHER:
+        # Create the groups now: it is a collective operation, and a dry run creates none in the middle of a step.
+        for axes in _REDUCED_AXES:
             if mesh.size(*axes) > 1:
                 mesh.sub(*axes)
         return mesh
@@ -173,8 +172,7 @@ class Mesh:
 
     @functools.cache  # noqa: B019
     def cut(self, axis: Axis, inner: int) -> tuple[Any, Any]:
-        """Splits an axis into groups of `inner` neighbours; returns torch's meshes across the groups and within
-        them."""
+        """Splits an axis into groups of `inner` neighbours; returns torch's meshes across and within the groups."""
         names = (f"{axis}_outer_{inner}", f"{axis}_inner_{inner}")
         both = self.sub(axis)._unflatten(0, (self.size(axis) // inner, inner), names)
         return both[names[0]], both[names[1]]

@@ -91,8 +91,7 @@ def registry() -> Mapping[str, type[Technique]]:
 
 
 def has_room(plan: Mapping[str, Any]) -> bool:
-    """Returns True if a plan fits in 90 % of the memory: nine in ten plans underestimate by less than the remaining 10
-    %."""
+    """Returns True if a plan fits in 90 % of the memory: nine in ten plans are low by at most that margin."""
     return bool(plan["peak_gib"] <= 0.9 * plan["available_gib"])
 
 

@@ -33,20 +33,17 @@ class Slot(StrEnum):
     ROW_LOSS = "row_loss"  #        RowLoss: (logits [n, vocabulary], *aligned [n]) -> Tensor [n]
     OVER_LOGITS = "over_logits"  #  (hidden, head, row_loss, *aligned) -> Tensor, the sum of the row losses
     OBJECTIVE = "objective"  #      (batch, hidden, over_logits) -> LossSum
-    FORWARD = "forward"  #          (part, run) -> run(): all that touches the weights of a part goes through here
-    PART_FORWARD = (
-        "part_forward"  # (part, batch) -> (sum of the losses, or hidden states where a part has no head; metrics)
-    )
-    WHOLE_FORWARD = (
-        "whole_forward"  # (build, batch) -> LossSum, through all parts; for reading only where there are several
-    )
+    FORWARD = "forward"  #          (part, run) -> run(): every access to the weights of a part goes through here
+    # (part, batch) -> (sum of the losses, or hidden states if the part has no head; metrics)
+    PART_FORWARD = "part_forward"
+    # (build, batch) -> LossSum, through all parts; with several parts for evaluation only
+    WHOLE_FORWARD = "whole_forward"
     FORWARD_BACKWARD = "forward_backward"  # (build, batches, global_weight) -> LossSum
     CLIP = "clip"  #                (build) -> norm, a tensor
     UPDATE = "update"  #            (build, norm) -> finite, a tensor
     BATCH_SHAPE = "batch_shape"  #  (progress from 0 to 1) -> Shape; that of 1 needs the most memory
-    SAMPLE_ORDER = (
-        "sample_order"  # (rows, seed, committed, samples of the whole run or None) -> Iterator[int], rows by number
-    )
+    # (rows, seed, committed, samples of the whole run or None) -> Iterator[int], row numbers
+    SAMPLE_ORDER = "sample_order"
     ATTENTION_KERNEL = "attention_kernel"  #     (q, k, v, mask, scale) -> Tensor
     ATTENTION_EXCHANGE = "attention_exchange"  # (kernel) -> kernel
     # bf16 weights and a low-bit AdamW each bring an optimizer; without this slot the second would silently replace the

@@ -8,7 +8,7 @@ __all__ = ["Tag"]
 
 
 class Tag(StrEnum):
-    """A capability of a build: what techniques provide, need (`needs`) or exclude (`conflicts`). Never a technique's
+    """A capability of a build that techniques provide, need (`needs`) or exclude (`conflicts`). Never a technique's
     name.
 
     The list is closed, so that a misspelled tag fails at import and cannot silently drop a conflict. A new capability

@@ -1,5 +1,4 @@
-"""`Recipe`, `Technique`, `Context` and `Build`: recipes contain techniques, which check a context and change a build.
-No torch.
+"""Recipes contain techniques, which check a context and change a build. No torch.
 
 They are in one file because their definitions refer to each other.
 """
@@ -213,8 +212,7 @@ class Searchable(Technique):
     loss with less memory. A run may be resumed with it, without it, or with other settings of it."""
 
     def search_numerics(self) -> Numerics | None:
-        """Returns the numerical effect on the whole run if a search adds these settings; None: a search never adds
-        them.
+        """Returns the numerical effect on the whole run if a search adds these settings; None: never added.
 
         `numerics` concerns the gradients only. None is for techniques that change the model, data, objective or
         optimizer, and for those whose benefit a plan cannot predict.
@@ -274,8 +272,8 @@ class DatasetPass(Protocol):
     """A pass over the training rows before the first step."""
 
     def __call__(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
-        """Reads the given `numbers` of the `rows` (data.Rows or StreamRows) that will be trained on; reports progress
-        as (name, done, total)."""
+        """Reads the given `numbers` of the `rows` (data.Rows or StreamRows); reports progress as (name, done,
+        total)."""
 
     def once(self, batch: Batch) -> None:
         """Processes one micro-batch, for a dry run."""
@@ -423,8 +421,7 @@ class Build:
         return self._changed(batch, Order.MOVE, Order.MOVE, but=transfer if moved is not None else None)
 
     def begin(self, batch: Batch) -> None:
-        """Starts to copy the micro-batch that is `transformed` next to the device, overlapped with the kernels queued
-        from now on."""
+        """Starts to copy the next micro-batch for `transformed` to the device, overlapped with the queued kernels."""
         if self.hooks.transfer is not None:
             self.hooks.transfer.begin(batch, self._changed(batch, Order.SHIFT, Order.SPLIT))
 

@@ -1,5 +1,4 @@
-"""Styles in which modules are split along the tensor axis: set by a model's plan, executed by torch's styles. No
-torch."""
+"""Styles in which a model's plan splits modules along the tensor axis, executed by torch's styles. No torch."""
 
 from __future__ import annotations
 

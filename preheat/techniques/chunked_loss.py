@@ -1,5 +1,4 @@
-"""Chunked loss: computes the head and the cross entropy in chunks of rows, so that the full logits never exist in
-memory.
+"""Chunked loss: computes head and cross entropy in chunks of rows, so that the full logits are never in memory.
 
 What: computes logits, loss and gradient for a few hundred rows at a time, in the forward pass and in place.
 Helps: logits are tokens x vocabulary, often the largest tensor of a step, and the plain loss holds two or three copies;

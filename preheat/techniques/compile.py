@@ -39,7 +39,7 @@ _ONE_GRAPH = frozenset(
 )
 # Seconds to compile the training and evaluation graphs: 15 to 25 measured on a CPU; a minute assumed on a GPU with a
 # cold compiler cache.
-_FIRST_STEP = {"cpu": 25.0, "cuda": 60.0}
+_COMPILE_SECONDS = {"cpu": 25.0, "cuda": 60.0}
 
 
 class CompiledLayers:
@@ -96,11 +96,11 @@ class CompiledLayers:
             prepare(args, kwargs)  # which cannot be traced
         before = counters["stats"]["unique_graphs"]
         try:
-            with self._allowance(), warnings.catch_warnings():
+            with self._recompile_limit(), warnings.catch_warnings():
                 # Hides torch's own deprecation warnings, and those of .grad access, which torch's filter does not hide
                 # under -W error.
                 warnings.filterwarnings("ignore", module=r"torch\.")
-                return self._compiled(forward, args, self._opaque(args, kwargs))
+                return self._compiled(forward, args, self._opaque_attention(args, kwargs))
         except Unsupported as error:
             raise RunError(
                 "techniques.compile.fullgraph: torch.compile cannot make one graph of a layer "
@@ -109,7 +109,7 @@ class CompiledLayers:
         finally:
             self.graphs += counters["stats"]["unique_graphs"] - before
 
-    def _allowance(self) -> Any:
+    def _recompile_limit(self) -> Any:
         """Replaces torch's recompile limit, which counts layers and silently falls back to eager, by our own."""
         import torch
 
@@ -117,7 +117,7 @@ class CompiledLayers:
             return torch.compiler.set_stance("eager_on_recompile")
         return torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
 
-    def _opaque(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _opaque_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments with attention as one opaque operator if its kernel or mask cannot be traced."""
         from preheat.ops.attention.custom_op import OpaqueAttention, OpaqueMask
         from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
@@ -223,7 +223,7 @@ class Compile(Searchable):
         return "rounding"  # fused half-precision operators keep intermediate values in fp32
 
     def startup_seconds(self, device: Device) -> float:
-        return _FIRST_STEP[device.kind] if self.acts() else 0.0
+        return _COMPILE_SECONDS[device.kind] if self.acts() else 0.0
 
     def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
         if self.when != "auto":
@@ -285,8 +285,10 @@ class Compile(Searchable):
 
 
 def _ends_sooner(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns True if the first plan finishes the same work sooner than the other, startup included; compares only
-    steps if the length of the run is unknown."""
+    """Returns True if the first plan finishes the same work sooner, startup included.
+
+    Compares only steps if the length of the run is unknown.
+    """
 
     def per_token(plan: Mapping[str, Any]) -> float:
         total = plan["seconds_total"]

@@ -37,8 +37,7 @@ __all__ = ["ContextParallel", "cut_rows", "exchanged"]
 
 
 def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
-    """Returns a device's shard of each sequence: tokens, labels and positions. Mask and weight remain those of the full
-    sequences.
+    """Returns a device's shard of each sequence: tokens, labels and positions. Mask and weight are unchanged.
 
     Args:
         zigzag: True: two chunks, one from either end (`ring`); False: one chunk (`ulysses`).

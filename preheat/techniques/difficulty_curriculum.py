@@ -90,8 +90,7 @@ def order_by_difficulty(
 def losses_of(
     folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, cache: Path | None = None
 ) -> np.ndarray:
-    """Returns the mean loss per token of a small model on each row, in nats; cached by the model's weights and the
-    data.
+    """Returns a small model's mean loss per token on each row, in nats; cached by the model's weights and the data.
 
     Args:
         folder: a Hugging Face folder of a decoder-only model with the data's tokenizer.

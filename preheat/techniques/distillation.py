@@ -52,10 +52,9 @@ def distillation_loss(
     mixture: float = 0.5,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Returns the losses [n] of logits [n, vocabulary] against labels [n] (-100: ignored) and a teacher's logits;
-    differentiable.
+    """Returns the losses [n] of logits [n, vocabulary] against labels [n] (-100: ignored) and a teacher's logits.
 
-    For custom training loops.
+    Differentiable, for custom training loops.
 
     Args:
         divergence: forward: KL(teacher || student); reverse: KL(student || teacher).
@@ -73,8 +72,7 @@ def distillation_loss(
 
 
 def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
-    """Returns the relative squared distance ||a - b||² / ||b||² of hidden states [..., width] at each position, [...];
-    differentiable.
+    """Returns the relative squared distance ||a - b||² / ||b||² of hidden states [..., width] per position, [...].
 
     Example:
         >>> import torch
@@ -365,8 +363,7 @@ class Distillation(Technique):
 
 
 def _head(teacher: Teacher, dtype: Any, *, same: bool = True) -> Any:
-    """Returns the teacher's output head, gathered if it is sharded and limited to the student's vocabulary if
-    `same`."""
+    """Returns the teacher's output head, gathered if sharded; limited to the student's vocabulary if `same`."""
     from preheat.models import hf
     from preheat.ops.distributed.dtensor_utils import whole
     from preheat.ops.losses.distillation import TeacherHead

@@ -1,5 +1,4 @@
-"""Dynamic micro-batch: grows or shrinks the micro-batch to fit the memory during training; the global batch is
-unchanged.
+"""Dynamic micro-batch: adapts the micro-batch to the memory during training; the global batch is unchanged.
 
 What: micro-batches start at the size that the dry run says will fit. Every few steps the peak memory of a step is
 measured: the rows are doubled if the prediction fits, and halved if memory gets short. Gradients are divided by the
@@ -28,8 +27,9 @@ __all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
 
 
 def regrouped(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
-    """Yields the same rows in order, `rows` at a time, the last batch possibly smaller. Batches of this size pass
-    unchanged.
+    """Yields the same rows in order, `rows` at a time, the last batch possibly smaller.
+
+    A batch that already has this size is not copied.
 
     Args:
         batches: micro-batches whose rows have one length.
@@ -98,8 +98,7 @@ def foreseen(floor: float, peak: float, rows: int, more: int) -> float:
 
 
 def sizes(rows: int) -> list[int]:
-    """Returns the micro-batch sizes to try for a global batch, largest first: each is half of the previous one, rounded
-    up.
+    """Returns the micro-batch sizes to try, largest first: each is half of the previous one, rounded up.
 
     Example:
         >>> sizes(12)
@@ -131,8 +130,7 @@ class MicroBatch:
     begun: bool = field(default=False, repr=False)
 
     def decide(self, peak: int) -> str | None:
-        """Updates the size after a step with this peak, in bytes. Returns the reason, or None if the size is
-        unchanged."""
+        """Updates the size after a step with this peak, in bytes. Returns the reason, or None if it is unchanged."""
         if peak > self.alarm and self.rows > 1:
             self.rows = self.most = self.rows // 2
             return f"{peak / 2**30:.2f} GiB is above {self.alarm / 2**30:.2f}"

@@ -57,8 +57,7 @@ def attend(
 
 
 def convert_model_to_efficient_attention(model: Model) -> Model:
-    """Switches a model to preheat's attention kernels, in place; weights, names and the signature of its forward are
-    unchanged.
+    """Switches a model to preheat's attention kernels, in place; weights, names and signatures are unchanged.
 
     A transformers model (decoder or encoder) uses its own attention interface: padding masks, caches and generation
     work, and windows are computed as windows. Rows packed by `position_ids` and steps with a cache use a mask tensor,
@@ -176,7 +175,7 @@ class EfficientAttentionTechnique(Searchable):
     def check(self, context: Context) -> list[str]:
         chosen, cuda = self._chosen(context), context.device.kind == "cuda"
         half = _half(context)
-        # Beside cuDNN's, auto takes flash attention for windows.
+        # With cuDNN's attention, auto uses flash attention for windows.
         flash = {"flash", "cudnn"} if self.kernel == "auto" else {"flash"}
         problems = []
         if (

@@ -61,8 +61,7 @@ def add_bias(model: nn.Module) -> list[Tensor]:
 
 
 def move_bias(biases: Sequence[Tensor], tokens: Tensor, rate: float) -> None:
-    """Moves each bias towards an even load, in place: by `rate`, up for experts below their layer's mean, down for
-    those above.
+    """Moves each bias by `rate`, in place: up for experts below their layer's mean load, down for those above.
 
     Args:
         biases: one per layer, [experts].

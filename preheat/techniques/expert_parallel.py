@@ -28,8 +28,7 @@ __all__ = ["ExpertParallel", "share_experts"]
 
 
 def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
-    """Splits the experts of each layer across devices, in place: each device keeps its shard, and tokens are sent to
-    their experts.
+    """Splits the experts of each layer across devices, in place; tokens are then sent to their experts.
 
     Args:
         module: a model of `preheat.models.moe.FAMILIES`, its experts on meta or equal on every device.
@@ -129,6 +128,5 @@ class ExpertParallel(Searchable):
 
 
 def _axis(sizes: Any) -> Axis:
-    """Returns the axis along which experts are split: the sharding axis if it exists, otherwise the replication
-    axis."""
+    """Returns the axis along which experts are split: the sharding axis if used, otherwise the replication axis."""
     return Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE

@@ -48,8 +48,7 @@ def set_feed_forward(config: Any, activation: str) -> None:
 
 
 def replace_feed_forward(model: nn.Module, activation: str) -> int:
-    """Replaces the blocks of a model created from such a configuration if transformers has none for it, in place; works
-    on meta.
+    """Replaces the blocks of such a model if transformers has no class for them, in place; works on meta.
 
     Returns:
         The number of replaced blocks; 0 if the configuration suffices.

@@ -44,7 +44,7 @@ __all__ = ["GradientAccumulation", "train_with_gradient_accumulation"]
 
 # Tokens per micro-batch, as is usual for 8B models. The plan of `fine-tune` (0.5B on an H100) predicts 69,506 tokens/s
 # with 4,096 tokens and 78,164 with 8,192.
-_FILLS_A_GPU = 8192
+_MAX_GPU_TOKENS = 8192
 
 
 def _share(criterion: Any, targets: Tensor) -> float:
@@ -176,7 +176,7 @@ class GradientAccumulation(Searchable):
         chosen = fixed
         for steps in (n for n in range(2, rows + 1) if rows % n == 0):
             candidate = replace(fixed, steps=steps)
-            large = rows // steps > 1 and rows // steps * context.recipe.batch.length > _FILLS_A_GPU
+            large = rows // steps > 1 and rows // steps * context.recipe.batch.length > _MAX_GPU_TOKENS
             if large or conflicts_of({**context.recipe.techniques, self.name(): candidate}.values(), context):
                 continue
             prediction = plan(chosen := candidate)

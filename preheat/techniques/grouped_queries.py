@@ -26,8 +26,7 @@ __all__ = ["GroupedQueries", "group_queries"]
 
 
 def group_queries(model: nn.Module, kv_heads: int) -> int:
-    """Mean-pools the key-value heads of a transformers model (llama, qwen and others with `k_proj` and `v_proj`), in
-    place.
+    """Mean-pools the key-value heads of a transformers model with `k_proj` and `v_proj` (llama, qwen, ...), in place.
 
     Args:
         model: with its weights; its configuration is updated too, so that `save_pretrained` writes the new shape.

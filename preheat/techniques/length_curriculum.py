@@ -105,7 +105,7 @@ class LengthCurriculum(Technique):
     unsupported_for_images: ClassVar[str] = "cuts rows, and would cut the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.BATCH_SHAPE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.GROWING_LENGTH})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # shorter rows are cut from whole ones
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # shorter rows would cut examples
 
     schedule: Schedule = "steps"
     """How the length grows: steps (it doubles, and each length lasts equally long: few shapes, no padding); linear;
@@ -202,7 +202,7 @@ class LengthCurriculum(Technique):
 
         def shape(progress: float) -> Shape:
             rows = recipe.batch.size
-            # Read late: another technique of this stage may set it after us.
+            # Read at run time: another technique of this stage may set it after us.
             micro = -(-rows // build.state.accumulation)
             length = self.length(recipe, progress)
             return shape_at(length, rows=rows, micro=micro, full=recipe.batch.length, keep=self.keep)

@@ -1,5 +1,4 @@
-"""LoRA and its variants rsLoRA, DoRA and PiSSA: freezes the model and trains low-rank updates of its linear layers, by
-peft.
+"""LoRA and its variants rsLoRA, DoRA and PiSSA: train low-rank updates of a frozen model's linear layers, by peft.
 
 What: each targeted weight W becomes W + s B A with A and B of `rank`; only A and B are trained. `lora`: s = alpha /
 rank, B starts at zero. `rslora`: s = alpha / sqrt(rank), so that updates do not shrink as the rank grows. `dora`: the
@@ -78,7 +77,7 @@ def add_lora(
         >>> len(add_lora(LlamaForCausalLM(config), rank=4, variant="dora"))
         7
     """
-    start = _start(variant, pissa_iterations)
+    start = _initialization(variant, pissa_iterations)
     return _add(
         model, _config(model, rank, alpha, dropout, targets, variant, start, exclude, embedding_rank), expert_rank
     )
@@ -113,9 +112,8 @@ def _add_to_experts(model: nn.Module, rank: int, scale: float, *, drawn: bool) -
         draw_pairs(experts)
 
 
-def _start(variant: str, pissa_iterations: int) -> bool | str:
-    """Returns peft's name for the initialization of A and B; True: random A, zero B, so that the adapted model starts
-    as the base."""
+def _initialization(variant: str, pissa_iterations: int) -> bool | str:
+    """Returns peft's name for the initialization of A and B; True: random A and zero B, which starts as the base."""
     return True if variant != "pissa" else f"pissa_niter_{pissa_iterations}" if pissa_iterations else "pissa"
 
 
@@ -137,8 +135,8 @@ def _config(
 
     targets, ranks, tied = adapted(model, targets), {}, False
     if embedding_rank:
-        embedding, head = _ends(model)
-        targets = _and(model, targets, embedding)
+        embedding, head = _end_names(model)
+        targets = _add_target(model, targets, embedding)
         tied = model.get_submodule(head).weight is model.get_submodule(embedding).weight
         ranks = dict.fromkeys((embedding, head) if tied else (embedding,), embedding_rank)
 
@@ -157,7 +155,7 @@ def _config(
     )
 
 
-def _ends(model: nn.Module) -> tuple[str, str]:
+def _end_names(model: nn.Module) -> tuple[str, str]:
     """Returns the names of embedding and head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
     names = {id(module): name.removesuffix(".base_layer") for name, module in model.named_modules()}
@@ -167,13 +165,13 @@ def _ends(model: nn.Module) -> tuple[str, str]:
     return first, last
 
 
-def _and(model: nn.Module, targets: Any, name: str) -> Any:
+def _add_target(model: nn.Module, targets: Any, name: str) -> Any:
     """Adds a module to the targets."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     if targets == "all-linear":
-        head = _ends(model)[1]
+        head = _end_names(model)[1]
         maps = {n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and n != head}
         return (*sorted({n.rpartition(".")[2] for n in maps}), name)
     return rf"(?:{targets})|{re.escape(name)}" if isinstance(targets, str) else (*targets, name)
@@ -277,7 +275,7 @@ class Lora(Technique):
 
         exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
-            start = _start(self.variant, self.pissa_iterations)
+            start = _initialization(self.variant, self.pissa_iterations)
             config = _config(
                 part,
                 self.rank,

@@ -28,8 +28,9 @@ __all__ = ["LowBitAdamW", "low_bit_adamw"]
 
 
 def low_bit_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
-    """Returns the optimizer (`preheat.ops.optim.low_bit_adamw.LowBitAdamW`); settings: bits, block, least, lr, betas,
-    eps, weight_decay.
+    """Returns the optimizer (`preheat.ops.optim.low_bit_adamw.LowBitAdamW`).
+
+    Settings: bits, block, least, lr, betas, eps, weight_decay.
 
     Example:
         >>> import torch

@@ -1,5 +1,4 @@
-"""Mixed precision: computes in bf16 or fp16, with fp32 weights, half weights and fp32 masters, or stochastically
-rounded bf16.
+"""Mixed precision: bf16 or fp16 compute with fp32 weights, fp32 masters, or stochastically rounded bf16 weights.
 
 What: `bf16` and `fp16` keep weights, gradients and optimizer in fp32 and cast to half around matmuls (autocast).
 `bf16_weights` keeps weights and gradients in bf16, moments in fp32, and rounds each new weight stochastically, so that
@@ -93,8 +92,7 @@ def to_bf16(model: nn.Module) -> int:
 def keep_in_fp32(
     model: nn.Module, patterns: Iterable[str], *, back_to: torch.dtype | None = None, last: Iterable[nn.Module] = ()
 ) -> list[nn.Module]:
-    """Makes modules compute in fp32 regardless of the rest, in place: casts their inputs up and disables autocast
-    inside.
+    """Makes modules compute in fp32, in place: casts their inputs up and disables autocast inside.
 
     Args:
         patterns: regular expressions that are searched in the modules' names: `norm`, `router`, `^lm_head$`.

@@ -27,8 +27,7 @@ __all__ = ["Nf4", "from_nf4", "to_nf4"]
 
 
 def to_nf4(model: nn.Module, *, double_quantization: bool = True, keep: str | tuple[str, ...] = ()) -> list[str]:
-    """Quantizes the linear layers of a transformers model, except its head, to NF4, in place; on meta only their
-    shapes.
+    """Quantizes a transformers model's linear layers, except its head, to NF4, in place; on meta only their shapes.
 
     They cannot be trained any more: add an adapter next.
 

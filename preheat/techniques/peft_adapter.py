@@ -1,5 +1,4 @@
-"""peft adapters: another of peft's methods for linear layers, by name: (IA)3, LoHa, LoKr, OFT, HRA, VeRA, RandLoRA and
-more.
+"""peft adapters: peft's other methods for linear layers, by name: (IA)3, LoHa, LoKr, OFT, HRA, VeRA, RandLoRA, ...
 
 What: freezes the model and lets peft add the adapter that `method` names to the targeted linear layers: `ia3` trains
 one factor per output (or input), `loha` and `lokr` add Hadamard or Kronecker products of small matrices, `oft`, `hra`
@@ -53,7 +52,7 @@ _REFUSED = {
     "waveft": "keeps its indices where neither a checkpoint nor a dry run sees them",
     "xlora": "mixes adapters that must be trained before",
 }
-_OURS = (
+_RESERVED = (
     "target_modules",
     "modules_to_save",
     "task_type",
@@ -67,8 +66,7 @@ _OURS = (
 def configure(
     method: str, settings: Mapping[str, Any], targets: str | tuple[str, ...], exclude: str | None = None
 ) -> Any:
-    """Returns peft's configuration of a method; `exclude` is a regular expression for names of modules that are not
-    adapted.
+    """Returns peft's configuration of a method; `exclude` is a regular expression for modules that are not adapted.
 
     Raises:
         ValueError: unknown method or setting, or a value that peft rejects.
@@ -83,7 +81,7 @@ def configure(
     cls = next(cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.value.lower() == method)
     from peft import PeftConfig
 
-    inherited = {f.name for f in dataclasses.fields(PeftConfig)} | set(_OURS)
+    inherited = {f.name for f in dataclasses.fields(PeftConfig)} | set(_RESERVED)
     known = [f.name for f in dataclasses.fields(cls) if f.init and f.name not in inherited]
     for key in settings:
         if key not in known:

@@ -90,11 +90,10 @@ def split_into_stages(
 
 @contextmanager
 def record_timeline(build: Build) -> Iterator[list[Span]]:
-    """Records what each device of a build's pipeline computes and when; on exit, the list has the spans of all devices,
-    by start.
+    """Records what each device of a build's pipeline computes and when; yields a list that is filled on exit.
 
-    While it records, a GPU's queue is drained before and after each span, which costs some speed. All processes must
-    enter it.
+    The list has the spans of all devices of the pipeline, by start. While it records, a GPU's queue is drained before
+    and after each span, which costs some speed. All processes must enter it.
 
     Example:
         >>> with record_timeline(build) as spans:  # doctest: +SKIP
@@ -324,8 +323,7 @@ class PipelineParallel(Searchable):
         return share / 3 if self.schedule in SPLIT_BACKWARD else share
 
     def _tie(self, build: Build, stage_rank: int) -> None:
-        """Ties the embedding of the first stage to the head of the last: sums their gradients and counts the norm
-        once."""
+        """Ties the first stage's embedding to the last stage's head: sums their gradients, counts their norm once."""
         from preheat.models import hf
         from preheat.ops.distributed.dtensor_utils import local
         from preheat.ops.distributed.pipelining import add_copies

@@ -279,8 +279,7 @@ class Preference(Technique):
 
 
 def _scores(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
-    """Returns the means over the pairs; for single answers, the mean rewards of liked and of disliked ones, if there
-    are any."""
+    """Returns the means over the pairs; for single answers, the mean rewards of liked and of disliked ones."""
     if "liked" not in metrics:
         return {name: float(total) / weight for name, total in metrics.items()}
     liked = float(metrics["liked"])

@@ -1,5 +1,4 @@
-"""Quantization-aware training: the forward pass sees weights as 4-bit quantization will round them, so training
-compensates.
+"""Quantization-aware training: rounds weights to 4 bits in the forward pass, so that training compensates for it.
 
 What: rounds the layers' linear weights to the grid of `preheat compress --method int4` in each forward pass, those of
 the first and last layer to int8's; gradients use the straight-through estimator, and the trained weights stay in full

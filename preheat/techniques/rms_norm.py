@@ -55,7 +55,7 @@ def layer_norm_to_rms_norm(model: nn.Module) -> list[str]:
 class RmsNorm(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = (
-        "different"  # the first loss of read weights is the same; a new model and all updates are not
+        "different"  # the first loss of pretrained weights is the same; new models and updates differ
     )
     trials: ClassVar[Trials] = Trials(family="gpt2")
     unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"

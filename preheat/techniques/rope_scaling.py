@@ -42,8 +42,7 @@ def kind_for(factor: float) -> str:
 def scale_rope(
     config: Any, kind: str, factor: float, *, original_length: int | None = None, **yarn: float
 ) -> tuple[int, int]:
-    """Sets the rotary scaling of a transformers configuration (llama, qwen and similar) before the model is created, in
-    place.
+    """Sets the rotary scaling of a transformers configuration before the model is created, in place.
 
     Args:
         kind: linear, dynamic, base or yarn.

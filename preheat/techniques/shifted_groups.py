@@ -69,7 +69,7 @@ class ShiftedGroups(Technique):
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"group": 10},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN, Tag.PER_HEAD_PATTERN})
-    # Groups are made of documents, which compiled layers have as data only.
+    # Groups change the documents, which compiled layers have as data only.
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {
             Tag.ATTENTION_PATTERN,

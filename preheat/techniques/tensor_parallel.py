@@ -1,5 +1,4 @@
-"""Tensor parallel: splits the rows or columns of every matrix, and thus the heads, across devices; results are
-all-reduced.
+"""Tensor parallel: splits the rows or columns of every matrix, and thus the attention heads, across devices.
 
 What: follows transformers' plan of the model with torch's DTensor styles: input projections of attention and
 feed-forward are split by outputs, output projections by inputs, so that each layer needs two all-reduces forward and
@@ -36,8 +35,7 @@ __all__ = ["TensorParallel", "parallelize"]
 def parallelize(
     model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vocabulary: bool = True, regather: bool = False
 ) -> int:
-    """Shards a transformers model's matrices across a mesh, in place; works on meta too. Its parameters become
-    DTensors.
+    """Shards a transformers model's matrices across a mesh as DTensors, in place; works on meta too.
 
     Before each update, `preheat.ops.distributed.tensor_parallel.sum_partial(model.parameters())` all-reduces the
     partial gradients.
@@ -85,7 +83,7 @@ class TensorParallel(Searchable):
             Tag.QUANTIZED_BASE,  # packed weights cannot be sharded
             Tag.FP8_COMPUTE,  # uses scales of full matrices
             Tag.COMPILED_LAYERS,  # torch 2.13 loses the DTensor's layout between compiled layers: backward fails
-            Tag.FUSED_LAYERS,  # kernels that know no DTensor
+            Tag.FUSED_LAYERS,  # kernels without DTensor support
             Tag.STEP_IN_BACKWARD,  # an update in backward would come before partial gradients are summed
             Tag.PER_HEAD_PATTERN,  # a per-head pattern would take a device's heads for all heads
         }

@@ -26,8 +26,7 @@ __all__ = ["TiedEmbeddings", "tie_embeddings"]
 
 
 def tie_embeddings(model: nn.Module, keep: str = "embedding") -> int:
-    """Ties the head of a transformers model to its embedding, in place; in T5's family, both stacks' embeddings and the
-    head.
+    """Ties a transformers model's head to its embedding (in T5's family, to both stacks' embeddings), in place.
 
     Args:
         keep: embedding, head or mean: the values of the shared matrix. A T5 that keeps the embedding also scales the

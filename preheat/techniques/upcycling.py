@@ -1,5 +1,4 @@
-"""Upcycling: turns a dense model into a mixture of experts, each a copy of its feed-forward block, and continues
-training.
+"""Upcycling: turns a dense model into a mixture of experts, each initialized from its feed-forward block.
 
 What: each layer gets `experts` copies of its feed-forward block and a new router that sends each token to `chosen` of
 them. The weights of the chosen experts sum to 1, so with identical copies the model computes what the dense one did;

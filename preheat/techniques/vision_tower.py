@@ -1,5 +1,4 @@
-"""Vision tower: selects what is trained of a vision-language model's vision tower: nothing, its projectors, or
-everything.
+"""Vision tower: trains nothing, the projectors, or all of a vision-language model's vision tower.
 
 What: `frozen` trains the language model alone; `projectors` also the small networks that map the tower's features to
 the text's width (Qwen3-VL's merger and its deepstack mergers); `all` the whole tower. This concerns the weights
