@@ -188,8 +188,8 @@ class ActivationCheckpointing(Searchable):
             ]
         if (self.mode == "budget") != (self.budget is not None):
             return [
-                f"budget: {self.budget} with mode: {self.mode}; a budget is what mode: budget needs, and no other mode "
-                "takes"
+                f"budget: {self.budget} with mode: {self.mode}; a budget is "
+                "what mode: budget needs, and no other mode takes"
             ]
         if self.products > 1 and self.mode != "selective":
             return [f"products: {self.products} with mode: {self.mode}; only mode: selective keeps products"]

@@ -73,8 +73,8 @@ class ActivationOffload(Searchable):
         problems = []
         if context.device.kind != "cuda":
             problems.append(
-                "needs a CUDA device: on a CPU activations are in the host's memory already; use "
-                "activation_checkpointing"
+                "needs a CUDA device: on a CPU activations are in the "
+                "host's memory already; use activation_checkpointing"
             )
         if self.stay >= context.model.layers:
             problems.append(

@@ -82,8 +82,8 @@ class BlockSparseAttention(Technique):
         local, length = self._local(context), context.recipe.batch.length
         if local + self.global_tokens >= length:
             return [
-                f"local: {local} and {self.global_tokens} global of {length} tokens hide nothing; use less than "
-                "batch.length together"
+                f"local: {local} and {self.global_tokens} global of {length} "
+                "tokens hide nothing; use less than batch.length together"
             ]
         return []
 

@@ -123,8 +123,8 @@ class Classification(Technique):
         build.own(Slot.OBJECTIVE, self._objective(part), self.name())
         build.loss.scores = _scores
         return Change(
-            f"{name} over {self.classes} classes, drawn new, in place of the vocabulary's; loss at each document's "
-            "last token",
+            f"{name} over {self.classes} classes, drawn new, in place of "
+            "the vocabulary's; loss at each document's last token",
             1,
         )
 

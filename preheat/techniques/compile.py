@@ -103,8 +103,8 @@ class CompiledLayers:
                 return self._compiled(forward, args, self._opaque_attention(args, kwargs))
         except Unsupported as error:
             raise RunError(
-                "techniques.compile.fullgraph: torch.compile cannot make one graph of a layer "
-                f"({str(error).strip().splitlines()[0]}); use fullgraph: false"
+                "techniques.compile.fullgraph: torch.compile cannot make one graph of a "
+                f"layer ({str(error).strip().splitlines()[0]}); use fullgraph: false"
             ) from error
         finally:
             self.graphs += counters["stats"]["unique_graphs"] - before
@@ -275,8 +275,8 @@ class Compile(Searchable):
             if compiled.graphs >= self.limit and not reported:
                 reported.append(build.state.step)
                 message = (
-                    f"techniques.compile.limit: {compiled.graphs} graphs are compiled; batches of other shapes run "
-                    "uncompiled from here on"
+                    f"techniques.compile.limit: {compiled.graphs} graphs are compiled; "
+                    "batches of other shapes run uncompiled from here on"
                 )
                 build.state.events.append({"kind": "notice", "words": message})
 

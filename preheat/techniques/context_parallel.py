@@ -102,9 +102,8 @@ class ContextParallel(Searchable):
 
         if kind := rope_of_longest(config):
             raise ValueError(
-                f"degree: rotary positions of the kind {kind} follow the longest position of a row, and each device "
-                "has a part of it; "
-                "use rope_scaling with kind: yarn or linear, or leave this out"
+                f"degree: rotary positions of the kind {kind} follow the longest position of a row, and each "
+                "device has a part of it; use rope_scaling with kind: yarn or linear, or leave this out"
             )
 
     def search_numerics(self) -> Literal["exact"]:
@@ -118,8 +117,8 @@ class ContextParallel(Searchable):
             )
         if recipe.batch.length < 2 * self.degree:
             problems.append(
-                f"degree: {self.degree} devices cannot share out rows of {recipe.batch.length} places; use at most "
-                f"{recipe.batch.length // 2}"
+                f"degree: {self.degree} devices cannot share out rows of "
+                f"{recipe.batch.length} places; use at most {recipe.batch.length // 2}"
             )
         objectives = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.owned()]
         if objectives:
@@ -129,8 +128,8 @@ class ContextParallel(Searchable):
         heads = self._heads(context)[0]
         if self.kind == "ulysses" and heads % self.degree:
             problems.append(
-                f"kind: ulysses cannot share out {heads} heads among {self.degree} devices; use a degree that divides "
-                "them, or kind: ring"
+                f"kind: ulysses cannot share out {heads} heads among {self.degree} "
+                "devices; use a degree that divides them, or kind: ring"
             )
         return problems
 
@@ -177,8 +176,8 @@ class ContextParallel(Searchable):
             exchanged(kernel, group, kind=kind)
         except ValueError as error:
             fix = (
-                f"; set efficient_attention.kernel, or a degree that divides {self._heads(build)[0]} heads for kind: "
-                "ulysses"
+                "; set efficient_attention.kernel, or a degree that divides "
+                f"{self._heads(build)[0]} heads for kind: ulysses"
             )
             raise RecipeError(f"techniques.context_parallel.kind: {error}{fix}") from None
         build.own(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())

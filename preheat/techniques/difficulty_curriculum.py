@@ -114,8 +114,8 @@ def losses_of(
 
     if rows.tokens.examples.kind == "classes":
         raise DataError(
-            f"{_MODEL}: ranks by the loss of the next token, which documents of a class each do not have; use by: "
-            "rarity"
+            f"{_MODEL}: ranks by the loss of the next token, which "
+            "documents of a class each do not have; use by: rarity"
         )
     if not (folder / "config.json").is_file():
         raise RecipeError(f"{_MODEL}: {folder} has no config.json; name the folder of a Hugging Face model")
@@ -150,13 +150,13 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
     facts, largest = hf.facts(config), int(np.max(rows.tokens.ids, initial=0))
     if largest >= facts.vocabulary:
         raise DataError(
-            f"{_MODEL}: {folder} has {facts.vocabulary:,} pieces but the data has piece number {largest:,}; "
-            "name a model with the data's tokenizer"
+            f"{_MODEL}: {folder} has {facts.vocabulary:,} pieces but the data has piece "
+            f"number {largest:,}; name a model with the data's tokenizer"
         )
     if facts.positions and facts.positions < rows.length:
         raise DataError(
-            f"{_MODEL}: {folder} has {facts.positions} positions but rows have {rows.length} tokens; name a model with "
-            "more"
+            f"{_MODEL}: {folder} has {facts.positions} positions but rows "
+            f"have {rows.length} tokens; name a model with more"
         )
     model = hf.build_on_meta(config)
     materialize(model, torch.device(device))
@@ -189,9 +189,9 @@ class _Ranking:
         mark = hashlib.blake2b(scores.argsort(kind="stable").tobytes(), digest_size=8).hexdigest()
         if self.mark not in ("", mark):
             raise RunError(
-                "techniques.difficulty_curriculum: the rows rank otherwise than when the checkpoint was saved, so "
-                "their order would change; "
-                "put back the scores (or the model) that the run began with, or start another run with --out"
+                "techniques.difficulty_curriculum: the rows rank otherwise than when the "
+                "checkpoint was saved, so their order would change; put back the scores (or "
+                "the model) that the run began with, or start another run with --out"
             )
         self.mark = mark
 
@@ -235,13 +235,13 @@ class DifficultyCurriculum(Technique):
             problems.append("by: rows that are read while training cannot be ranked before; set data.streaming: false")
         if self.start == 1 or self.until == 0:
             problems.append(
-                "start: with 1 (or until: 0) all rows are drawn from the beginning; use start: 0.1 and until: 0.5, or "
-                "leave it out"
+                "start: with 1 (or until: 0) all rows are drawn from the "
+                "beginning; use start: 0.1 and until: 0.5, or leave it out"
             )
         if not (stop.steps or stop.tokens or stop.epochs):
             problems.append(
-                "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens "
-                "or epochs"
+                "until: is a share of the run, whose length is not known by "
+                "stop.hours alone; add stop.steps, tokens or epochs"
             )
         return problems
 

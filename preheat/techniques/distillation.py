@@ -159,23 +159,22 @@ class Distillation(Technique):
             return [str(error)]
         if not mismatch and model.vocabulary > teacher_facts.vocabulary:
             problems.append(
-                f"teacher: its head has {teacher_facts.vocabulary:,} rows and the student's {model.vocabulary:,}, so "
-                "it says nothing of some of them; "
-                f"set model.vocabulary: {teacher_facts.vocabulary} for a new student, or take another teacher"
+                f"teacher: its head has {teacher_facts.vocabulary:,} rows and the student's "
+                f"{model.vocabulary:,}, so it says nothing of some of them; set model.vocabulary: "
+                f"{teacher_facts.vocabulary} for a new student, or take another teacher"
             )
         if not self.mixture and not self.hidden and not self.on_policy:
             problems.append(
-                "mixture: with 0, and without hidden, the teacher counts for nothing; use 0.5, or leave distillation "
-                "out"
+                "mixture: with 0, and without hidden, the teacher counts for "
+                "nothing; use 0.5, or leave distillation out"
             )
         changed = recipe.model.config or any(
             t.stage < Stage.KERNEL and t.stage != Stage.ADAPT for t in recipe.techniques.values()
         )
         if self.mixture == 1 and not self.hidden and not changed and teacher.reads_teacher(recipe, Path(self.teacher)):
             problems.append(
-                "teacher: is the very model that the student begins as, and the labels count for nothing (mixture: 1), "
-                "so there is nothing to "
-                "learn; name a larger teacher, change the student, or lower mixture"
+                "teacher: is the very model that the student begins as, and the labels count for nothing (mixture: "
+                "1), so there is nothing to learn; name a larger teacher, change the student, or lower mixture"
             )
         fewest = min(model.layers, teacher_facts.layers)
         if self.matched > fewest:
@@ -198,8 +197,8 @@ class Distillation(Technique):
             return []
         if own is None:
             return [
-                "pieces: common compares two tokenizers, and the student's is trained on the data; set data.tokenizer "
-                "to a folder that has it"
+                "pieces: common compares two tokenizers, and the student's is trained "
+                "on the data; set data.tokenizer to a folder that has it"
             ]
         if mismatch is None:
             return [
@@ -211,8 +210,8 @@ class Distillation(Technique):
             if value
         ]
         return [
-            f"{name}: is not made for places of other pieces (pieces: common); leave it out, or take a teacher with "
-            "the student's tokenizer"
+            f"{name}: is not made for places of other pieces (pieces: common); leave "
+            "it out, or take a teacher with the student's tokenizer"
             for name in unsupported
         ]
 
@@ -233,9 +232,8 @@ class Distillation(Technique):
         build.sources["teacher"] = WeightSource(folder, knob=f"techniques.{self.name()}.teacher")
         count = sum(p.numel() for p in teacher.model.parameters())
         summary = (
-            f"{self.divergence} divergence at temperature {self.temperature:g} from a teacher of {count:,} parameters "
-            "in "
-            f"{'bf16' if bf16 else 'fp32'}, {self.mixture:.0%} of the loss"
+            f"{self.divergence} divergence at temperature {self.temperature:g} from a teacher of "
+            f"{count:,} parameters in {'bf16' if bf16 else 'fp32'}, {self.mixture:.0%} of the loss"
         )
         matcher = self._matcher(build, teacher) if self.pieces == "common" else None
         if matcher:
@@ -261,8 +259,8 @@ class Distillation(Technique):
             build.hooks.transforms.append((Order.PACK, teacher_cache.beside))
             training_loss = self._cached_loss
             summary += (
-                f", whose {teacher_cache.top} likeliest tokens a place are read from {self.cache}, "
-                f"{teacher_cache.bytes:,} bytes a place"
+                f", whose {teacher_cache.top} likeliest tokens a place are read from "
+                f"{self.cache}, {teacher_cache.bytes:,} bytes a place"
             )
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
@@ -408,9 +406,8 @@ class _TeacherCache:
             return
         if build.mesh.world > 1:
             raise RunError(
-                f"techniques.distillation.cache: {self.folder} lacks {len(missing):,} rows, and several processes only "
-                "read it; train with one "
-                "process until its first step, or leave cache out"
+                f"techniques.distillation.cache: {self.folder} lacks {len(missing):,} rows, and several "
+                "processes only read it; train with one process until its first step, or leave cache out"
             )
         # Still on meta; materialized for this pass only.
         teacher = replace(self.teacher, model=copy.deepcopy(self.teacher.model))

@@ -178,8 +178,8 @@ class DynamicBatch(Searchable):
         if self.start != "auto" and self.start > rows:
             shared = f" over {devices} devices" if devices > 1 else ""
             problems.append(
-                f"start: {self.start} rows are more than batch.size {rows * devices}{shared}; use at most {rows}, or "
-                "auto"
+                f"start: {self.start} rows are more than batch.size "
+                f"{rows * devices}{shared}; use at most {rows}, or auto"
             )
         if not can_begin_peak(context.device.kind):
             problems.append(
@@ -248,8 +248,8 @@ class DynamicBatch(Searchable):
         build.own(Slot.FORWARD_BACKWARD, forward_backward, self.name())
         build.hooks.after_update.append(after_update)
         return Change(
-            f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill at most "
-            f"{self.target:.0%} of the memory; the plan is for the first size",
+            f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill "
+            f"at most {self.target:.0%} of the memory; the plan is for the first size",
             build.state.accumulation,
         )
 

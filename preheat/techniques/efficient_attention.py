@@ -194,15 +194,15 @@ class EfficientAttentionTechnique(Searchable):
             problems.append(f"kernel: {chosen} has no global tokens; use blocks, flex or auto")
         if chosen == "flex" and not cuda:
             problems.append(
-                "kernel: flex needs a CUDA device, since torch has no backward pass for it on a CPU; use blocks, flash "
-                "or auto"
+                "kernel: flex needs a CUDA device, since torch has no backward "
+                "pass for it on a CPU; use blocks, flash or auto"
             )
         elif not cuda and chosen not in ("flash", "blocks"):
             problems.append(f"kernel: {chosen} needs a CUDA device; use flash, blocks or auto")
         if chosen == "flex" and cuda and context.model.head_dim < _FLEX_HEAD:
             problems.append(
-                f"kernel: flex needs heads of at least {_FLEX_HEAD}, and the model's have {context.model.head_dim}; "
-                "use blocks"
+                f"kernel: flex needs heads of at least {_FLEX_HEAD}, and the "
+                f"model's have {context.model.head_dim}; use blocks"
             )
         if chosen in ("flash", *_PACKAGES) and cuda and not half:
             problems.append(
@@ -210,20 +210,20 @@ class EfficientAttentionTechnique(Searchable):
             )
         if chosen == "flash" and cuda and (context.device.capability or _AMPERE) < _AMPERE:
             problems.append(
-                f"kernel: flash needs an Ampere GPU (8.0) or later, and this one is {context.device.capability}; "
-                "use efficient or auto"
+                "kernel: flash needs an Ampere GPU (8.0) or later, and this one "
+                f"is {context.device.capability}; use efficient or auto"
             )
         if chosen in _PACKAGES and context.device.at_hand and not _installed(_PACKAGES[chosen][0]):
             problems.append(f"kernel: {chosen} needs the package {_PACKAGES[chosen][0]}: {_PACKAGES[chosen][1]}")
         if chosen == "flash3" and cuda and context.device.capability is not None and context.device.capability < (9, 0):
             problems.append(
-                f"kernel: flash3 needs a Hopper GPU (9.0), and this one is {context.device.capability}; use flash2 or "
-                "flash"
+                "kernel: flash3 needs a Hopper GPU (9.0), and this one is "
+                f"{context.device.capability}; use flash2 or flash"
             )
         if chosen == "efficient" and context.model.head_dim % (align := _alignment(context)):
             problems.append(
-                f"kernel: efficient needs heads of a multiple of {align}, and the model's have "
-                f"{context.model.head_dim}; use blocks"
+                f"kernel: efficient needs heads of a multiple of {align}, and "
+                f"the model's have {context.model.head_dim}; use blocks"
             )
         return problems
 

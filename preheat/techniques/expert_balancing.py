@@ -111,8 +111,8 @@ class ExpertBalancing(Technique):
         if moe.has_bias(config):
             if coefficient:
                 raise ValueError(
-                    f"coefficient: {config.model_type} is balanced by its bias, and has no loss for it; use method: "
-                    "bias without one"
+                    f"coefficient: {config.model_type} is balanced by its bias, and "
+                    "has no loss for it; use method: bias without one"
                 )
             return
         config.router_aux_loss_coef = coefficient
@@ -138,7 +138,7 @@ class ExpertBalancing(Technique):
             else "used in training alone: evaluations and exports route without it"
         )
         return Change(
-            f"a bias on the choice of {build.model.experts} experts in {layers} layers, moved by {self.rate:g} a "
-            f"step; {scope}",
+            f"a bias on the choice of {build.model.experts} experts in "
+            f"{layers} layers, moved by {self.rate:g} a step; {scope}",
             layers,
         )

@@ -89,8 +89,8 @@ class ExpertParallel(Searchable):
         devices, degree = sizes[_axis(sizes)], self.degree or sizes[_axis(sizes)]
         if devices < 2 or degree < 2:
             return [
-                "shares out experts among devices, and there is one; start several with --nproc (or plan with --count) "
-                "and degree: 2 or more"
+                "shares out experts among devices, and there is one; start several with "
+                "--nproc (or plan with --count) and degree: 2 or more"
             ]
         if devices % degree:
             return [f"degree: {degree} does not divide the {devices} devices that share out rows; use a divisor of it"]
@@ -100,8 +100,7 @@ class ExpertParallel(Searchable):
         if sizes[Axis.SHARD] > 1 and (model.width % rest or 2 * model.expert_width % rest):
             return [
                 f"degree: leaves {rest} devices to share out each expert's matrices, and they divide not both its "
-                f"width {2 * model.expert_width} and the model's {model.width}; "
-                "use a larger degree"
+                f"width {2 * model.expert_width} and the model's {model.width}; use a larger degree"
             ]
         return []
 
@@ -113,8 +112,8 @@ class ExpertParallel(Searchable):
             alike = build.mesh.together(build.mesh.sub(Axis.REPLICATE), alike)
         layers = share_experts(part, among, alike)
         summary = (
-            f"{build.model.experts} experts of {layers} layers over {degree} devices, {build.model.experts // degree} "
-            "on each; tokens by all-to-all"
+            f"{build.model.experts} experts of {layers} layers over {degree} devices, "
+            f"{build.model.experts // degree} on each; tokens by all-to-all"
         )
         return Change(summary, layers)
 

@@ -75,8 +75,8 @@ class FeedForward(Technique):
     def configure(self, config: Any, recipe: Recipe) -> None:
         if recipe.model.path and recipe.model.weights == "pretrained":
             raise ValueError(
-                "is for new models: the weights of model.path were trained with their own block; remove it, or set "
-                "model.weights: random"
+                "is for new models: the weights of model.path were trained with "
+                "their own block; remove it, or set model.weights: random"
             )
         set_feed_forward(config, self.activation)
 

@@ -84,8 +84,8 @@ class Fp8(Searchable):
         device, rows = context.device, context.recipe.batch.length
         if device.kind == "cpu":
             problems.append(
-                "needs a CUDA device of compute capability 8.9 or more (Ada, Hopper, Blackwell): a CPU has no fp8 "
-                "products"
+                "needs a CUDA device of compute capability 8.9 or more (Ada, "
+                "Hopper, Blackwell): a CPU has no fp8 products"
             )
         elif device.capability is not None and device.capability < _MIN_CAPABILITY:
             capability = ".".join(map(str, device.capability))

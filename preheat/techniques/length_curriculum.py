@@ -145,8 +145,8 @@ class LengthCurriculum(Technique):
             if shorter:
                 named = " (batch.length)" if shorter[1] == full else ""
                 problems.append(
-                    f"lengths: a stage of {shorter[1]:,} tokens{named} follows one of {shorter[0]:,}; they must rise "
-                    f"up to batch.length {full:,}"
+                    f"lengths: a stage of {shorter[1]:,} tokens{named} follows one of "
+                    f"{shorter[0]:,}; they must rise up to batch.length {full:,}"
                 )
             if self.start != "auto" or self.schedule != "steps":
                 problems.append("lengths: are the stages themselves; leave start and schedule out")
@@ -154,8 +154,8 @@ class LengthCurriculum(Technique):
             problems.append(f"start: {start} is not below batch.length {full}; use {full // 4} or so, or longer rows")
         if start % multiple and not self.lengths:
             problems.append(
-                f"start: {start} is no multiple of {multiple}; use start: {-(-start // multiple) * multiple}, or set "
-                "multiple"
+                f"start: {start} is no multiple of {multiple}; use start: "
+                f"{-(-start // multiple) * multiple}, or set multiple"
             )
         if start < 2:
             problems.append("start: a row of 1 token has nothing to predict from; use 8 or more")
@@ -167,19 +167,19 @@ class LengthCurriculum(Technique):
             )
         if not (stop.steps or stop.tokens or stop.epochs):
             problems.append(
-                "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens "
-                "or epochs"
+                "until: is a share of the run, whose length is not known by "
+                "stop.hours alone; add stop.steps, tokens or epochs"
             )
         if self.keep == "rows" and (stop.tokens or stop.epochs):
             problems.append(
-                "keep: rows reads fewer tokens a step, so stop.tokens and stop.epochs give no number of steps; use "
-                "stop.steps"
+                "keep: rows reads fewer tokens a step, so stop.tokens and "
+                "stop.epochs give no number of steps; use stop.steps"
             )
         paired = data.prompt is not None or data.source == "docstrings" or data.layout not in ("auto", "text")
         if data.packing == "whole" or (data.packing == "auto" and paired):
             problems.append(
-                "start: shorter rows would part completions from their prompts; set data.packing: stream, or leave "
-                "this out"
+                "start: shorter rows would part completions from their "
+                "prompts; set data.packing: stream, or leave this out"
             )
         return problems
 
@@ -211,8 +211,8 @@ class LengthCurriculum(Technique):
         lengths = list(dict.fromkeys(self.length(recipe, n / 1000) for n in range(1001)))
         shown = lengths if len(lengths) < 9 else [*lengths[:3], "...", *lengths[-2:]]
         summary = (
-            f"rows of {', '.join(map(str, shown))} tokens, full after {self.until:.0%} of the steps; {self.keep} a "
-            "step kept"
+            f"rows of {', '.join(map(str, shown))} tokens, full after "
+            f"{self.until:.0%} of the steps; {self.keep} a step kept"
         )
         summary += ". The plan is for full rows throughout"
         if build.device.kind == "cpu" and self.schedule != "steps":

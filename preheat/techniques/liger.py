@@ -104,8 +104,8 @@ class Liger(Searchable):
 
         if context.device.kind != "cuda":
             return [
-                "Liger's kernels need a CUDA device; leave it out on a CPU (chunked_loss and efficient_attention serve "
-                "there)"
+                "Liger's kernels need a CUDA device; leave it out on a CPU "
+                "(chunked_loss and efficient_attention serve there)"
             ]
         import importlib.util
 
@@ -114,8 +114,8 @@ class Liger(Searchable):
             problems.append("liger-kernel is not installed; pip install liger-kernel")
         if context.model.family not in KERNEL_FAMILIES and self.provided():
             problems.append(
-                f"its norm, rotary and gate are for {', '.join(KERNEL_FAMILIES)}, not {context.model.family}; set all "
-                "three to false"
+                f"its norm, rotary and gate are for {', '.join(KERNEL_FAMILIES)}, not "
+                f"{context.model.family}; set all three to false"
             )
         if not (self.norm or self.rotary or self.gate or self.loss):
             problems.append("norm, rotary, gate, loss: all are false; leave liger out")

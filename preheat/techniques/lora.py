@@ -262,8 +262,8 @@ class Lora(Technique):
             split = sorted({Tag.PIPELINE_STAGES, Tag.TENSOR_PARALLEL} & context.tags)
             if split:
                 problems.append(
-                    f"embedding_rank: does not go with {split[0]}, which takes embedding and head apart; set "
-                    "embedding_rank: 0"
+                    f"embedding_rank: does not go with {split[0]}, which takes "
+                    "embedding and head apart; set embedding_rank: 0"
                 )
         return problems
 

@@ -281,8 +281,8 @@ class MixedPrecision(Searchable):
             )
         if self.keep_fp32 and self.owned() and Tag.REDUCED_GRADIENTS in context.tags:
             problems.append(
-                f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together and need one "
-                f"precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
+                f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together "
+                f"and need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
             )
         if self.mode.endswith("_master") and Tag.FROZEN_BASE in context.tags:
             half = self.mode.removesuffix("_master")
@@ -310,8 +310,8 @@ class MixedPrecision(Searchable):
         of_weights = self.mode not in ("bf16", "fp16") or (frozen_half and not full)
         if self.mode.endswith("_master") and not full:
             raise RecipeError(
-                f"techniques.{self.name()}.mode: {self.mode} is for models that are trained whole; some weights are "
-                "frozen"
+                f"techniques.{self.name()}.mode: {self.mode} is for models "
+                "that are trained whole; some weights are frozen"
             )
         fp32_modules = self._keep(build, part, half if of_weights and full else None)
         if half == torch.float16:

@@ -115,7 +115,7 @@ class Nf4(Searchable):
         packed_bytes = sum(p.nbytes for m in modules for key, p in m.named_parameters() if key.startswith("nf4_"))
         rest = shares(part)[1] - weights
         return Change(
-            f"{len(names)} linear maps in NF4: {weights:,} weights at {packed_bytes / weights:.3f} bytes; {rest:,} "
-            "stay as they are",
+            f"{len(names)} linear maps in NF4: {weights:,} weights at "
+            f"{packed_bytes / weights:.3f} bytes; {rest:,} stay as they are",
             len(names),
         )

@@ -89,8 +89,8 @@ def configure(
             raise ValueError(f"settings.{key}: {method} has no such setting; {hint}")
         if key == "module_dropout" and settings[key]:
             raise ValueError(
-                f"settings.module_dropout: {settings[key]}: reads a drawn value back, which a dry run has none of; "
-                "leave it at 0"
+                f"settings.module_dropout: {settings[key]}: reads a drawn value "
+                "back, which a dry run has none of; leave it at 0"
             )
     try:
         more = {"exclude_modules": exclude} if exclude else {}
@@ -196,7 +196,7 @@ class PeftAdapter(Technique):
         )
         trained, total = shares(part)
         return Change(
-            f"{self.method} on {len(names)} linear maps{start_note}: {trained:,} of {total:,} parameters trained "
-            f"({trained / total:.1%})",
+            f"{self.method} on {len(names)} linear maps{start_note}: {trained:,} of "
+            f"{total:,} parameters trained ({trained / total:.1%})",
             len(names),
         )

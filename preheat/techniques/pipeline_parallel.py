@@ -179,38 +179,37 @@ class PipelineParallel(Searchable):
         fits = {"1": self._each == 1, "2": self._each == 2, "2 or more": self._each > 1, "any": True}
         if not fits[allowed]:
             problems.append(
-                f"stages: {self._each} a device with schedule: {self.schedule}, which takes {allowed}; leave it out, "
-                "or use interleaved"
+                f"stages: {self._each} a device with schedule: {self.schedule}, which "
+                f"takes {allowed}; leave it out, or use interleaved"
             )
         if count > context.model.layers:
             problems.append(
-                f"degree: {self.degree} devices with {self._each} stages each are {count} stages, and the model has "
-                f"{context.model.layers} layers; use fewer"
+                f"degree: {self.degree} devices with {self._each} stages each are {count} "
+                f"stages, and the model has {context.model.layers} layers; use fewer"
             )
         # `preheat.models.pipeline_split` rejects it too; checked here so that a search sees it before building.
         if context.model.experts:
             problems.append(
-                f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages "
-                "do not hand on; use fsdp, with expert_parallel"
+                f"{context.model.family} has experts, whose cost a dry run cannot see and whose "
+                "balancing loss stages do not hand on; use fsdp, with expert_parallel"
             )
         problems += self._batch_problems(context)
         if self.schedule == "zbv" and context.model.tied:
             problems.append(
-                "schedule: zbv puts first and last stage on one device, where a tied embedding would stand twice; use "
-                "another schedule, or set "
-                "model.config.tie_word_embeddings: false for a new model"
+                "schedule: zbv puts first and last stage on one device, where a tied embedding would stand twice; "
+                "use another schedule, or set model.config.tie_word_embeddings: false for a new model"
             )
         if Tag.REDUCE_EACH_MICRO_BATCH in tags:
             problems.append(
-                "fsdp shares out gradients once a step here, behind the last micro-batch of the pipeline; set "
-                "fsdp.reduce: last"
+                "fsdp shares out gradients once a step here, behind the last "
+                "micro-batch of the pipeline; set fsdp.reduce: last"
             )
         if self.schedule in SPLIT_BACKWARD:
             problems += self._split_backward_problems(context)
         if recipe.evaluate.tasks:
             problems.append(
-                "evaluate.tasks: reads logits of single tokens, which only the last device makes; run `preheat eval` "
-                "on the checkpoint"
+                "evaluate.tasks: reads logits of single tokens, which only the "
+                "last device makes; run `preheat eval` on the checkpoint"
             )
         if recipe.sample.wanted:
             problems.append("sample: no device has the whole model; run `preheat generate` on the checkpoint")
@@ -221,19 +220,19 @@ class PipelineParallel(Searchable):
         problems = []
         if Tag.RESHARD_AFTER_FORWARD in context.tags:
             problems.append(
-                f"schedule: {self.schedule} takes the gradients of weights later, when fsdp has let go of these; set "
-                "fsdp.reshard: false"
+                f"schedule: {self.schedule} takes the gradients of weights later, "
+                "when fsdp has let go of these; set fsdp.reshard: false"
             )
         problems += [
-            f"schedule: {self.schedule} passes backward twice through {what}, which allow one pass; use 1f1b or "
-            "interleaved"
+            f"schedule: {self.schedule} passes backward twice through "
+            f"{what}, which allow one pass; use 1f1b or interleaved"
             for tag, what in _ONE_PASS.items()
             if tag in context.tags
         ]
         losses = [t.name() for t in context.recipe.techniques.values() if Slot.OVER_LOGITS in t.owned()]
         problems += [
-            f"schedule: {self.schedule} passes backward twice through the loss, and that of {name} allows one; use "
-            "1f1b or interleaved"
+            f"schedule: {self.schedule} passes backward twice through the loss, "
+            f"and that of {name} allows one; use 1f1b or interleaved"
             for name in losses
         ]
         return problems
@@ -243,8 +242,8 @@ class PipelineParallel(Searchable):
         accumulation: Any = context.recipe.techniques.get("gradient_accumulation")
         if accumulation is not None and self.micro_batches is not None:
             return [
-                f"micro_batches: {self.micro_batches}, and gradient_accumulation.steps says {accumulation.steps}; "
-                "leave one out"
+                f"micro_batches: {self.micro_batches}, and gradient_accumulation.steps says "
+                f"{accumulation.steps}; leave one out"
             ]
         micro = self.micro_batches or (accumulation.steps if accumulation is not None else 1)
         count = self.degree * self._each
@@ -252,20 +251,19 @@ class PipelineParallel(Searchable):
         least = count if self.schedule in ("gpipe", "1f1b", "zero_bubble") else self.degree
         if micro < least:
             return [
-                f"micro_batches: {micro} for {count} stages would leave devices without work; use at least {least}, "
-                f"better {4 * self.degree} (micro_batches, or "
-                "gradient_accumulation.steps)"
+                f"micro_batches: {micro} for {count} stages would leave devices without work; use at least "
+                f"{least}, better {4 * self.degree} (micro_batches, or gradient_accumulation.steps)"
             ]
         rounds = max(1, micro // self.degree)
         if self.schedule in ("interleaved", "zero_bubble") and micro % rounds:
             return [
-                f"micro_batches: {micro} does not go into {rounds} rounds over {self.degree} devices; use "
-                f"{micro // self.degree * self.degree}"
+                f"micro_batches: {micro} does not go into {rounds} rounds over "
+                f"{self.degree} devices; use {micro // self.degree * self.degree}"
             ]
         if rows < micro:
             return [
-                f"micro_batches: {micro} cannot be cut from {rows} rows a device (batch.size "
-                f"{context.recipe.batch.size}); use a larger batch.size"
+                f"micro_batches: {micro} cannot be cut from {rows} rows a device "
+                f"(batch.size {context.recipe.batch.size}); use a larger batch.size"
             ]
         return []
 
@@ -307,8 +305,8 @@ class PipelineParallel(Searchable):
         layer_counts = ", ".join(str(len(cut)) for cut in cuts)
         build.parallel.bubble_fraction = self._bubble
         return Change(
-            f"{len(course.each)} layers in {count} stages of {layer_counts}; the dearest costs {share:.0%} more than "
-            "the mean",
+            f"{len(course.each)} layers in {count} stages of {layer_counts}; the "
+            f"dearest costs {share:.0%} more than the mean",
             count,
         )
 

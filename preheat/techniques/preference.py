@@ -142,8 +142,7 @@ class Preference(Technique):
         if self._uses_reference and Tag.MODIFIED_BASE in context.tags:
             problems.append(
                 "reference: the adapter begins inside the base's weights, so the base without it is not the model as "
-                "it was; use "
-                "another variant of the adapter, or a loss without a reference (simpo, cpo, orpo)"
+                "it was; use another variant of the adapter, or a loss without a reference (simpo, cpo, orpo)"
             )
         recipe = context.recipe
         if recipe.data.packing == "stream":
@@ -210,8 +209,8 @@ class Preference(Technique):
             # A stream cannot be checked before it is read.
             if not (batch.liked if self.loss == "unpaired" else batch.group == 2):
                 raise DataError(
-                    f"techniques.preference: loss {self.loss} finds no {self.examples().kind} in the rows "
-                    f"{batch.rows[:8]}"
+                    f"techniques.preference: loss {self.loss} finds no "
+                    f"{self.examples().kind} in the rows {batch.rows[:8]}"
                 )
             answers = AnswerIndex.of(batch)
             with torch.no_grad():

@@ -123,8 +123,8 @@ class QuantizationAware(Technique):
     def check(self, context: Context) -> list[str]:
         if context.model.experts:
             return [
-                f"the {context.model.experts} experts of a layer stand in one parameter, which is no linear map; leave "
-                "it out"
+                f"the {context.model.experts} experts of a layer stand in one "
+                "parameter, which is no linear map; leave it out"
             ]
         return []
 

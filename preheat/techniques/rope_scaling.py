@@ -114,14 +114,14 @@ class RopeScaling(Technique):
             raise ValueError(f"{next(iter(given))}: is yarn's; remove it, or use kind: yarn")
         if self.factor == "auto" and factor <= 1:
             raise ValueError(
-                f"factor: auto: the model's {original:,} positions hold batch.length {recipe.batch.length:,} already; "
-                "raise batch.length, or leave rope_scaling out"
+                f"factor: auto: the model's {original:,} positions hold batch.length "
+                f"{recipe.batch.length:,} already; raise batch.length, or leave rope_scaling out"
             )
         original, reach = scale_rope(config, kind, factor, original_length=self.original_length, **given)
         if recipe.batch.length > reach:
             raise ValueError(
-                f"factor: {factor:g} takes the model's {original:,} positions to {reach:,}, but batch.length is "
-                f"{recipe.batch.length:,}; use factor: {_needed(recipe, original):g}"
+                f"factor: {factor:g} takes the model's {original:,} positions to {reach:,}, but "
+                f"batch.length is {recipe.batch.length:,}; use factor: {_needed(recipe, original):g}"
             )
 
     def _chosen(self, recipe: Recipe, original: int) -> tuple[str, float]:

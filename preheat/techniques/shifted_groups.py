@@ -97,7 +97,7 @@ class ShiftedGroups(Technique):
         group = self._tokens(build)
         count = add_shifted_groups(part, group=group)
         return Change(
-            f"{count} layers attend in groups of {group} tokens while training, half of the heads shifted by "
-            f"{group // 2}",
+            f"{count} layers attend in groups of {group} tokens while "
+            f"training, half of the heads shifted by {group // 2}",
             count,
         )

@@ -77,13 +77,13 @@ class SlidingWindow(Technique):
         problems, length = [], context.recipe.batch.length
         if self._tokens(context) >= length:
             problems.append(
-                f"window: {self._tokens(context)} of {length} tokens hides nothing; use less than batch.length, or "
-                "leave it out"
+                f"window: {self._tokens(context)} of {length} tokens hides "
+                "nothing; use less than batch.length, or leave it out"
             )
         if self.every is not None and self.every > context.model.layers:
             problems.append(
-                f"every: {self.every} of {context.model.layers} layers leaves none full; use at most "
-                f"{context.model.layers}"
+                f"every: {self.every} of {context.model.layers} layers "
+                f"leaves none full; use at most {context.model.layers}"
             )
         return problems
 

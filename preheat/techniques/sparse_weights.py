@@ -94,8 +94,8 @@ class SparseWeights(Technique):
         model = context.recipe.model
         if self.prune == "none" and (model.path is None or model.weights == "random"):
             return [
-                "keeps the zeros of weights that are read, and this model is drawn new, without any; name a pruned "
-                "folder as model.path, or set prune: 2:4"
+                "keeps the zeros of weights that are read, and this model is drawn new, "
+                "without any; name a pruned folder as model.path, or set prune: 2:4"
             ]
         return []
 
@@ -117,9 +117,8 @@ class SparseWeights(Technique):
             zeros = sum(int((local(p.detach()) == 0).sum()) for p in weights)
             if zeros == 0 and build.mesh.world == 1:
                 raise RecipeError(
-                    f"techniques.sparse_weights: the weights of {build.recipe.model.path} have no zeros to keep; prune "
-                    "them first "
-                    "(preheat compress --method wanda), or set prune: 2:4"
+                    f"techniques.sparse_weights: the weights of {build.recipe.model.path} have no zeros to "
+                    "keep; prune them first (preheat compress --method wanda), or set prune: 2:4"
                 )
             share = f" ({zeros / sum(local(p).numel() for p in weights):.1%})"
         keeper = KeptZeros(weights)

@@ -137,32 +137,31 @@ class TensorParallel(Searchable):
             )
         if self.regather and Tag.RECOMPUTATION in context.tags:
             problems.append(
-                "regather: layers that are computed again gather anew anyway, and would keep the pieces besides; leave "
-                "it out"
+                "regather: layers that are computed again gather anew anyway, "
+                "and would keep the pieces besides; leave it out"
             )
         if self.sequence_parallel and recipe.batch.length % degree:
             problems.append(
-                f"sequence_parallel: batch.length {recipe.batch.length} does not divide by degree {degree}; "
-                f"use {recipe.batch.length // degree * degree}"
+                f"sequence_parallel: batch.length {recipe.batch.length} does not divide by "
+                f"degree {degree}; use {recipe.batch.length // degree * degree}"
             )
         if self.sequence_parallel and Tag.GROWING_LENGTH in context.tags:
             problems.append(
-                "sequence_parallel: the length changes from step to step, and each must divide by the degree; set it "
-                "to false"
+                "sequence_parallel: the length changes from step to step, and "
+                "each must divide by the degree; set it to false"
             )
         others = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.owned()]
         if self.loss_parallel and others:
             problems.append(
-                f"loss_parallel: makes logits some rows at a time by itself; leave {others[0]} out, or set "
-                "loss_parallel: false"
+                "loss_parallel: makes logits some rows at a time by itself; "
+                f"leave {others[0]} out, or set loss_parallel: false"
             )
         if self.loss_parallel and Tag.CLASSIFICATION_HEAD in context.tags:
             problems.append("loss_parallel: the head is over a few classes, which are not shared out; set it to false")
         elif self.loss_parallel and model.vocabulary % degree:
             problems.append(
                 f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it "
-                "to false, which keeps "
-                "embedding and head whole, or state model.vocabulary for a new model"
+                "to false, which keeps embedding and head whole, or state model.vocabulary for a new model"
             )
         optimizers = [
             t.name()
@@ -229,6 +228,6 @@ def _without_dropout(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             raise RecipeError(
-                f"techniques.tensor_parallel: {name} drops {module.p:g} of its input at random, on each device other "
-                "places; set dropout to 0 under model.config"
+                f"techniques.tensor_parallel: {name} drops {module.p:g} of its input at random, "
+                "on each device other places; set dropout to 0 under model.config"
             )

@@ -91,7 +91,7 @@ class Upcycling(Technique):
             redrawn_note = f", {self.redrawn:.0%} of the inner channels drawn anew" if self.redrawn else ""
             origin = f"each the dense block that was read{redrawn_note}; routers new"
         summary = (
-            f"{self.experts} experts in each of {layers} layers, {self.chosen} for a token, {origin}: now a "
-            f"{part.config.model_type}"
+            f"{self.experts} experts in each of {layers} layers, {self.chosen} for a "
+            f"token, {origin}: now a {part.config.model_type}"
         )
         return Change(summary, layers)
