@@ -1,6 +1,6 @@
-"""What a technique is, the build that it acts on, and the registry. No torch: `preheat --help` reads this.
+"""Techniques, the build that they change, and their registry. No torch: `preheat --help` imports this.
 
-A technique is one idea that changes a build: one file in `preheat/techniques/`, found by its name, the key in the recipe.
+A technique is one idea that changes a build: one file in `preheat/techniques/`; its file name is its key in the recipe.
 
     recipe ──check──▶ Build on meta ──apply, in the order of Stage──▶ Build with slots owned ──▶ step
 """

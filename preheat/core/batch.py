@@ -1,4 +1,4 @@
-"""What a step reads and gives: batches, masks as data, losses as sums. No torch."""
+"""Inputs and outputs of a step: batches, masks as data, losses as sums. No torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Batch", "LossSum", "MaskSpec", "RowLoss", "Shape", "Stateful"]
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """Which tokens may see which, as data: never an n x n tensor.
+    """The attention mask as data: never an n x n tensor.
 
     Attributes:
-        causal: a token sees itself and what stands before it.
-        window: and at most so many tokens back, itself included; None: all.
-        global_tokens: so many tokens at a document's beginning see all of it and are seen by all, whatever the window.
-        documents: for each row of the batch the lengths of its documents, on the host; their sum is the row's length.
-            A token sees its own document only. None: each row is one document.
-        read: of each document so many tokens at its beginning are read by an encoder, and what stands behind them is written by a decoder;
-            beside `documents`. None: the model is no encoder-decoder.
+        causal: a token sees itself and the tokens before it.
+        window: number of last tokens that a token sees, itself included; None: all.
+        global_tokens: this many tokens at a document's start see all of it and are seen by all, whatever the window.
+        documents: for each row of the batch the lengths of its documents, on the host; their sum is the row's length. A
+            token sees its own document only. None: each row is one document.
+        read: for each document the number of tokens at its start that an encoder reads, the rest being for the decoder;
+            requires `documents`. None: the model is no encoder-decoder.
     """
 
     causal: bool = True
@@ -36,7 +36,10 @@ class MaskSpec:
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows of the next global batch, their length, rows of a micro-batch. Shorter rows: `rows` is ceil(whole * batch.length / length)."""
+    """Rows of the next global batch, their length, and the rows of a micro-batch.
+
+    For shorter rows, `rows` is ceil(full rows * batch.length / length).
+    """
 
     rows: int
     length: int
@@ -49,16 +52,19 @@ class Batch:
 
     Attributes:
         tokens: [rows, length] int64.
-        labels: [rows, length] int64, aligned with `tokens`: the label of place t is the token at t + 1; -100: not trained.
-        positions: [rows, length] int64, counted within each document; [rows, length, 3] where rows hold images: along time, height and width (M-RoPE).
-        mask: which tokens see which.
-        weight: on the host, what the loss is the mean over: trained labels, or examples where an objective compares them.
-        rows: which rows of the data these are, for messages and for `rerun`.
-        group: sequences of an example, which stand side by side: 2 where they are compared, what is preferred first.
-        liked: for each row, and each of its sequences without the padding, 1 where the answer was liked and 0 where not; (): not said.
-        beside: [rows, length, ...] each, what a technique put beside every token.
-        hidden: [rows, length, width], what the stage of a pipeline before this one gives in place of the tokens' embeddings.
-        images: of all rows, where the model reads images; None: there is nothing for its vision tower to do.
+        labels: [rows, length] int64, aligned with `tokens`: the label at position t is the token at t + 1; -100: not
+            trained.
+        positions: [rows, length] int64, counted within each document; [rows, length, 3] if rows contain images: along
+            time, height and width (M-RoPE).
+        mask: which tokens attend to which.
+        weight: divisor of the mean loss, on the host: trained labels, or examples if the objective compares them.
+        rows: numbers of the data rows, for messages and for `rerun`.
+        group: consecutive sequences per example: 2 for preference pairs, the preferred one first.
+        liked: for each row, and each of its sequences without the padding, 1 if the answer was liked and 0 if not; ():
+            unknown.
+        beside: [rows, length, ...] each, per-token tensors that a technique added.
+        hidden: [rows, length, width], the output of the previous pipeline stage, used instead of token embeddings.
+        images: of all rows, if the model reads images; None: there is nothing for its vision tower to do.
     """
 
     tokens: Tensor
@@ -76,7 +82,7 @@ class Batch:
 
 @dataclass
 class LossSum:
-    """A loss as its sum and the weight to divide by, so that parts of a batch add up exactly; metrics are sums too."""
+    """A loss as a sum and its divisor, so that parts of a batch add up exactly; metrics are sums too."""
 
     total: Tensor
     weight: int | float
@@ -84,11 +90,11 @@ class LossSum:
 
 
 class RowLoss(Protocol):
-    """A loss of each row of logits. With `value_and_grad_` it can be differentiated without autograd, in place."""
+    """A loss per row of logits. With `value_and_grad_` it can be differentiated without autograd, in place."""
 
     @property
     def measured(self) -> RowLoss:
-        """What an evaluation takes: this loss in nats, without what only training adds."""
+        """Returns the loss for evaluation: in nats, without training-only terms."""
 
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor: ...
 

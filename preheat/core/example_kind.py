@@ -1,4 +1,4 @@
-"""What rows of data hold and objectives read. No torch."""
+"""The kind of examples that data rows contain and objectives require. No torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["ExampleKind"]
 
 
 class ExampleKind(NamedTuple):
-    """What rows of data hold, and what an objective reads. The default is text, for next-token prediction.
+    """The kind of examples in the data rows or required by an objective. Default: text, for next-token prediction.
 
     Attributes:
-        kind: `text`; `pairs`: two sequences side by side, of which the first is preferred; `liked`: a sequence with an answer that was
-            liked or not; `classes`: a sequence that is of one class.
-        classes: how many of these there are.
+        kind: `text`; `pairs`: two consecutive sequences, the first one preferred; `liked`: a sequence with an answer
+            that was liked or not; `classes`: a sequence with a class label.
+        classes: number of classes.
     """
 
     kind: Literal["text", "pairs", "liked", "classes"] = "text"

@@ -1,4 +1,4 @@
-"""Bounds of numbers, and the names that fields give them. No torch."""
+"""Bounded numeric types for recipe fields. No torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["LARGEST", "Bound", "Count", "Long", "NonNegative", "Positive", "Seed
 
 
 LARGEST = 2**31 - 1
-"""The bound of a number whose field states none: sizes beyond it overflow in torch long before anything could run."""
+"""Default upper bound of numbers: larger sizes overflow in torch long before anything could run."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A closed or half-open range that a number must lie in. Every number has a bound: `high` is `LARGEST` if not stated."""
+    """A closed or half-open range for a number. Every number is bounded: `high` is `LARGEST` by default."""
 
     low: float | None = None
     high: float = LARGEST
     open_low: bool = False
 
     def problem(self, value: float) -> str | None:
-        """Returns what is wrong with the number, or None."""
+        """Returns the error message for an invalid number, or None."""
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
         if self.low is not None and (value < self.low or (self.open_low and value == self.low)):
@@ -39,7 +39,7 @@ Whole = Annotated[int, Bound(0)]
 Long = Annotated[int, Bound(1, 10**15)]
 """A count of tokens, steps or documents of a whole run."""
 Seed = Annotated[int, Bound(0, 2**32 - 1)]
-"""What every random generator takes (numpy's limit)."""
+"""A seed for any random generator (numpy's limit)."""
 Positive = Annotated[float, Bound(0, open_low=True)]
 NonNegative = Annotated[float, Bound(0)]
 Share = Annotated[float, Bound(0, 1)]

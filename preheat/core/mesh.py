@@ -1,8 +1,8 @@
-"""The mesh of devices: how many stand along each axis, which of them this process is. No torch until a group is asked for.
+"""The device mesh: sizes of the parallel axes and this process's coordinates. Imports torch lazily.
 
     pipeline x replicate x shard x context x tensor = devices
 
-The last axis is the innermost: neighbours in it are neighbours on a host, where links are fastest.
+The last axis is the innermost: its neighbours are neighbours on a host, where links are fastest.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ __all__ = ["DATA", "Axis", "Mesh", "sizes_of"]
 
 
 class Axis(StrEnum):
-    """What is shared out among the devices of an axis."""
+    """A parallel axis: what is split across its devices."""
 
     PIPELINE = "pipeline"  #   layers
-    REPLICATE = "replicate"  # rows of the batch; each device has all weights
+    REPLICATE = "replicate"  # rows of the batch; weights are replicated
     SHARD = "shard"  #         rows of the batch and weights
-    CONTEXT = "context"  #     places of a row
+    CONTEXT = "context"  #     positions of a sequence
     TENSOR = "tensor"  #       rows or columns of matrices
 
 
 DATA = (Axis.REPLICATE, Axis.SHARD)
-"""The axes that share out rows of the batch."""
-_TOGETHER = (DATA, (Axis.SHARD, Axis.CONTEXT), (Axis.REPLICATE, Axis.CONTEXT), (*DATA, Axis.CONTEXT))
-"""Axes over which numbers are added in a step."""
+"""The data-parallel axes: they split the rows of the batch."""
+_REDUCED_AXES = (DATA, (Axis.SHARD, Axis.CONTEXT), (Axis.REPLICATE, Axis.CONTEXT), (*DATA, Axis.CONTEXT))
+"""Combinations of axes over which a step reduces."""
 
 
 class Spread(Protocol):
-    """What `sizes_of` asks of a technique."""
+    """The part of a technique's interface that `sizes_of` uses."""
 
     @classmethod
     def name(cls) -> str: ...
@@ -47,13 +47,13 @@ class Spread(Protocol):
 
 
 def sizes_of(techniques: Iterable[Spread], world: int) -> dict[Axis, int]:
-    """Devices along each axis, as the techniques ask for them; 0 takes what the others leave.
+    """Returns the number of devices along each axis as requested by the techniques; 0 takes all that others leave.
 
     Args:
-        world: devices in all.
+        world: total number of devices.
 
     Raises:
-        ValueError: the axes do not multiply to `world`; the words say what would.
+        ValueError: the axes do not multiply to `world`; the message suggests a fix.
 
     Example:
         >>> class Tensor:
@@ -71,7 +71,7 @@ def sizes_of(techniques: Iterable[Spread], world: int) -> dict[Axis, int]:
             else:
                 sizes[axis] = max(sizes[axis], size)
     fixed = math.prod(sizes.values())
-    words = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
+    product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
     if len(rest) > 1:
         raise ValueError(f"{' and '.join(sorted(rest.values()))} both take the devices that are left; leave one out")
     if world % fixed or (not rest and world != fixed):
@@ -80,7 +80,7 @@ def sizes_of(techniques: Iterable[Spread], world: int) -> dict[Axis, int]:
                 f"the recipe's techniques use 1 device, not {world}; add data_parallel or fsdp for the others"
             )
         left = "" if rest or world % fixed else "; add data_parallel or fsdp for the others"
-        raise ValueError(f"{words} does not multiply to {world} device{'s' if world > 1 else ''}{left}")
+        raise ValueError(f"{product} does not multiply to {world} device{'s' if world > 1 else ''}{left}")
     for axis in rest:
         sizes[axis] *= world // fixed
     return sizes
@@ -88,12 +88,12 @@ def sizes_of(techniques: Iterable[Spread], world: int) -> dict[Axis, int]:
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The devices of a run by axis, and this process's place among them. The default is one device, alone.
+    """The devices of a run by axis, and this process's position. The default is a single device.
 
     Attributes:
         sizes: devices along each axis.
         rank: number of this process, in row-major order of the axes.
-        devices: torch's mesh, with a dimension of each axis's name; None on one device.
+        devices: torch's mesh, with a dimension named after each axis; None on one device.
     """
 
     sizes: Mapping[Axis, int] = field(default_factory=lambda: dict.fromkeys(Axis, 1))
@@ -102,10 +102,10 @@ class Mesh:
 
     @classmethod
     def form(cls, sizes: Mapping[Axis, int], kind: str) -> Mesh:
-        """The mesh over torch.distributed's default group (a fake one in a dry run).
+        """Creates the mesh over torch.distributed's default group (a fake one in a dry run).
 
         Args:
-            kind: of device: cpu or cuda.
+            kind: device type: cpu or cuda.
         """
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -114,83 +114,82 @@ class Mesh:
             return cls()
         order = list(Axis)
         devices = init_device_mesh(kind, tuple(sizes[a] for a in order), mesh_dim_names=tuple(map(str, order)))
-        made = cls(dict(sizes), dist.get_rank(), devices)
-        for axes in (
-            _TOGETHER
-        ):  # now, and not in the middle of a step: all processes make groups together, and a dry run makes none
-            if made.size(*axes) > 1:
-                made.sub(*axes)
-        return made
+        mesh = cls(dict(sizes), dist.get_rank(), devices)
+        # Create the groups now: it is a collective operation, and a dry run creates none in the middle of a step.
+        for axes in _REDUCED_AXES:
+            if mesh.size(*axes) > 1:
+                mesh.sub(*axes)
+        return mesh
 
     @property
     def world(self) -> int:
         return math.prod(self.sizes.values())
 
     def size(self, *axes: Axis) -> int:
-        """Devices along some axes together."""
+        """Returns the product of the sizes of some axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def index(self, *axes: Axis) -> int:
-        """This device's number along some axes together, from 0; their order counts."""
-        place, left = {}, self.rank
+        """Returns this device's index along some axes combined, from 0; their order matters."""
+        coordinates, remainder = {}, self.rank
         for axis in reversed(Axis):
-            left, place[axis] = divmod(left, self.sizes[axis])
-        found = 0
+            remainder, coordinates[axis] = divmod(remainder, self.sizes[axis])
+        index = 0
         for axis in axes:
-            found = found * self.sizes[axis] + place[axis]
-        return found
+            index = index * self.sizes[axis] + coordinates[axis]
+        return index
 
     def along(self, ranks: Iterable[int]) -> tuple[Axis, ...]:
-        """The axes along which some devices differ in their places.
+        """Returns the axes along which the coordinates of some devices differ.
 
         Example:
             >>> Mesh({**dict.fromkeys(Axis, 1), Axis.SHARD: 4, Axis.TENSOR: 2}).along([0, 2, 4, 6])
             (<Axis.SHARD: 'shard'>,)
         """
-        places = [Mesh(self.sizes, rank) for rank in ranks]
-        return tuple(axis for axis in Axis if len({place.index(axis) for place in places}) > 1)
+        meshes = [Mesh(self.sizes, rank) for rank in ranks]
+        return tuple(axis for axis in Axis if len({mesh.index(axis) for mesh in meshes}) > 1)
 
     def sub(self, *axes: Axis) -> Any:
-        """torch's mesh of the devices along some axes that hold this one: one dimension, whatever the number of axes.
+        """Returns torch's one-dimensional mesh of the devices along some axes that contains this device.
 
-        Every process must ask for the same ones in the same order: groups are made by all together.
+        Every process must request the same meshes in the same order: creating groups is a collective operation.
         """
         return self._sub(tuple(axis for axis in axes if self.sizes[axis] > 1) or axes[:1])
 
-    @functools.cache  # noqa: B019  # a mesh lives as long as the process's groups do
+    @functools.cache  # noqa: B019  # a mesh lives as long as the process groups
     def _sub(self, axes: tuple[Axis, ...]) -> Any:
         assert self.devices is not None, "one device has no mesh"
         from torch.utils._python_dispatch import _disable_current_modes
 
         names = tuple(map(str, axes))
-        with _disable_current_modes():  # a mesh is real numbers, also where it is first asked for in a dry run
+        with _disable_current_modes():  # mesh tensors must be real, also if first requested in a dry run
             return self.devices[names[0]] if len(names) == 1 else self.devices[names]._flatten("_".join(names))
 
     @functools.cache  # noqa: B019
     def plane(self, outer: Axis, inner: tuple[Axis, ...]) -> Any:
-        """torch's mesh of two dimensions: one axis, and some others together."""
+        """Returns torch's two-dimensional mesh of one axis and some others combined."""
         return self.together(self.sub(outer), self.sub(*inner))
 
     @functools.cache  # noqa: B019
     def cut(self, axis: Axis, inner: int) -> tuple[Any, Any]:
-        """torch's meshes of the two parts of an axis: devices that stand at the same place of groups of `inner` neighbours, and those neighbours."""
+        """Splits an axis into groups of `inner` neighbours; returns torch's meshes across and within the groups."""
         names = (f"{axis}_outer_{inner}", f"{axis}_inner_{inner}")
         both = self.sub(axis)._unflatten(0, (self.size(axis) // inner, inner), names)
         return both[names[0]], both[names[1]]
 
     @staticmethod
     def together(outer: Any, inner: Any) -> Any:
-        """torch's mesh of two dimensions, from two meshes of one."""
+        """Combines two one-dimensional torch meshes into a two-dimensional one."""
         from torch.distributed.device_mesh import DeviceMesh
 
         return DeviceMesh._concatenate([outer, inner])
 
     def group(self, *axes: Axis) -> Any:
-        """The process group of the devices along some axes that hold this one."""
+        """Returns the process group of the devices along some axes that contains this device."""
         return self.sub(*axes).get_group()
 
     def add(self, value: Tensor, *axes: Axis) -> Tensor:
-        """`value` summed over the devices along some axes (all of the mesh when none is named), in place."""
+        """All-reduces `value` (sum) over the devices along some axes, all by default, in place."""
         import torch.distributed as dist
 
         if self.size(*(axes or Axis)) > 1:
@@ -198,20 +197,20 @@ class Mesh:
         return value
 
     def most(self, value: int, device: Any) -> int:
-        """The largest of what all devices say; read back from the device, so not for every step."""
+        """Returns the maximum of a value over all devices; synchronizes with the device, so not for every step."""
         import torch
         import torch.distributed as dist
 
         if self.world == 1:
             return value
-        found = torch.tensor(value, dtype=torch.int64, device=device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return int(found)
+        largest = torch.tensor(value, dtype=torch.int64, device=device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
 
 
 @contextmanager
 def pretended(world: int, rank: int = 0) -> Iterator[None]:
-    """Within, a process group of so many devices of which this process is one and the others are not there: collectives send nothing."""
+    """Creates a fake process group of `world` ranks, in which collectives send nothing."""
     import torch.distributed as dist
 
     if world == 1:
@@ -226,4 +225,4 @@ def pretended(world: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # what it holds names groups that are gone, and a mesh of the same shape finds it
+        _clear_sharding_prop_cache()  # its entries refer to destroyed groups, and an equal mesh would reuse them

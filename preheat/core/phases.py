@@ -1,4 +1,4 @@
-"""The phases of a run, in which memory is planned, measured and run out of. No torch."""
+"""The phases of a run, by which memory is planned and measured. No torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ __all__ = ["STEP", "Phase"]
 
 
 class Phase(StrEnum):
-    """What a run does at a moment.
+    """The current activity of a run.
 
     The dry run records allocations by phase; the loop reports its phase to the hang watchdog and to the recovery from
-    out-of-memory errors. The loop sees `GRADIENTS` where a dry run sees `FORWARD`, `HEAD_AND_LOSS` and `BACKWARD` apart.
+    out-of-memory errors. The loop reports `GRADIENTS` for what a dry run splits into `FORWARD`, `HEAD_AND_LOSS` and
+    `BACKWARD`.
     """
 
     STARTING = "starting"
@@ -28,7 +29,7 @@ class Phase(StrEnum):
     GENERATION = "generation"
     SAVING = "saving"
     LAST_SAVING = "last saving"
-    """The checkpoint of the last step: a run without it is worth nothing, so it is never skipped."""
+    """The checkpoint of the last step: the run is lost without it, so it is never skipped."""
     FALLBACK = "choosing a fallback"
 
 

@@ -1,4 +1,4 @@
-"""Why techniques cannot be used, as values that code can branch on. No torch."""
+"""Reasons why techniques cannot be used, as values for code. No torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class ProblemCode(StrEnum):
     """The kind of a `Problem`."""
 
     SLOT_TAKEN = "slot-taken"
-    """Another technique owns a slot that this one owns."""
+    """Another technique owns a slot that this one needs."""
     MISSING_TAG = "missing-tag"
     """Nothing in the recipe provides a tag that it needs."""
     CONFLICT = "conflict"
     """Another technique provides a tag that it excludes."""
     UNSUPPORTED = "unsupported"
-    """Its own check refuses this model, device, batch or setting."""
+    """Its own check rejects this model, device, batch or setting."""
     BUILD = "build"
-    """It was refused while the model was configured or built."""
+    """It was rejected while the model was configured or built."""
     DEVICES = "devices"
-    """The parallel degrees do not multiply to the number of devices. Belongs to no single technique."""
+    """The parallel degrees do not multiply to the number of devices. Not specific to a technique."""
 
 
 @dataclass(frozen=True)

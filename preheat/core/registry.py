@@ -1,4 +1,4 @@
-"""The registry of techniques, and which of them can be combined. No torch.
+"""The registry of techniques and the rules for combining them. No torch.
 
 The registry imports every module of `preheat/techniques/`, and the modules that other packages name in the entry-point
 group `preheat.techniques`:
@@ -45,9 +45,9 @@ def _load() -> None:
     """Imports and checks all techniques.
 
     Raises:
-        RunError: a module cannot be imported or says too little; the message has its file and the reason.
+        RunError: a module cannot be imported or is incomplete; the message has its file and the reason.
     """
-    package = importlib.import_module(GROUP)  # a name, not an import: this module stands below the techniques
+    package = importlib.import_module(GROUP)  # by name, because techniques import this package
     modules = [f"{GROUP}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
     for module in [*modules, *sorted(point.module for point in entry_points(group=GROUP))]:
         try:
@@ -70,7 +70,7 @@ def _file_of(module: str) -> str:
 
 
 def _incomplete(cls: type[Technique]) -> str:
-    """What a technique does not say or says wrongly; empty if nothing."""
+    """Returns what a technique's declaration lacks or has wrong; empty if it is complete."""
     document = sys.modules[cls.__module__].__doc__
     if not (document or "").strip():
         return "has no docstring; say in its module what it does, when it helps, when it hurts, and its source"
@@ -85,18 +85,18 @@ def _incomplete(cls: type[Technique]) -> str:
 
 
 def registry() -> Mapping[str, type[Technique]]:
-    """Every technique by name, in alphabetical order."""
+    """Returns every technique by name, in alphabetical order."""
     _load()
     return {name: _REGISTRY[name] for name in sorted(_REGISTRY)}
 
 
 def has_room(plan: Mapping[str, Any]) -> bool:
-    """Whether a plan fits in 90 % of the memory, so that it fits even if it is too low by as much as nine in ten plans are at most."""
+    """Returns True if a plan fits in 90 % of the memory: nine in ten plans are low by at most that margin."""
     return bool(plan["peak_gib"] <= 0.9 * plan["available_gib"])
 
 
 def problems_of(t: Technique, context: Context) -> list[Problem]:
-    """Why a technique cannot be used here, whatever else the recipe has; empty if it can."""
+    """Returns why a technique cannot be used here, whatever else the recipe has; empty if it can."""
     if not t.acts():
         return []
     if context.model.encoder and not t.supports_encoder_decoder:
@@ -109,17 +109,17 @@ def problems_of(t: Technique, context: Context) -> list[Problem]:
 
 
 def single_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:
-    """Those that are left on one device: not what shares out the work, nor what has its place beside that alone (experts shared out within fsdp)."""
+    """Returns the techniques that apply to one device: neither parallel ones nor those that need them."""
     return {name: t for name, t in techniques.items() if not t.is_parallel() and not t.needs & parallel_tags()}
 
 
 def parallel_tags() -> frozenset[Tag]:
-    """What only techniques that share out the work provide."""
+    """Returns the tags that only parallel techniques provide."""
     return frozenset(tag for cls in registry().values() if cls.is_parallel() for tag in cls.provides)
 
 
 def incompatibilities(techniques: Iterable[Technique], tags: frozenset[Tag]) -> list[Problem]:
-    """Why these techniques cannot be combined, whatever the model.
+    """Returns why these techniques cannot be combined, whatever the model.
 
     Args:
         tags: all that the recipe and the device provide.
@@ -147,13 +147,13 @@ def incompatibilities(techniques: Iterable[Technique], tags: frozenset[Tag]) -> 
 
 
 def _providers(tag: Tag) -> str:
-    """What to do about a missing tag."""
+    """Returns how to provide a missing tag."""
     names = [name for name, cls in registry().items() if tag in cls.provides]
     return f"add {' or '.join(names)}" if names else f"only a {tag} device has it"
 
 
 def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[Problem]:
-    """Why these techniques cannot be used together here, their own checks included."""
+    """Returns why these techniques cannot be used together here, including their own checks."""
     chosen = sorted(techniques, key=lambda t: (t.stage, t.name()))
     together = incompatibilities(chosen, context.tags)
     problems: list[Problem] = []

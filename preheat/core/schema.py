@@ -1,4 +1,4 @@
-"""The parts of a recipe: frozen dataclasses whose fields are the keys and the text under each field its help. No torch."""
+"""Recipe sections: frozen dataclasses whose fields are the keys, with each field's help text below it. No torch."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt", "tokenizer.tiktoken", "tiktoken.model"),
 )
-"""What transformers makes a tokenizer from: the first, or where there is none one of the others."""
+"""Files that transformers loads a tokenizer from: the first, or one of the others if it is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model: from a `path`, a `preset` to plan with, a `family` and sizes, or one dial (`size: 15M`)."""
+    """The model: from a `path`, a `preset` for planning, a `family` and sizes, or a single size (`size: 15M`)."""
 
     preset: str | None = None
-    """A public model's published configuration by name (`preheat models` lists them), to plan without a download. To train, add `path`
-    (checked to be that model) or `weights: random`."""
+    """Name of a public model's published configuration (`preheat models` lists them), for planning without a download.
+    To train, add `path` (checked to be that model) or `weights: random`."""
     path: str | None = None
-    """A Hugging Face folder (or hub name) with config.json; its weights too, unless `weights` is random."""
+    """A Hugging Face folder (or hub name) with config.json; also its weights, unless `weights` is random."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """With `path`: load the weights that stand there, or draw new ones for its configuration (or a preset's)."""
+    """With `path`: load its weights, or initialize new ones for its configuration (or a preset's)."""
     family: Literal["llama", "qwen3", "gpt2", "qwen3_moe", "mixtral", "t5"] = "llama"
     """The architecture of a new model."""
     size: str | None = None
-    """One dial for a new model, e.g. 15M or 1.1B: the parameters outside the embeddings and head; depth, width, heads and learning rate follow."""
+    """Size of a new model, e.g. 15M or 1.1B: parameters without embeddings and head; it determines depth, width, heads
+    and learning rate."""
     shape: Literal["balanced", "deep"] = "balanced"
-    """With `size`: balanced (width 64 times the depth), or deep and thin (20 times), which suits models below a billion parameters."""
+    """With `size`: balanced (width 64 times the depth), or deep and thin (20 times), which suits models below a billion
+    parameters."""
     layers: Annotated[int, Bound(1, 4096)] | None = None
     """Number of transformer layers of a new model."""
     width: Annotated[int, Bound(1, 2**20)] | None = None
@@ -44,87 +46,105 @@ class Model:
     heads: Annotated[int, Bound(1, 2**14)] | None = None
     """Query heads of a new model."""
     kv_heads: Annotated[int, Bound(1, 2**14)] | None = None
-    """Key-value heads of a new model (grouped queries); as many as `heads` when not stated."""
+    """Key-value heads of a new model (grouped queries); as many as `heads` by default."""
     feed_forward: Annotated[int, Bound(1, 2**22)] | None = None
-    """Inner width of the feed-forward block of a new model; of each expert where it has experts."""
+    """Inner width of the feed-forward block of a new model; with experts, of each expert."""
     experts: Annotated[int, Bound(1, 2**14)] | None = None
-    """Experts of each layer of a new qwen3_moe or mixtral; 8 when not stated."""
+    """Experts per layer of a new qwen3_moe or mixtral; 8 by default."""
     experts_per_token: Annotated[int, Bound(1, 2**14)] | None = None
-    """Experts that a token goes to; 2 when not stated."""
+    """Experts per token; 2 by default."""
     positions: Annotated[int, Bound(1, 2**27)] | None = None
-    """Longest sequence of a new model; the batch's length when not stated."""
+    """Longest sequence of a new model; the batch's length by default."""
     vocabulary: Annotated[int, Bound(1, 2**24)] | None = None
-    """Rows of the embedding of a new model; the tokenizer's size when not stated."""
+    """Rows of the embedding of a new model; the tokenizer's size by default."""
     tie_embeddings: bool | None = None
-    """Let embedding and head share one matrix; the family's habit when not stated."""
+    """Share one matrix between embedding and head; the family's convention by default."""
     add_tokens: tuple[str, ...] = ()
-    """Special tokens that the tokenizer of `path` is given, e.g. those of a chat template; their rows begin as the mean of the others and are trained."""
+    """Special tokens to add to the tokenizer of `path`, e.g. those of a chat template; their embeddings start as the
+    mean of the others and are trained."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the transformers configuration, e.g. {rope_theta: 500000}."""
     trust_remote_code: bool = False
-    """The model needs Python code that comes with `path`. A recipe only says so: who runs it must allow it by --trust-remote-code."""
+    """The model needs Python code that comes with `path`. The recipe only declares it: the user must allow it with
+    --trust-remote-code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What the model reads."""
+    """The training data."""
 
     source: str | tuple[str | Mapping[str, Any], ...] = "stdlib"
-    """`stdlib` (Python's own library source), `docstrings` (docstring -> function pairs drawn from it), a file or folder (.txt, .py, .jsonl, .json, .parquet, .csv), or a `datasets` name. Several as a list of these or of {source, weight, layout, columns, text, prompt, completion, subset, split, limit, text_files}: a weight of 2 reads its documents twice an epoch, 0.5 reads half of them."""
+    """`stdlib` (Python's own library source), `docstrings` (docstring -> function pairs from it), a file or folder
+    (.txt, .py, .jsonl, .json, .parquet, .csv), or a `datasets` name. Several as a list of these or of {source, weight,
+    layout, columns, text, prompt, completion, subset, split, limit, text_files}: a weight of 2 reads its documents
+    twice per epoch, 0.5 reads half of them."""
     layout: Literal["auto", "text", "prompt", "alpaca", "sharegpt", "messages", "preference", "unpaired", "classes"] = (
         "auto"
     )
-    """What a row is: text; prompt (and completion); alpaca (instruction, input, output); sharegpt (conversations of from and value); messages (role and content, tool calls); preference (chosen, rejected); unpaired (an answer and whether it was liked); classes (text and label). auto: recognised by the fields, and said."""
+    """Format of a row: text; prompt (and completion); alpaca (instruction, input, output); sharegpt (conversations of
+    from and value); messages (role and content, tool calls); preference (chosen, rejected); unpaired (an answer and
+    whether it was liked); classes (text and label). auto: detected from the fields, and reported."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """What the file calls the layout's fields, e.g. {messages: dialog} or {text: clause, label: kind}."""
+    """Column names in the file for the layout's fields, e.g. {messages: dialog} or {text: clause, label: kind}."""
     text: str = "text"
-    """The field that holds the text of a row."""
+    """The field with the text of a row."""
     prompt: str | None = None
-    """The field that holds a row's prompt, which is read but not trained on; needs `completion`."""
+    """The field with a row's prompt, which is read but not trained on; needs `completion`."""
     completion: str | None = None
-    """The field that holds what the model should answer; only its tokens are trained."""
+    """The field with the expected answer; only its tokens are trained."""
     template: str | None = None
-    """The chat template: alpaca, chatml, gemma, llama3, mistral, phi3, phi4, qwen, t5, or a .jinja file; the tokenizer's own when not stated. Stated, it is also put around prompt and completion."""
+    """The chat template: alpaca, chatml, gemma, llama3, mistral, phi3, phi4, qwen, t5, or a .jinja file; the
+    tokenizer's own by default. If set, it is also applied to prompt and completion."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Which of a conversation is trained on: each turn of the assistant, the last of them, or all of the text."""
+    """Trained part of a conversation: each assistant turn, the last one, or all text."""
     classes: tuple[str, ...] = ()
-    """Names of the classes in their order, for `layout: classes`; those that stand in the data, sorted, when not stated."""
+    """Ordered class names for `layout: classes`; by default those in the data, sorted."""
     preflight: Mapping[str, Literal["block", "warn"]] = field(default_factory=dict)
-    """Checks of the data by name: block (exit code 4) or warn; where a warned row cannot be trained on it is left out and counted. `preheat data` shows them all. Some begin at a share: 1 % of rows for broken encodings and special tokens in the text, 1 % of tokens that the tokenizer does not know, 5 % of validation rows that nearly stand in training, 10 % of examples cut within their answers; generation_prompt is told only; all others begin at the first row."""
+    """Data checks by name: block (exit code 4) or warn; a warned row that cannot be trained on is left out and counted.
+    `preheat data` shows all checks. Some have a threshold: 1 % of rows for broken encodings and for special tokens in
+    the text, 1 % of tokens unknown to the tokenizer, 5 % of validation rows that nearly occur in training, 10 % of
+    examples cut within their answers; generation_prompt only warns; all others start at the first row."""
     subset: str | None = None
     """Configuration name of a `datasets` source."""
     split: str = "train"
     """Split of a `datasets` source."""
     streaming: bool = False
-    """Read the source while training instead of tokenizing all of it first."""
+    """Read the source during training instead of tokenizing all of it first."""
     tokenizer: str | None = None
-    """A tokenizer folder; the model's own when not stated; with neither, a BPE is trained on the data."""
+    """A tokenizer folder; the model's own by default; with neither, a BPE is trained on the data."""
     vocabulary: Annotated[int, Bound(258, 2**22)] = 4096
-    """Pieces of the BPE that is trained when there is no tokenizer."""
+    """Vocabulary size of the BPE that is trained if there is no tokenizer."""
     packing: Literal["auto", "stream", "whole"] = "auto"
-    """`stream` cuts documents at row ends; `whole` never cuts an example and pads. auto: stream for plain text, else whole."""
+    """`stream` splits documents at row ends; `whole` never splits an example and pads. auto: stream for plain text,
+    otherwise whole."""
     image_pixels: Annotated[int, Bound(1024, 2**28)] = 1 << 20
-    """Of a model that reads images: at most so many pixels of each; larger images are shrunk, as its processor shrinks those beyond its own limit. Qwen3-VL makes a token of 32 x 32."""
+    """For models that read images: maximum pixels per image; larger images are shrunk, like the processor shrinks those
+    beyond its own limit. A token of Qwen3-VL covers 32 x 32 pixels."""
     images: Annotated[float, Bound(0, 10_000)] = 1.0
-    """Of a model that reads images: images of `image_pixels` in each row, as a plan counts them. A run counts those of the fullest row of its data."""
+    """For models that read images: images of `image_pixels` per row that a plan assumes. A run uses the count of the
+    fullest row of its data."""
     text_files: Literal["cut", "whole"] = "cut"
-    """A .txt file of more than 64 KB: cut at blank lines into documents of some 4 KB, which can be shuffled and split; or one whole document, as long contexts need."""
+    """For .txt files of more than 64 KB: cut: split at blank lines into documents of about 4 KB, which can be shuffled
+    and split; whole: one document, as long contexts need."""
     longer: Literal["split", "refuse"] = "split"
-    """What becomes of a document longer than a row. split: running text goes on in the next row, an example keeps its beginning (preflight: truncated); refuse: the run does not begin (exit code 4). Counted either way."""
+    """Handling of documents longer than a row. split: plain text continues in the next row, an example is truncated
+    (preflight: truncated); refuse: the run does not start (exit code 4). Counted either way."""
     validation: str | float = 0.02
-    """Share of documents held out (chosen by their content, so that equal documents fall on one side), or a file or folder to validate on."""
+    """Fraction of documents held out (chosen by content hash, so that equal documents fall on one side), or a file or
+    folder to validate on."""
     limit: Long | None = None
-    """Read at most so many documents."""
+    """Read at most this many documents."""
     workers: Annotated[int, Bound(0, 1024)] = 0
-    """Loader processes. The order of the data is the same for any number."""
+    """Loader processes. The order of the data does not depend on their number."""
     prefetch: Annotated[int, Bound(1, 65_536)] = 2
-    """Batches that each loader process prepares ahead."""
+    """Batches that each loader process prefetches."""
 
     def parts(self) -> list[tuple[Data, float]]:
-        """Each source by itself, as settings, and its weight.
+        """Returns each source as its own settings, and its weight.
 
         Example:
-            >>> [(d.source, d.layout, w) for d, w in Data(source=("a.txt", {"source": "b.json", "weight": 2.0})).parts()]
+            >>> data = Data(source=("a.txt", {"source": "b.json", "weight": 2.0}))
+            >>> [(part.source, part.layout, weight) for part, weight in data.parts()]
             [('a.txt', 'auto', 1.0), ('b.json', 'auto', 2.0)]
         """
         if isinstance(self.source, str):
@@ -136,12 +156,12 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What the optimizer sees in one step."""
+    """The batch of an optimizer step."""
 
     size: Annotated[int, Bound(1, 2**24)] = 32
     """Rows (packed sequences) per optimizer step, over all micro-batches and devices: the global batch."""
     length: Annotated[int, Bound(2, 2**24)] = 256
-    """Tokens in a row."""
+    """Tokens per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,34 +169,34 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter, 2019), fused."""
 
     lr: Literal["auto"] | Positive = "auto"
-    """Peak learning rate; auto: by the model's size (see models/size_dial.py)."""
+    """Peak learning rate; auto: from the model's size (see models/size_dial.py)."""
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """Decay of the running mean of the gradients and of their squares."""
+    """Decay of the moving averages of the gradients and of their squares."""
     eps: Positive = 1e-8
     """Added to the denominator."""
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay, on matrices only (norms and biases are left alone)."""
+    """Decoupled weight decay, on matrices only (not on norms and biases)."""
     clip: NonNegative = 1.0
-    """Largest norm of the gradients; larger ones are scaled down. 0: no clipping."""
+    """Maximum gradient norm; larger gradients are scaled down. 0: no clipping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The learning rate over the run, as a share of the peak."""
+    """The learning rate schedule, as fractions of the peak and of the run."""
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
     """cosine; wsd: warmup, stable, linear decay; constant after warmup."""
     warmup: Share = 0.02
-    """Share of the run in which the rate rises from 0."""
+    """Fraction of the run in which the rate rises from 0."""
     decay: Share = 0.2
-    """wsd only: share of the run at the end in which the rate falls."""
+    """wsd only: fraction of the run at the end in which the rate falls."""
     floor: Share = 0.1
-    """Where the rate ends, as a share of the peak."""
+    """Final rate, as a fraction of the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """When to stop; what is reached first counts."""
+    """When to stop; the first limit reached counts."""
 
     steps: Long | None = None
     """Optimizer steps."""
@@ -190,125 +210,138 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Loss on the validation rows during the run; it is always taken at the end, and before the first step where the model is a pretrained one."""
+    """Validation during the run; the loss is always evaluated at the end, and at the start of a pretrained model."""
 
     every: Whole = 0
     """Steps between evaluations; 0: only at the end."""
     rows: Count = 256
-    """At most so many validation rows, and rows of `forgetting` and of each task."""
+    """Maximum number of validation rows, and of rows of `forgetting` and of each task."""
     micro: Count | None = None
-    """At most so many rows at a time; as many as a micro-batch of training where not stated."""
+    """Maximum number of rows at a time; by default a training micro-batch."""
     tasks: tuple[str, ...] = ()
-    """Tasks to measure with each evaluation, the one before the first step included: names or files, as `preheat eval --tasks` takes them."""
+    """Tasks to measure with each evaluation, including the one before the first step: names or files, as in `preheat
+    eval --tasks`."""
     forgetting: str | None = None
-    """A second text, such as what the model was trained on before: its loss before and after shows what is forgotten."""
+    """A second text, e.g. from the model's previous training: its loss before and after shows forgetting."""
     baselines: bool = False
-    """Also take the loss of a unigram and a bigram model of the same split, to compare with."""
+    """Also evaluate a unigram and a bigram model of the same split, for comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a crash may cost."""
+    """How often to save checkpoints."""
 
     every: Whole = 0
     """Steps between checkpoints; 0: only at the end (and on SIGTERM or Ctrl-C)."""
     keep: Count = 2
-    """So many of the newest checkpoints stay."""
+    """Number of most recent checkpoints to keep."""
     asynchronous: bool | None = None
-    """Write while the next steps run, from a copy in host memory: of what each process saves (its weights and optimizer states), until it is
-    written. On accelerators yes, on CPUs no when not stated: there the copy is of the memory that the run has."""
+    """Write during the next steps, from a copy in host memory: of what each process saves (its weights and optimizer
+    states), until it is written. By default yes on accelerators, no on CPUs, where the copy uses the run's own
+    memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Where it runs."""
+    """The device of the run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda when there is one."""
+    """auto: cuda if available."""
     threads: Annotated[int, Bound(1, 4096)] | None = None
-    """CPU threads; all cores when not stated."""
+    """CPU threads; all cores by default."""
     memory: str | None = None
-    """Memory that the run may use, e.g. 12GiB; what the device has when not stated."""
+    """Memory that the run may use, e.g. 12GiB; the device's memory by default."""
     segments: Literal["auto", "fixed", "expandable"] = "auto"
-    """Of a GPU, how torch's allocator takes memory from the driver: fixed: many segments, torch's default; expandable: one that grows, of which less stays
-    unused (`PYTORCH_ALLOC_CONF=expandable_segments:True`); auto: expandable where torch and the driver have it (NVIDIA's on Linux, but for WSL)."""
+    """How torch's allocator requests GPU memory from the driver: fixed: many segments, torch's default; expandable: one
+    growing segment, which leaves less memory unused (`PYTORCH_ALLOC_CONF=expandable_segments:True`); auto: expandable
+    if torch and the driver support it (NVIDIA on Linux, except WSL)."""
     deterministic: bool = False
-    """On a GPU, choose kernels that give the same bits each time, some of them slower: then a run repeats and resumes bit for bit, as it always
-    does on CPUs. Without it, up to rounding. An operator that has no such kernel ends the run in one line."""
+    """On a GPU, use deterministic kernels, some of them slower: then a run repeats and resumes bit for bit, as it
+    always does on CPUs. Otherwise, up to rounding. An operator without a deterministic kernel ends the run with a
+    one-line message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Over how many devices, and what runs them. How the work is shared out is said by techniques: data_parallel, fsdp, tensor_parallel and others."""
+    """The number of devices and the engine. Techniques (data_parallel, fsdp, tensor_parallel, ...) split the work."""
 
     devices: Annotated[int, Bound(1, 2**20)] | None = None
-    """Processes, one a device; a run started with another number is refused, a plan takes it. As many as were started when not stated."""
+    """Processes, one per device; a run started with another number is rejected, a plan assumes it. By default as many
+    as were started."""
     engine: Literal["native", "deepspeed"] = "native"
-    """native: PyTorch's own, as techniques say; deepspeed: DeepSpeed's ZeRO in place of data_parallel, fsdp and zero1 (needs `pip install preheat[deepspeed]`)."""
+    """native: PyTorch's own, as defined by techniques; deepspeed: DeepSpeed's ZeRO instead of data_parallel, fsdp and
+    zero1 (needs `pip install preheat[deepspeed]`)."""
     zero: Literal[1, 2, 3] = 1
-    """Of engine deepspeed: share out optimizer states (1), gradients too (2), weights too (3)."""
+    """With engine deepspeed: shard optimizer states (1), gradients too (2), weights too (3)."""
     timeout: Annotated[float, Bound(0, 10**7, open_low=True)] = 600.0
-    """Seconds that one process waits for the others before it says where each stands and ends."""
+    """Seconds that a process waits for the others before it reports where each of them is and exits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Text that the model writes, for the report: at the end, and before the first step too where the model is a pretrained one."""
+    """Text generated for the report: at the end, and before the first step too if the model is pretrained."""
 
     prompts: tuple[str | tuple[Mapping[str, Any], ...], ...] = ()
-    """Beginnings to continue, or chats (lists of messages) to answer; with neither these nor `rows`: no samples."""
+    """Texts to continue, or chats (lists of messages) to answer; with neither these nor `rows`: no samples."""
     rows: Annotated[int, Bound(0, 256)] = 0
-    """Also answer the questions of so many validation rows, of data that has answers (chats, prompts); each is shown beside the row's own answer."""
+    """Also answer the questions of this many validation rows, for data that has answers (chats, prompts); each is shown
+    next to the row's own answer."""
     tokens: Annotated[int, Bound(1, 2**24)] = 64
-    """At most so many tokens for each."""
+    """Maximum number of tokens for each."""
     temperature: NonNegative = 0.0
-    """0: the likeliest token each time; 1: as the model believes; between, likelier tokens are preferred."""
+    """0: the likeliest token each time; 1: the model's distribution; in between, likelier tokens are preferred."""
     top_p: Annotated[float, Bound(0, 1, open_low=True)] = 1.0
-    """Draw from the likeliest tokens that together have this share of the probability (Holtzman et al. 2020, arXiv:1904.09751); 1: all."""
+    """Sample from the likeliest tokens that together have this probability (Holtzman et al. 2020, arXiv:1904.09751); 1:
+    all."""
     top_k: Whole = 0
-    """Draw from so many of the likeliest tokens; 0: all."""
+    """Sample from this many of the likeliest tokens; 0: all."""
     min_p: Share = 0.0
-    """Draw from tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024, arXiv:2407.01082); 0: all."""
+    """Sample from tokens with at least this fraction of the likeliest one's probability (Nguyen et al. 2024,
+    arXiv:2407.01082); 0: all."""
     repetition_penalty: Positive = 1.0
-    """Above 1: what stands in the text already becomes less likely (Keskar et al. 2019, arXiv:1909.05858)."""
+    """Above 1: tokens that are in the text already become less likely (Keskar et al. 2019, arXiv:1909.05858)."""
     stop: tuple[str, ...] = ()
     """Strings that end a text, which stops before them. The model's own end tokens always do."""
     cache: Literal["auto", "dynamic", "static", "int8"] = "auto"
-    """How keys and values are kept: dynamic grows with the text; static is taken whole at the beginning; int8 grows, in a quarter of fp32's memory; auto:
-    static if the model is compiled, else dynamic."""
+    """The KV cache: dynamic grows with the text; static is allocated in full at the beginning; int8 grows, in a quarter
+    of fp32's memory; auto: static if the model is compiled, otherwise dynamic."""
     window: Annotated[int, Bound(2)] | None = None
-    """Each token sees at most so many tokens back, itself included, and the cache keeps no more: other text, once it is longer; null: the model's own."""
+    """Each token sees at most this many last tokens, itself included, and the cache keeps no more: changes the text
+    once it is longer; null: the model's own."""
     draft: str | None = None
-    """A smaller model with the same tokenizer (a run or a folder) that proposes tokens, which the model checks several at a time: the same greedy text."""
+    """A smaller model with the same tokenizer (a run or a folder) that proposes tokens, which the model verifies
+    several at a time: the same greedy text."""
     draft_tokens: Annotated[int, Bound(1, 1024)] = 4
     """Tokens that the draft proposes at a time."""
     lookup: Annotated[int, Bound(1, 1024)] | None = None
-    """Propose so many tokens at a time by looking up what followed the last ones where they stood before: the same greedy text, without a draft."""
+    """Propose this many tokens at a time by looking up what followed the previous occurrence of the last tokens: the
+    same greedy text, without a draft."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile the model for single tokens: takes seconds to minutes at the first one, and a static cache. auto: on a GPU, outside training, if some
-    thousands of tokens are to be written one after the other (no draft, no lookup, no chat)."""
+    """Compile the model for single tokens: takes seconds to minutes at the first one, and a static cache. auto: on a
+    GPU, outside training, if some thousands of tokens are to be generated one after the other (no draft, no lookup, no
+    chat)."""
 
     @property
     def cache_kind(self) -> Literal["dynamic", "static", "int8"]:
-        """The cache, once `compile` is no longer auto (it counts as false)."""
+        """The cache type, with `compile: auto` counted as false."""
         if self.cache != "auto":
             return self.cache
         return "static" if self.compile is True else "dynamic"
 
     @property
     def wanted(self) -> bool:
-        """Whether a run writes samples."""
+        """Returns True if a run generates samples."""
         return bool(self.prompts or self.rows)
 
     @property
     def speculates(self) -> bool:
-        """Whether tokens are proposed and then checked."""
+        """Returns True if tokens are proposed and then verified."""
         return self.draft is not None or self.lookup is not None
 
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The text under each field of a dataclass: the one source of help, schema and comments."""
+    """Returns the text under each field of a dataclass: the source of help, schema and comments."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):

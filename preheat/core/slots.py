@@ -1,4 +1,4 @@
-"""Stages, slots and orders: the places of a build that techniques name. No torch."""
+"""Stages, slots and orders: the extension points of a build. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Change", "Finish", "Order", "Slot", "Stage"]
 
 
 class Stage(IntEnum):
-    """When in the build a technique acts: the one order."""
+    """The stage of the build at which a technique is applied; defines their order."""
 
     STRUCTURE = 0
     COMPRESS = 1
@@ -27,29 +27,27 @@ class Stage(IntEnum):
 
 
 class Slot(StrEnum):
-    """A place in the build that exactly one technique may own; the engine's plain form stands there until one does."""
+    """A function of the build that exactly one technique may own; the engine installs a default until one does."""
 
     HIDDEN = "hidden"  #            (part, batch) -> Tensor [rows, length, width]
     ROW_LOSS = "row_loss"  #        RowLoss: (logits [n, vocabulary], *aligned [n]) -> Tensor [n]
     OVER_LOGITS = "over_logits"  #  (hidden, head, row_loss, *aligned) -> Tensor, the sum of the row losses
     OBJECTIVE = "objective"  #      (batch, hidden, over_logits) -> LossSum
-    FORWARD = "forward"  #          (part, run) -> run(): all that touches the weights of a part goes through here
-    PART_FORWARD = (
-        "part_forward"  # (part, batch) -> (sum of the losses, or hidden states where a part has no head; metrics)
-    )
-    WHOLE_FORWARD = (
-        "whole_forward"  # (build, batch) -> LossSum, through all parts; for reading only where there are several
-    )
+    FORWARD = "forward"  #          (part, run) -> run(): every access to the weights of a part goes through here
+    # (part, batch) -> (sum of the losses, or hidden states if the part has no head; metrics)
+    PART_FORWARD = "part_forward"
+    # (build, batch) -> LossSum, through all parts; with several parts for evaluation only
+    WHOLE_FORWARD = "whole_forward"
     FORWARD_BACKWARD = "forward_backward"  # (build, batches, global_weight) -> LossSum
     CLIP = "clip"  #                (build) -> norm, a tensor
     UPDATE = "update"  #            (build, norm) -> finite, a tensor
     BATCH_SHAPE = "batch_shape"  #  (progress from 0 to 1) -> Shape; that of 1 needs the most memory
-    SAMPLE_ORDER = (
-        "sample_order"  # (rows, seed, committed, samples of the whole run or None) -> Iterator[int], rows by number
-    )
+    # (rows, seed, committed, samples of the whole run or None) -> Iterator[int], row numbers
+    SAMPLE_ORDER = "sample_order"
     ATTENTION_KERNEL = "attention_kernel"  #     (q, k, v, mask, scale) -> Tensor
     ATTENTION_EXCHANGE = "attention_exchange"  # (kernel) -> kernel
-    # Beyond DESIGN.md's list: bf16 weights and a low-bit AdamW each bring an optimizer; the second would replace the first unseen.
+    # bf16 weights and a low-bit AdamW each bring an optimizer; without this slot the second would silently replace the
+    # first.
     OPTIMIZER = "optimizer"  #      (groups, settings) -> torch.optim.Optimizer
 
 
@@ -72,16 +70,16 @@ class Finish(IntEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """What a technique did to a build: it stands in the run and in the report."""
+    """A technique's change to a build, for the run's records and the report."""
 
     what: str
-    """In words: 'attention of 6 layers by SDPA'."""
+    """A description: 'attention of 6 layers by SDPA'."""
     count: int
-    """How many modules, parameters or steps it touched."""
+    """The number of changed modules, parameters or steps."""
     kernel: str = ""
-    """The kernel that serves it, where there is a choice."""
+    """The selected kernel, if there is a choice."""
     detail: str = ""
-    """What is too long for a line: which map got how many bits."""
+    """Details that are too long for a line, e.g. the bits of each layer."""
 
     def __post_init__(self) -> None:
         if self.count < 1 or not self.what:

@@ -8,10 +8,11 @@ __all__ = ["Tag"]
 
 
 class Tag(StrEnum):
-    """A capability of a build: what techniques provide, need (`needs`) or exclude (`conflicts`). Never a technique's name.
+    """A capability of a build that techniques provide, need (`needs`) or exclude (`conflicts`). Never a technique's
+    name.
 
-    The list is closed, so that a misspelled tag fails when the technique's module is imported and cannot drop a
-    conflict in silence. A new capability is a new member here.
+    The list is closed, so that a misspelled tag fails at import and cannot silently drop a conflict. A new capability
+    is a new member here.
     """
 
     # The device.
@@ -72,7 +73,8 @@ class Tag(StrEnum):
     ELEMENTWISE_UPDATE = "elementwise-update"
     """Each weight is updated from its own gradient and state, so that shards update alone."""
     PER_MATRIX_STATES = "per-matrix-states"
-    """States belong to whole matrices (Adafactor's rows and columns, APOLLO's projections), so that they cannot be cut."""
+    """States belong to whole matrices (Adafactor's rows and columns, APOLLO's projections), so that they cannot be
+    cut."""
     STEP_IN_BACKWARD = "step-in-backward"
 
     # Data.

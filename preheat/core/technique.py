@@ -1,6 +1,6 @@
-"""The four types that name one another: a `Recipe` names `Technique`s, their checks look at a `Context`, and they change a `Build`. No torch.
+"""Recipes contain techniques, which check a context and change a build. No torch.
 
-They are in one file since each is half of another's definition.
+They are in one file because their definitions refer to each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a check may know of the model without building it."""
+    """Properties of the model that are known without building it."""
 
     family: str
     layers: int
@@ -53,32 +53,32 @@ class ModelFacts:
     positions: int
     tied: bool
     window: int | None = None
-    score_softcap: float | None = None  # attention's scores are cap * tanh(score / cap), as in Gemma 2
-    logit_softcap: float | None = None  # so are the logits
-    experts: int = 0  # of a layer; 0: one feed-forward block for all tokens
+    score_softcap: float | None = None  # attention scores are cap * tanh(score / cap), as in Gemma 2
+    logit_softcap: float | None = None  # the same for logits
+    experts: int = 0  # per layer; 0: a dense model
     experts_per_token: int = 0
     expert_width: int = 0  # inner width of one expert
     expert_layers: int = 0  # layers that have experts
-    vision: Vision | None = None  # how it reads images; None: it reads text alone
-    encoder: bool = False  # an encoder reads prompts and a decoder writes answers, `layers` of both together
+    vision: Vision | None = None  # image input; None: text only
+    encoder: bool = False  # encoder-decoder; `layers` counts both
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a check may know of the device."""
+    """Properties of the device that are known without using it."""
 
     kind: Literal["cpu", "cuda"]
     name: str
     memory: int  # bytes that a run may use
     capability: tuple[int, int] | None = None  # CUDA's
-    at_hand: bool = True  # False: it is planned for from elsewhere, where what runs on it need not be installed
-    expandable: bool = False  # torch's allocator has one segment a stream that grows, in place of many of fixed sizes
-    notice: str = ""  # what the user should know of how it is used
+    at_hand: bool = True  # False: a remote device that is only planned for; its packages need not be installed here
+    expandable: bool = False  # torch's allocator uses one growing segment per stream instead of many of fixed sizes
+    notice: str = ""  # a notice to the user about the device
 
 
 @dataclass(frozen=True)
 class Context:
-    """What `check`, `options` and `rungs` may look at."""
+    """The inputs of `check`, `options` and `fallbacks`."""
 
     recipe: Recipe
     model: ModelFacts
@@ -89,7 +89,8 @@ class Context:
 
 
 Numerics = Literal["exact", "rounding", "different"]
-"""What a technique changes of the numbers. exact: the order of sums alone; rounding: the number format; different: another model or loss."""
+"""A technique's effect on the numbers. exact: only the order of sums differs; rounding: the number format differs;
+different: another model or loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,53 +98,54 @@ class Technique(ABC):
     """One idea that changes a build. Abstract or final: subclassed once, no method overridden twice.
 
     A subclass's fields are its settings in the recipe; the text under each field is its help. The module's docstring
-    says what it does, when it helps, when it hurts, and its source.
+    states what it does, when it helps, when it hurts, and its source.
     """
 
     stage: ClassVar[Stage]
     numerics: ClassVar[Literal["exact", "rounding", "different"]]
-    """exact: same result but for the order of sums; rounding: same up to the number format; different: another model or loss."""
+    """exact: same result up to the order of sums; rounding: same up to the number format; different: another model or
+    loss."""
     trials: ClassVar[Trials] = Trials()
-    """How tests and benchmarks of every technique try this one."""
+    """Configurations for the tests and benchmarks that run over all techniques."""
     owns: ClassVar[frozenset[Slot]] = frozenset()
     provides: ClassVar[frozenset[Tag]] = frozenset()
     needs: ClassVar[frozenset[Tag]] = frozenset()
     conflicts: ClassVar[frozenset[Tag]] = frozenset()
     roles: ClassVar[frozenset[str]] = frozenset({"trained"})
     training_only: ClassVar[bool] = False
-    """It changes how a model is trained, and nothing of what it is then: whoever opens a run to read from it leaves it out."""
+    """Affects training only; ignored when a finished run is loaded for inference."""
     unsupported_for_images: ClassVar[str] = ""
-    """Why it does not serve models that read images, and what to do; empty: it does."""
+    """Reason why it does not support models that read images, and what to do; empty: supported."""
     supports_encoder_decoder: ClassVar[bool] = False
-    """Whether it serves models with an encoder as well, and was tried with them."""
+    """True if it supports models with an encoder and has been tested with them."""
 
     def owned(self) -> frozenset[Slot]:
-        """The slots of `owns` that these settings take."""
+        """Returns the slots of `owns` that these settings use."""
         return self.owns
 
     def provided(self) -> frozenset[Tag]:
-        """The tags of `provides` that these settings bring."""
+        """Returns the tags of `provides` that these settings provide."""
         return self.provides
 
     def acts(self) -> bool:
-        """Whether these settings do anything: what does nothing has no needs and no conflicts."""
+        """Returns False if these settings do nothing: then the technique has no needs and no conflicts."""
         return True
 
     def read_on(self, device: Device) -> Technique:
-        """These settings if the trained model is only read, on a device that may be another than it was trained on."""
+        """Returns the settings for inference on a device that may differ from the training device."""
         return self
 
     def host_overhead(self) -> float:
-        """How many times as long as without it the host takes for an operator of a step: Python that comes between operators."""
+        """Returns the factor on the host's time per operator: the cost of Python code between operators."""
         return 1.0
 
     def startup_seconds(self, device: Device) -> float:
-        """Seconds that a run takes once, before its first step, because of it."""
+        """Returns the one-time cost in seconds before the first step."""
         return 0.0
 
     @classmethod
     def name(cls) -> str:
-        """The key in the recipe: the module's name."""
+        """Returns the key in the recipe: the module's name."""
         return cls.__module__.rpartition(".")[2]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -158,43 +160,43 @@ class Technique(ABC):
         _REGISTRY[cls.name()] = cls
 
     def configure(self, config: Any, recipe: Recipe) -> Any:
-        """Changes the model's transformers configuration before it is checked and the model made, in place.
+        """Changes the model's transformers configuration in place, before it is checked and the model is created.
 
         Returns:
-            None, or another configuration to go on with, where the model becomes one of another family.
+            None, or another configuration to continue with, if the model becomes one of another family.
 
         Raises:
-            ValueError: this model cannot have it; the words begin with the knob.
+            ValueError: the model does not support it; the message begins with the setting.
         """
         return None
 
     def examples(self) -> ExampleKind | None:
-        """What rows must hold for it; None: it does not matter."""
+        """Returns the kind of examples that the rows must contain; None: any."""
         return None
 
     def degrees(self) -> Mapping[Axis, int]:
-        """Devices that it asks for along axes of the mesh; 0: all that the others leave."""
+        """Returns the requested devices along axes of the mesh; 0: all that the others leave."""
         return {}
 
     @classmethod
     def is_parallel(cls) -> bool:
-        """Whether it shares out the work of one device among several; numbers stay what they were."""
+        """Returns True if it splits the work of one device across several; results are unchanged."""
         return cls.degrees is not Technique.degrees
 
     def check(self, context: Context) -> list[str]:
-        """Why this cannot serve here, in words; empty when it can."""
+        """Returns the reasons why it cannot be used here; empty if it can."""
         return []
 
     @abstractmethod
     def apply(self, build: Build, part: nn.Module) -> Change:
-        """Acts on one part of the build: a few lines that call the plain functions of the module."""
+        """Changes one part of the build: a few lines that call the module's functions."""
 
     def micro_batch_count(self) -> int:
-        """Micro-batches that it cuts a device's rows into."""
+        """Returns the number of micro-batches that a device's rows are split into."""
         return 1
 
     def period(self) -> int:
-        """Layers after which the effect repeats."""
+        """Returns the number of layers after which the effect repeats."""
         return 1
 
 
@@ -202,38 +204,39 @@ class Searchable(Technique):
     """A technique that a search may add, or that recovery from an out-of-memory error may switch on."""
 
     last_resort: ClassVar[bool] = False
-    """It costs time that a plan does not see yet: a search adds it only if nothing else fits."""
+    """Its plan does not include its full time cost: a search adds it only if nothing else fits."""
     searched_on: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
-    """Kinds of devices on which a search adds it: those on which plans predict rightly whether it is faster."""
+    """Device kinds on which a search adds it: those for which plans predict its speed correctly."""
     memory_saving: ClassVar[bool] = False
-    """Whether a run that is out of memory may add it, with any of its `options`: the same weights, data and loss in less memory. A run may
-    be resumed with it, without it, or with other settings of it."""
+    """True if the recovery from out-of-memory errors may add it with any of its `options`: the same weights, data and
+    loss with less memory. A run may be resumed with it, without it, or with other settings of it."""
 
     def search_numerics(self) -> Numerics | None:
-        """What a run gives up of its numbers if a search adds these settings; None: a search never does.
+        """Returns the numerical effect on the whole run if a search adds these settings; None: never added.
 
-        It speaks of the whole run, and `numerics` of the gradients alone. None is for other models, data, objectives and optimizers
-        than the recipe's, and for what a plan cannot see the good of.
+        `numerics` concerns the gradients only. None is for techniques that change the model, data, objective or
+        optimizer, and for those whose benefit a plan cannot predict.
         """
         return None
 
     def options(self, context: Context) -> Iterable[Technique]:
-        """Settings worth searching; if it is `memory_saving`, the mildest first."""
+        """Returns settings worth searching; if it is `memory_saving`, the mildest first."""
         return [self]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:
-        """Settings with the same weights and less memory, for recovery, the mildest first."""
+        """Returns settings with the same weights and less memory, for recovery, the mildest first."""
         return []
 
     def left_open(self, device: Device) -> bool:
-        """Whether a plan (`resolve_auto`) or a search decides by which settings it acts on such a device."""
+        """Returns True if a plan (`resolve_auto`) or a search chooses the settings on such a device."""
         return False
 
     def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
-        """Itself with values for what only a dry run can choose.
+        """Returns the technique with its `auto` settings resolved by a dry run.
 
         Args:
-            plan: of the recipe with another technique in the place of this one; its keys are `preheat.run_dir.PLAN_KEYS`.
+            plan: plans the recipe with another technique in place of this one; its keys are
+                `preheat.run_dir.PLAN_KEYS`.
         """
         return self
 
@@ -244,12 +247,12 @@ _REGISTRY: dict[str, type[Technique]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides a run. Frozen: `dataclasses.replace` or `override` make another."""
+    """The complete definition of a run. Frozen: `dataclasses.replace` or `override` create a changed copy."""
 
     name: str = "run"
     """A short name, used for the run's folder."""
     seed: Seed = 0
-    """Decides weights, data order and every other draw."""
+    """Seed of weights, data order and all other random numbers."""
     model: schema.Model = field(default_factory=schema.Model)
     data: schema.Data = field(default_factory=schema.Data)
     batch: schema.Batch = field(default_factory=schema.Batch)
@@ -266,41 +269,43 @@ class Recipe:
 
 
 class DatasetPass(Protocol):
-    """A pass over the training rows before the first of them is trained on."""
+    """A pass over the training rows before the first step."""
 
     def __call__(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
-        """Reads `numbers` of the `rows` (data.Rows or StreamRows), those that will be trained on; reports progress as (what, done, of how much)."""
+        """Reads the given `numbers` of the `rows` (data.Rows or StreamRows); reports progress as (name, done,
+        total)."""
 
     def once(self, batch: Batch) -> None:
-        """What it does to one micro-batch, for a dry run."""
+        """Processes one micro-batch, for a dry run."""
 
 
 class BatchTransfer(Protocol):
-    """Moves micro-batches to the device, the next one while the step runs (`engine.transfer.Transfer`)."""
+    """Copies micro-batches to the device, prefetching the next one during the step (`engine.transfer.Transfer`)."""
 
     def __call__(self, host: Batch) -> Batch:
-        """Moves a batch now."""
+        """Copies a batch now."""
 
     def begin(self, read: Batch, host: Batch) -> None:
-        """Begins to copy `host`, which is what the transforms make of `read`."""
+        """Starts to copy `host`, the transformed form of `read`."""
 
     def begun(self, read: Batch) -> Batch | None:
-        """The copy that was begun of this batch; None if none was."""
+        """Returns the prefetched copy of this batch; None if there is none."""
 
 
 @dataclass
 class Hooks:
-    """What techniques add around the parts of a step. Each list is called in the order of its entries.
+    """Callbacks that techniques add to a step. Each list is called in order.
 
     Attributes:
-        transforms: of a batch on its way to the model, in the order of `Order`.
-        around_forward: contexts that are entered around each forward pass, autocast for one.
-        before_backward: called before each micro-batch with `is_last`; the last backward pass must leave gradients complete.
+        transforms: transforms of a batch before the model, in the order of `Order`.
+        around_forward: contexts around each forward pass, e.g. autocast.
+        before_backward: called before each micro-batch with `is_last`; the last backward pass must leave gradients
+            complete.
         finish_gradients: called on complete gradients before clipping, in the order of `Finish`.
         after_update: called after each optimizer step.
-        around_optimizer: each wraps the function that makes the optimizer: over shards of the parameters, for one.
-        dataset_passes: passes over the training rows before the first of them is trained on.
-        transfer: one of the transforms: how batches get to the device; None if they are there already.
+        around_optimizer: wrappers of the function that creates the optimizer, e.g. to shard the parameters.
+        dataset_passes: passes over the training rows before the first step.
+        transfer: the transform that copies batches to the device; None if they are there already.
     """
 
     transforms: list[tuple[Order, Callable[[Batch], Batch]]] = field(default_factory=list)
@@ -315,14 +320,14 @@ class Hooks:
 
 @dataclass
 class LossSettings:
-    """What belongs to the loss besides the slots that compute it.
+    """Settings of the loss besides the slots that compute it.
 
     Attributes:
-        scaling: the loss of each micro-batch passes through these before its backward pass: loss scaling for one.
+        scaling: functions applied to the loss of each micro-batch before its backward pass, e.g. loss scaling.
         head_dtype: dtype of the output head and the loss; None: that of the rest.
-        skippable_overflow: a device flag after an update: 1 if a non-finite gradient should skip the step in place of
+        skippable_overflow: a device flag after an update: 1 if a non-finite gradient should skip the step instead of
             ending the run (fp16 loss scaling).
-        scores: (the objective's metrics as sums, their weight) -> what the run records of them.
+        scores: (the objective's metrics as sums, their weight) -> metrics that the run records.
         metrics: of the last gradients: sums over this device's rows.
     """
 
@@ -335,12 +340,13 @@ class LossSettings:
 
 @dataclass
 class ParallelSettings:
-    """What is particular to a build on several devices; the mesh itself is `Build.mesh`.
+    """Settings of a build on several devices; the mesh itself is `Build.mesh`.
 
     Attributes:
-        bubble_fraction: micro-batches of a step -> time in which this device waits for others, relative to the time in which it works.
+        bubble_fraction: micro-batches of a step -> idle time of this device, relative to its compute time.
         duplicated_params: names of parameters that another pipeline stage has too and counts in the norm.
-        full_parameter: the whole value of a parameter, to be saved: gathered if an engine keeps it in its own layout.
+        full_parameter: returns the full value of a parameter for saving: gathered if an engine keeps it in its own
+            layout.
     """
 
     bubble_fraction: Callable[[int], float] = lambda micro_batches: 0.0
@@ -350,14 +356,15 @@ class ParallelSettings:
 
 @dataclass
 class BuildState:
-    """What changes while the build runs.
+    """The mutable state of a running build.
 
     Attributes:
-        saved: whatever a checkpoint must hold besides weights and optimizer, by name.
+        saved: what a checkpoint must contain besides weights and optimizer, by name.
         step: optimizer steps committed so far.
         accumulation: micro-batches in a global batch.
-        events: what techniques did during a step, {kind, ...} each: the loop writes it into the run, and shows its `words` if it has any.
-        counters: what techniques count on the host (recompilations), by name: a key of each step's metrics.
+        events: what techniques did during a step, {kind, ...} each: the loop writes them to the run, and prints their
+            `words` if present.
+        counters: host-side counters of techniques (e.g. recompilations) by name: a key of each step's metrics.
     """
 
     saved: dict[str, Stateful] = field(default_factory=dict)
@@ -369,18 +376,18 @@ class BuildState:
 
 @dataclass
 class Build:
-    """A recipe made concrete. `preheat.engine.builder.build` makes it; techniques change it; steps run it.
+    """A recipe instantiated. `preheat.engine.builder.build` creates it; techniques change it; steps run it.
 
     Attributes:
         tags: of all techniques and the device; complete before the first technique applies.
         torch_device: where the model computes.
-        storage_device: where weights, gradients and optimizer states are kept, if not there.
-        mesh: over which devices, and which of them this is.
+        storage_device: where weights, gradients and optimizer states are stored, if elsewhere.
+        mesh: the devices, and this process's position among them.
         parts: role -> pipeline parts; on meta until MATERIALIZE.
-        weights: where the values of the parameters come from.
-        sources: role -> another source, if a part's values are in a folder of their own: no checkpoint holds them, and a resumed
-            run must find the same.
-        changes: technique -> what it did.
+        weights: the source of the parameters' values.
+        sources: role -> another source, if a part's values are in a separate folder: checkpoints do not contain them,
+            and a resumed run must find the same.
+        changes: technique -> its changes.
     """
 
     recipe: Recipe
@@ -403,18 +410,18 @@ class Build:
 
     @property
     def trained(self) -> list[nn.Module]:
-        """The parts that are trained."""
+        """The trained parts."""
         return self.parts["trained"]
 
     def transformed(self, batch: Batch) -> Batch:
-        """The batch as the model takes it: the transforms in their order."""
+        """Returns the batch as the model takes it, after all transforms."""
         transfer = self.hooks.transfer
         moved = transfer.begun(batch) if transfer is not None else None
         batch = moved if moved is not None else self._changed(batch, Order.SHIFT, Order.SPLIT)
         return self._changed(batch, Order.MOVE, Order.MOVE, but=transfer if moved is not None else None)
 
     def begin(self, batch: Batch) -> None:
-        """Begins to copy the micro-batch that is `transformed` next to the device, beside what is queued there from now on."""
+        """Starts to copy the next micro-batch for `transformed` to the device, overlapped with the queued kernels."""
         if self.hooks.transfer is not None:
             self.hooks.transfer.begin(batch, self._changed(batch, Order.SHIFT, Order.SPLIT))
 
@@ -427,29 +434,29 @@ class Build:
     def run_dataset_passes(
         self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]
     ) -> None:
-        """Passes over the rows that will be read, before the first of them is trained on; arguments as of `DatasetPass`."""
+        """Runs the passes over the rows that will be read, before the first step; arguments as for `DatasetPass`."""
         for dataset_pass in self.hooks.dataset_passes:
             dataset_pass(rows, numbers, progress)
 
     def slot(self, slot: Slot) -> Callable[..., Any]:
-        """What stands in a slot."""
+        """Returns the function installed in a slot."""
         return self._slots[slot][1]
 
     def owner(self, slot: Slot) -> str:
         return self._slots[slot][0]
 
     def own(self, slot: Slot, function: Callable[..., Any], owner: str) -> None:
-        """Puts `function` into a slot for `owner`. The engine's plain form ('plain') may be replaced, once."""
-        held = self._slots.get(slot)
-        if held is not None and held[0] not in ("plain", owner):
-            raise ValueError(f"slot '{slot}' is owned by {held[0]} already; {owner} cannot own it too")
+        """Installs `function` in a slot for `owner`. The engine's default ('plain') may be replaced, once."""
+        current = self._slots.get(slot)
+        if current is not None and current[0] not in ("plain", owner):
+            raise ValueError(f"slot '{slot}' is owned by {current[0]} already; {owner} cannot own it too")
         assert owner == "plain" or slot in _REGISTRY[owner].owns, f"{owner} does not declare that it owns {slot}"
         self._slots[slot] = (owner, function)
 
     def slots(self) -> dict[str, str]:
-        """Who owns what."""
+        """Returns the owner of each slot."""
         return {str(slot): owner for slot, (owner, _) in sorted(self._slots.items())}
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trained parameters by name, over all parts. Names are those of the whole model, which parts share out."""
+        """Returns the trained parameters of all parts by name. Names are those of the unsplit model."""
         return [(name, p) for part in self.trained for name, p in part.named_parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""How the modules of a model are shared out along the tensor axis: what a model's plan says and torch's styles carry out. No torch."""
+"""Styles in which a model's plan splits modules along the tensor axis, executed by torch's styles. No torch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ __all__ = ["Share"]
 
 
 class Share(StrEnum):
-    """What devices along the tensor axis do with a module."""
+    """The role of a module under tensor parallelism."""
 
-    BLOCK = "block"  #                        attention or feed-forward: reads its input whole
-    COLUMNS = "columns"  #                    a map whose outputs are shared out
-    COLUMNS_GATHERED = "columns gathered"  #  and then gathered
-    ROWS = "rows"  #                          a map whose inputs are shared out already; results are summed and go to the stream
-    ROWS_SPLIT = "rows split"  #              the same of inputs that are whole, of which each device takes its share
-    ROWS_SUMMED = "rows summed"  #            as rows, but results stay whole on each device
-    HEADS = (
-        "heads"  #                        a norm over each head that a device has: its weight's gradients are partial
-    )
-    WHOLE = "whole"  #                        inside a block, and the same on all devices
-    WHOLE_CUT = "whole, then cut"  #          the same, with results that go to the stream
-    BETWEEN = "between"  #                    between blocks: a norm over the stream that they add to
-    LAST = "last"  #                          the norm behind the last layer
+    BLOCK = "block"  # attention or feed-forward: takes an unsharded input
+    COLUMNS = "columns"  # a linear layer with sharded outputs
+    COLUMNS_GATHERED = "columns gathered"  # the same, with outputs gathered afterwards
+    ROWS = "rows"  # a linear layer with sharded inputs; results are summed into the residual stream
+    ROWS_SPLIT = "rows split"  # the same for unsharded inputs, of which each device takes its shard
+    ROWS_SUMMED = "rows summed"  # as rows, but results stay unsharded on each device
+    HEADS = "heads"  # a norm over each local head: the gradients of its weight are partial
+    WHOLE = "whole"  # inside a block, and replicated
+    WHOLE_CUT = "whole, then cut"  # the same, with results that go to the residual stream
+    BETWEEN = "between"  # between blocks: a norm over the residual stream
+    LAST = "last"  # the final norm
     EMBEDDING = "embedding"
     HEAD = "head"

@@ -1,4 +1,4 @@
-"""Images in a batch, and what a model says of those that it reads. No torch."""
+"""Images of a batch, and the image input of a model. No torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ __all__ = ["Images", "Vision"]
 
 @dataclass(frozen=True)
 class Vision:
-    """How a model reads images.
+    """The image input of a model.
 
     Attributes:
-        blocks: of its vision tower.
-        patch: pixels of a patch's side; temporal: frames of a patch (a still image is repeated); channels: of a pixel.
-        merge: so many patches by so many become one token of the text.
-        side: of the square grid of learned positions.
-        deep: layers of the text that the tower's inner features are added to, the first ones.
-        image, start, end: tokens that stand for a piece of an image, and around an image.
+        blocks: layers of its vision tower.
+        patch: pixels of a patch's side.
+        temporal: frames of a patch (a still image is repeated).
+        channels: channels of a pixel.
+        merge: merge x merge patches become one token of the text.
+        side: side of the square grid of learned positions.
+        deep: number of first text layers that the tower's intermediate features are added to.
+        image, start, end: placeholder token of a merged patch, and the tokens around an image.
     """
 
     blocks: int
@@ -38,11 +40,11 @@ class Vision:
 
     @property
     def values(self) -> int:
-        """Numbers of a patch."""
+        """Numbers per patch."""
         return self.channels * self.temporal * self.patch**2
 
     def grid(self, pixels: int) -> tuple[int, int]:
-        """Rows and columns of patches of a square image of at most so many pixels.
+        """Returns the rows and columns of patches of a square image of at most `pixels` pixels.
 
         Example:
             >>> Vision(2, 16, 2, 3, 2, 48, 3, 0, 1, 2).grid(1024 * 1024)
@@ -54,18 +56,20 @@ class Vision:
 
 @dataclass
 class Images:
-    """The images of a micro-batch, in the order in which their tokens stand in its rows.
+    """The images of a micro-batch, in the order of their tokens in its rows.
 
-    A field of `Batch` of its own: patches are no tokens (four of them make one), rows have different numbers of them, and the vision tower reads
-    those of all rows at once, so neither `beside` nor `hidden` can hold them. All that the tower derives from the images' sizes is made where the
-    batch is: a step reads no size back from the device.
+    They are a separate field of `Batch`: patches are not tokens (four of them make one), rows have different numbers of
+    them, and the vision tower reads those of all rows at once, so neither `beside` nor `hidden` can hold them.
+    Everything that the tower derives from the images' sizes is computed with the batch: a step reads no size back from
+    the device.
 
     Attributes:
         patches: [patches, values of a patch] fp32.
-        taps, shares: [patches, 4]: rows of the learned positions that a patch lies between (int64), and the share of each (fp32).
+        taps, shares: [patches, 4]: the rows of the learned positions around a patch (int64), and their interpolation
+            weights (fp32).
         grid: [patches, 2] int64, each patch's row and column in its image.
-        places: [tokens of images] int64, where they stand in the batch's rows laid end to end. Fewer than the tower's features where a blank image
-            stands in, without a place, for a micro-batch that has none: devices that share out weights all have to run the tower.
+        places: [tokens of images] int64, their positions in the flattened batch. Fewer than the tower's features if a
+            micro-batch without images has a blank one as a stand-in: ranks that shard weights must all run the tower.
         sizes: on the host, patches of each image.
     """
 

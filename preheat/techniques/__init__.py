@@ -1,10 +1,10 @@
-"""One file for each technique. `preheat.core.registry` imports them all; importing one imports that one. No torch."""
+"""One module per technique. `preheat.core.registry` imports them all. No torch."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`preheat.techniques.integration_example`, the example that puts several together."""
+    """Provides `preheat.techniques.integration_example`, which combines several techniques."""
     if name != "integration_example":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from preheat.techniques.integration import integration_example

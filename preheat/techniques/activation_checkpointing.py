@@ -1,13 +1,15 @@
-"""Activation checkpointing: keep less of the forward pass, compute it again in the backward pass.
+"""Activation checkpointing: saves fewer activations in the forward pass and recomputes them in the backward pass.
 
-What: a layer keeps only its input (`full`), or its input and the results of attention and of every `products`-th matrix product (`selective`), or as
-many results as a share of its activations allows (`budget`: those that spare most computing), and the rest is computed again when its gradient is due. One
-look at the layer under fake tensors says what there is to keep, and which results no gradient needs again: the last product of most layers. Same
-numbers, bit for bit, with deterministic kernels.
-Helps: activations no longer grow with everything inside a layer. Hurts: `full` costs a further forward pass of the
-wrapped layers (a third more FLOPs there); `selective` only the cheap operators; `budget` what lies between.
-Source: Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 (arXiv:2205.05198); choice under a budget as a
-knapsack: Jain et al. 2020 (Checkmate, arXiv:1910.02653) pose the problem.
+What: a layer saves only its input (`full`); or its input and the results of attention and of every `products`-th matmul
+(`selective`); or as many results as a fraction of its activations allows, the most expensive to recompute first
+(`budget`). The rest is recomputed when its gradient is due. One forward pass of the layer under fake tensors shows
+which results can be saved, and which no gradient needs (the last matmul of most layers). Bit-identical with
+deterministic kernels.
+Helps: activation memory no longer grows with everything inside a layer.
+Hurts: `full` costs another forward pass of the wrapped layers (a third more FLOPs there); `selective` recomputes only
+the cheap operators; `budget` is between the two.
+Source: Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 (arXiv:2205.05198); choice under a
+budget as a knapsack problem: Jain et al. 2020 (Checkmate, arXiv:1910.02653).
 """
 
 from __future__ import annotations
@@ -46,20 +48,20 @@ def checkpoint_layers(
     keep: Literal["inputs", "products"] | float = "inputs",
     products: int = 1,
 ) -> int:
-    """Makes every `every`-th module compute its forward pass again in the backward pass. In place.
+    """Makes every `every`-th module recompute its forward pass in the backward pass, in place.
 
     Args:
         layers: e.g. `model.model.layers`.
         every: 1: all of them; 2: every second one.
-        keep: `inputs` of a layer only, or also the results of its matrix `products` and attention, or a number: of all that the
-            layer would save, the share of bytes that may be kept for what is dearest to compute again.
-        products: of a layer's matrix products, in the order in which they run, keep every so many.
+        keep: `inputs` saves a layer's input only, `products` also the results of matmuls and attention; a number is the
+            fraction of the layer's saved bytes that may be kept for the results that are most expensive to recompute.
+        products: keep every `products`-th matmul of a layer, in execution order.
 
     Returns:
-        How many were wrapped.
+        The number of wrapped modules.
 
     Raises:
-        ValueError: in the forward pass, when the model fills a KV cache while it trains.
+        ValueError: in the forward pass, if the model fills a KV cache while it trains.
 
     Example:
         >>> import torch
@@ -72,48 +74,51 @@ def checkpoint_layers(
     planner = None
     if keep != "inputs":
         planner = CheckpointPolicyCache(
-            lambda seen: keep_matmuls(seen, products) if keep == "products" else knapsack(seen, float(keep))
+            lambda trace: keep_matmuls(trace, products) if keep == "products" else knapsack(trace, float(keep))
         )
     chosen = [layer for index, layer in enumerate(layers) if (index + 1) % every == 0]
     for layer in chosen:
-        kind = (type(layer), tuple(p.shape for p in layer.parameters()))  # layers alike share what is chosen for them
+        kind = (type(layer), tuple(p.shape for p in layer.parameters()))  # equal layers reuse one policy
         layer.forward = Checkpointed(layer.forward, kind, planner)  # type: ignore[method-assign]
     return len(chosen)
 
 
 class Checkpointed:
-    """A layer's forward pass that is computed again in the backward pass. `checkpoint_layers` makes it.
+    """A layer's forward pass that is recomputed in the backward pass; created by `checkpoint_layers`.
 
     Args:
-        forward: of the layer.
-        kind: the same for layers that share what is chosen for them.
-        planner: chooses what to keep beside the layer's input; None: nothing.
+        forward: the layer's forward.
+        kind: key under which equal layers reuse one policy.
+        planner: chooses what to keep besides the layer's input; None: nothing.
     """
 
     def __init__(self, forward: Callable[..., Any], kind: Any, planner: CheckpointPolicyCache | None):
         self.forward, self.kind, self.planner = forward, kind, planner
-        self.how: dict[str, Any] | None = None if planner else {}
+        self.checkpoint_kwargs: dict[str, Any] | None = None if planner else {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Chooses for inputs of such shapes. Who traces calls has to call it first, since the layer is looked at under fake tensors."""
+        """Chooses what to keep for inputs of these shapes.
+
+        Callers that trace the layer must call this first, because it runs the layer under fake tensors.
+        """
         import torch
 
         if self.planner is not None and torch.is_grad_enabled():
-            self.how = {"context_fn": self.planner(self.kind, self.forward, args, dict(kwargs))}
+            self.checkpoint_kwargs = {"context_fn": self.planner(self.kind, self.forward, args, dict(kwargs))}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch
         from torch.utils.checkpoint import checkpoint
 
-        if not torch.is_grad_enabled():  # evaluation and generation have no backward pass to compute it again in
+        if not torch.is_grad_enabled():  # evaluation and generation have no backward pass
             return self.forward(*args, **kwargs)
         if kwargs.get("past_key_values") is not None:
             raise ValueError(
                 "a layer that is computed twice would fill the KV cache twice; call the model with use_cache=False"
             )
-        if self.how is None or not torch.compiler.is_compiling():
+        if self.checkpoint_kwargs is None or not torch.compiler.is_compiling():
             self.prepare(args, kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, **(self.how or {}), **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, **(self.checkpoint_kwargs or {}), **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +136,17 @@ class ActivationCheckpointing(Searchable):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.RECOMPUTATION})
 
     mode: Literal["full", "selective", "budget", "none"] = "full"
-    """full: keep a layer's input only; selective: also the results of matrix products and attention; budget: what `budget` allows; none: keep everything."""
+    """full: keep a layer's input only; selective: also the results of matrix products and attention; budget: as much as
+    `budget` allows; none: keep everything."""
     on_gpu: Literal["mode", "auto"] = "mode"
-    """auto: on a GPU the fastest of none, selective and full that fits in 90 % of the memory by the dry run; `mode` on a CPU. The run records which."""
+    """auto: on a GPU the fastest of none, selective and full that fits in 90 % of the memory according to the dry run;
+    on a CPU `mode`. The run records the choice."""
     budget: Share | None = None
-    """With mode budget: the share of a layer's activations, beyond its input, that may be kept; 0 is full, 1 would keep all."""
+    """With mode budget: fraction of a layer's activations, beyond its input, that may be kept; 0 is full, 1 would keep
+    all."""
     products: Annotated[int, Bound(1)] = 1
-    """With mode selective: keep the results of every n-th matrix product; 2 halves what is kept for half the products again, as torchtitan does."""
+    """With mode selective: keep the results of every n-th matrix product; 2 keeps half as much and recomputes half the
+    products, as torchtitan does."""
     every: Annotated[int, Bound(1)] = 1
     """Every n-th layer; the others keep everything."""
 
@@ -151,21 +160,23 @@ class ActivationCheckpointing(Searchable):
         return self.provides if self.acts() else frozenset()
 
     def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
-        stated = replace(self, on_gpu="mode")
+        fixed = replace(self, on_gpu="mode")
         if not self.left_open(context.device):
-            return stated
+            return fixed
         fitting: list[tuple[float, ActivationCheckpointing]] = []
         for mode in ("none", "selective", "full"):
-            other = replace(stated, mode=mode, budget=None, products=1, every=1)
-            tags = (context.tags - self.provides) | other.provided()
-            if conflicts_of({**context.recipe.techniques, self.name(): other}.values(), replace(context, tags=tags)):
+            candidate = replace(fixed, mode=mode, budget=None, products=1, every=1)
+            tags = (context.tags - self.provides) | candidate.provided()
+            if conflicts_of(
+                {**context.recipe.techniques, self.name(): candidate}.values(), replace(context, tags=tags)
+            ):
                 continue
-            foreseen = plan(other)
-            if has_room(foreseen):
-                fitting.append((foreseen["seconds_per_step"], other))
+            prediction = plan(candidate)
+            if has_room(prediction):
+                fitting.append((prediction["seconds_per_step"], candidate))
             if mode == "none" and fitting:
                 break  # nothing is computed twice
-        return min(fitting, key=lambda pair: pair[0])[1] if fitting else stated
+        return min(fitting, key=lambda pair: pair[0])[1] if fitting else fixed
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
@@ -177,7 +188,8 @@ class ActivationCheckpointing(Searchable):
             ]
         if (self.mode == "budget") != (self.budget is not None):
             return [
-                f"budget: {self.budget} with mode: {self.mode}; a budget is what mode: budget needs, and no other mode takes"
+                f"budget: {self.budget} with mode: {self.mode}; a budget is "
+                "what mode: budget needs, and no other mode takes"
             ]
         if self.products > 1 and self.mode != "selective":
             return [f"products: {self.products} with mode: {self.mode}; only mode: selective keeps products"]
@@ -193,14 +205,14 @@ class ActivationCheckpointing(Searchable):
             return Change(f"{len(layers)} layers keep everything, and nothing is computed again", len(layers))
         keep: Any = {"full": "inputs", "selective": "products", "budget": self.budget}[self.mode]
         count = checkpoint_layers(layers, every=self.every, keep=keep, products=self.products)
-        kept = {
+        policy = {
             "full": "inputs kept",
             "selective": "inputs and matrix products kept"
             if self.products == 1
             else f"inputs, attention and one in {self.products} matrix products kept",
             "budget": f"inputs and at most {self.budget or 0:.0%} of the rest kept",
         }[self.mode]
-        return Change(f"{count} of {len(layers)} layers computed again in backward, {kept}", count)
+        return Change(f"{count} of {len(layers)} layers computed again in backward, {policy}", count)
 
     def options(self, context: Context) -> Iterable[Technique]:
         yield from (ActivationCheckpointing(mode="selective", products=n) for n in (1, 2))
@@ -222,8 +234,9 @@ class ActivationCheckpointing(Searchable):
         return self.every
 
     def host_overhead(self) -> float:
-        # Steps of 8 small layers of Llama and GPT-2 on a CPU, of which the host is all: 9 to 12 and 14 to 16 us a kernel without it, 13 to 16 and
-        # 18 to 22 with `full` (hooks, a graph of its own for each layer), 22 to 24 and 28 to 31 where each operator asks Python whether it is kept.
+        # Measured on host-bound steps of 8 small Llama and GPT-2 layers on a CPU, in us per kernel: 9 to 12 and 14 to
+        # 16 without checkpointing, 13 to 16 and 18 to 22 with `full` (hooks, one graph per layer), 22 to 24 and 28 to
+        # 31 if each operator asks Python whether to keep its result.
         if self.mode == "none":
             return 1.0
         return 1 + (0.8 if self.mode == "full" else 2.2) / self.every

@@ -1,11 +1,13 @@
-"""Activation offload: what the backward pass needs waits in the host's memory.
+"""Activation offload: keeps saved activations in host memory until the backward pass needs them.
 
-What: tensors that a layer saves are copied to pinned memory on a stream of their own while the next layer is computed, and brought back one
-layer ahead of the backward pass. Tensors below `least_kib` and the last layers' stay. Same numbers, bit for bit, with deterministic kernels.
-Helps: activations of about two layers on the device in place of all, without computing anything twice; with activation checkpointing,
-the layers' inputs go too. Hurts: where a layer computes for less time than its activations take over the link (short sequences, slow links)
-the device waits; pinned memory cannot be swapped. The plan counts what crosses by the data sheet's link, and what the
-passes do not hide of it as waiting. Not yet run on a GPU.
+What: tensors that a layer saves for backward are copied to pinned memory on a separate stream while the next layer
+runs, and prefetched one layer ahead of the backward pass. Tensors below `least_kib` and those of the last layers stay
+on the device. Bit-identical with deterministic kernels.
+Helps: activations of about two layers on the device instead of all, without recomputation; combined with activation
+checkpointing, the layers' inputs are offloaded too.
+Hurts: the device waits if a layer computes for less time than its activations take over the link (short sequences, slow
+links); pinned memory cannot be swapped. The plan takes the link's bandwidth from its data sheet and counts the part of
+the transfer that compute does not hide as waiting. Not yet run on a GPU.
 Source: Rhu et al. 2016, "vDNN" (arXiv:1602.08124); torch.autograd.graph.saved_tensors_hooks.
 """
 
@@ -29,16 +31,16 @@ __all__ = ["ActivationOffload", "offload_activations"]
 def offload_activations(
     layers: Iterable[nn.Module], *, stay: int = 1, least: int = 1 << 16, link: HostCopy | None = None
 ) -> int:
-    """Lets layers keep what they save for the backward pass on the host. In place.
+    """Makes layers keep what they save for the backward pass on the host, in place.
 
     Args:
-        layers: in the order in which they run, e.g. `model.model.layers`.
-        stay: last layers whose tensors stay on the device.
-        least: bytes below which a tensor stays.
-        link: makes the copies (preheat.ops.memory.host_transfer); by the layers' device where not given.
+        layers: in execution order, e.g. `model.model.layers`.
+        stay: number of last layers whose tensors stay on the device.
+        least: tensors smaller than this many bytes stay on the device.
+        link: makes the copies (preheat.ops.memory.host_transfer); chosen by the layers' device if not given.
 
     Returns:
-        How many layers send theirs.
+        The number of layers that offload their activations.
 
     Example:
         >>> import torch
@@ -62,22 +64,23 @@ class ActivationOffload(Searchable):
     stay: Annotated[int, Bound(1)] = 1
     """Last layers whose activations stay on the device: the backward pass begins with them."""
     least_kib: Whole = 64
-    """Tensors below so many KiB stay: a small copy costs more than it frees."""
+    """Tensors smaller than this many KiB stay: a small copy costs more than it frees."""
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        why = []
+        problems = []
         if context.device.kind != "cuda":
-            why.append(
-                "needs a CUDA device: on a CPU activations are in the host's memory already; use activation_checkpointing"
+            problems.append(
+                "needs a CUDA device: on a CPU activations are in the "
+                "host's memory already; use activation_checkpointing"
             )
         if self.stay >= context.model.layers:
-            why.append(
+            problems.append(
                 f"stay: {self.stay} of {context.model.layers} layers sends none; use at most {context.model.layers - 1}"
             )
-        return why
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.hf import anatomy

@@ -1,10 +1,10 @@
-"""Adafactor: an optimizer that keeps the second moments of a matrix as one row and one column.
+"""Adafactor: an optimizer with factored second moments (one row and one column per matrix).
 
-What: squares of gradients are remembered by their means over rows and over columns, and put together again as a product; no
-momentum; each update is clipped to a root mean square of `clip`.
-Helps: almost no optimizer state: n + m numbers for a matrix of n x m, where AdamW keeps 2 n m. Hurts: noisier than AdamW, whose
-learning rates are somewhat high for it.
-Source: Shazeer and Stern 2018 (arXiv:1804.04235), algorithm 4, with a learning rate from outside.
+What: keeps the row and column means of the squared gradients and reconstructs the second moment as their outer product;
+no momentum; each update is clipped to a root mean square of `clip`.
+Helps: almost no optimizer state: n + m numbers for an n x m matrix, while AdamW keeps 2 n m.
+Hurts: noisier than AdamW, whose learning rates are somewhat high for it.
+Source: Shazeer and Stern 2018 (arXiv:1804.04235), algorithm 4, with an external learning rate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Adafactor", "adafactor_optimizer"]
 
 
 def adafactor_optimizer(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer (`preheat.ops.optim.optimizers.Adafactor`): lr, weight_decay, decay, clip.
+    """Returns the optimizer (`preheat.ops.optim.optimizers.Adafactor`); settings: lr, weight_decay, decay, clip.
 
     Example:
         >>> import torch
@@ -37,13 +37,13 @@ def adafactor_optimizer(parameters: Iterable[Any], **settings: Any) -> torch.opt
 @dataclass(frozen=True, kw_only=True)
 class Adafactor(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
+    numerics: ClassVar[Any] = "exact"  # for the gradients; the updates differ
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PER_MATRIX_STATES})
 
     decay: Positive = 0.8
-    """Step t forgets the second moments by t ** -decay."""
+    """Decay of the second moments at step t is 1 - t ** -decay."""
     clip: Positive = 1.0
     """Root mean square to which an update is clipped."""
 

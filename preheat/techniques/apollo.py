@@ -1,11 +1,13 @@
 """APOLLO: an optimizer that keeps moments of a small random projection of each matrix's gradient.
 
-What: the gradient is projected to a few rows by a random matrix; AdamW's moments of those rows tell how large its update of each channel
-would be, and the gradient itself is scaled to that. Embeddings, head, norms and biases go on with AdamW. The first moment
-acts through the scale only: the direction is that of the step's own gradient.
-Helps: optimizer state of a matrix falls to 8 bytes times `rank` a parameter of it (2 at a quarter), and to almost nothing with
-a `rank` of 0 (APOLLO-Mini: one row), without GaLore's singular value decompositions. Hurts: noisier than AdamW on small batches; updates are smaller by about the
-square root of `rank`, so the learning rate wants to be larger; a random matrix is drawn and multiplied in each step.
+What: projects the gradient to a few rows with a random matrix and keeps AdamW's moments of those rows. They estimate
+how large AdamW's update of each channel would be, and the gradient itself is scaled to that size. Embeddings, head,
+norms and biases are updated by AdamW. The first moment acts through the scale only: the direction is that of the
+current gradient.
+Helps: optimizer state of a matrix falls to 8 bytes times `rank` per parameter (2 at a rank of 0.25), and to almost
+nothing with a `rank` of 0 (APOLLO-Mini: one row), without GaLore's singular value decompositions.
+Hurts: noisier than AdamW on small batches; updates are smaller by about the square root of `rank`, so it needs a larger
+learning rate; each step draws a random matrix and multiplies by it.
 Source: Zhu et al. 2024, "APOLLO: SGD-like Memory, AdamW-level Performance" (arXiv:2412.05270).
 """
 
@@ -25,11 +27,11 @@ __all__ = ["Apollo", "apollo_optimizer"]
 
 
 def apollo_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer (`preheat.ops.optim.apollo.Apollo`): APOLLO for matrices, AdamW for the rest.
+    """Returns the optimizer (`preheat.ops.optim.apollo.Apollo`): APOLLO for matrices, AdamW for the rest.
 
     Args:
         groups: parameters, or groups of them.
-        by_adamw: matrices that AdamW shall take: embeddings and the head.
+        by_adamw: matrices that AdamW updates: embeddings and the head.
         settings: lr, betas, eps, weight_decay, rank (0: APOLLO-Mini), every, scale, seed, number.
 
     Example:
@@ -48,22 +50,23 @@ def apollo_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **s
 @dataclass(frozen=True, kw_only=True)
 class Apollo(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
+    numerics: ClassVar[Any] = "exact"  # for the gradients; the updates differ
     trials: ClassVar[Trials] = Trials(settings=({"rank": 0.0},))
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PER_MATRIX_STATES})
 
     rank: Share = 0.25
-    """Rows of the projection, as a share of a matrix's smaller side; 0: APOLLO-Mini, one row and one scale for a whole matrix."""
+    """Rows of the projection, as a fraction of a matrix's smaller side; 0: APOLLO-Mini, one row and one scale for a
+    whole matrix."""
     every: Annotated[int, Bound(1)] = 200
-    """Steps after which another projection is drawn."""
+    """Steps after which a new projection is drawn."""
     scale: Literal["auto"] | Positive = "auto"
-    """What updates are multiplied by; auto: the authors' 1, and the square root of 128 for a rank of 0."""
+    """Factor on the updates; auto: the authors' 1, and the square root of 128 for a rank of 0."""
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.hf import ends
 
-        chosen: dict[str, Any] = {
+        options: dict[str, Any] = {
             "rank": self.rank,
             "every": self.every,
             "scale": (1.0 if self.rank else 128**0.5) if self.scale == "auto" else self.scale,
@@ -73,7 +76,7 @@ class Apollo(Technique):
 
         def make(groups: Any, **settings: Any) -> Any:
             others = [weight for trained in build.trained for weight in ends(trained)]
-            return apollo_optimizer(groups, by_adamw=others, **chosen, **settings)
+            return apollo_optimizer(groups, by_adamw=others, **options, **settings)
 
         build.own(Slot.OPTIMIZER, make, self.name())
         others = {id(weight) for weight in ends(part)}

@@ -1,11 +1,14 @@
-"""Block-sparse attention: each token sees its neighbourhood and a few global tokens at its document's beginning.
+"""Block-sparse attention: each token attends to its neighbourhood and to a few global tokens at its document's start.
 
-What: a token sees `local` tokens back and the first `global_tokens` of its document, which see everything that is before them. (BigBird
-adds random blocks; these are left out: kernels gain nothing from them, and windows of stacked layers reach as far.)
-Helps: attention's work is linear in length, given a kernel that skips what is hidden (`efficient_attention`); the global tokens are where
-models park attention that they have no use for, which a bare window cuts off. Hurts: another model: what lies between is reached only through
-the layers below. Text is generated without a cache here, and transformers' own models know no such pattern.
-Source: Beltagy et al. 2020 (arXiv:2004.05150); Zaheer et al. 2020 (arXiv:2007.14062); first tokens as sinks: Xiao et al. 2023 (arXiv:2309.17453).
+What: a token attends to the last `local` tokens and to the first `global_tokens` of its document, which attend to
+everything before them. BigBird's random blocks are left out: kernels gain nothing from them, and stacked windows reach
+as far.
+Helps: attention is linear in length, given a kernel that skips masked blocks (`efficient_attention`); the global tokens
+serve as attention sinks, which a plain window cuts off.
+Hurts: a different model: tokens in between are reached only through the layers below. Text is generated without a
+cache, and transformers' own models do not know this pattern.
+Source: Beltagy et al. 2020 (arXiv:2004.05150); Zaheer et al. 2020 (arXiv:2007.14062); first tokens as sinks: Xiao et
+al. 2023 (arXiv:2309.17453).
 """
 
 from __future__ import annotations
@@ -24,25 +27,27 @@ __all__ = ["BlockSparseAttention", "add_block_sparse_attention"]
 
 
 def add_block_sparse_attention(model: PreTrainedModel, *, local: int, global_tokens: int) -> int:
-    """Limits the attention of a transformers model to neighbours and global tokens. In place.
+    """Limits the attention of a transformers model to neighbours and global tokens, in place.
 
-    A model that attends by transformers' own functions is switched to preheat's kernels; padding masks go on working (global tokens
-    are then counted from a row's beginning, padding included: pad on the right).
+    A model that uses transformers' own attention functions is switched to preheat's kernels. Padding masks still work,
+    but global tokens are then counted from the start of the row, padding included: pad on the right.
 
     Args:
-        local: tokens back that a token sees, itself included.
-        global_tokens: tokens at a document's beginning that all of it sees.
+        local: number of last tokens that a token sees, itself included.
+        global_tokens: number of tokens at a document's start that the whole document sees.
 
     Returns:
-        How many layers are limited.
+        The number of limited layers.
 
     Raises:
-        ValueError: a number below 1, or a model whose attention cannot be replaced.
+        ValueError: a number is below 1, or the model's attention cannot be replaced.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = dict(hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=16)
-        >>> add_block_sparse_attention(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)), local=4, global_tokens=1)
+        >>> add_block_sparse_attention(
+        ...     LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)), local=4, global_tokens=1
+        ... )
         2
     """
     from preheat.models.attention_patch import limit_layers
@@ -66,9 +71,9 @@ class BlockSparseAttention(Technique):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN})
 
     local: Literal["auto"] | Count = "auto"
-    """Tokens back that a token sees, itself included; auto: a quarter of batch.length."""
+    """Number of last tokens that a token sees, itself included; auto: a quarter of batch.length."""
     global_tokens: Count = 4
-    """Tokens at the beginning of each document that all of it sees."""
+    """Tokens at the start of each document that the whole document sees."""
 
     def _local(self, context: Context | Build) -> int:
         return max(1, context.recipe.batch.length // 4) if self.local == "auto" else int(self.local)
@@ -77,7 +82,8 @@ class BlockSparseAttention(Technique):
         local, length = self._local(context), context.recipe.batch.length
         if local + self.global_tokens >= length:
             return [
-                f"local: {local} and {self.global_tokens} global of {length} tokens hide nothing; use less than batch.length together"
+                f"local: {local} and {self.global_tokens} global of {length} "
+                "tokens hide nothing; use less than batch.length together"
             ]
         return []
 

@@ -1,9 +1,10 @@
-"""Chunked loss: head and cross entropy by rows, so that the logits are never whole in memory.
+"""Chunked loss: computes head and cross entropy in chunks of rows, so that the full logits are never in memory.
 
-What: for a few hundred rows at a time, logits, loss and their gradient are made and consumed in the forward pass, in place.
-Helps: logits are tokens x vocabulary, often the largest tensor of a step, held two or three times by the plain loss;
-here one chunk is held once. Faster too where memory is slow. Hurts: little; very few rows a chunk slow the products. On CUDA the gradient of a
-head in fp32 is summed in fp32 by the products themselves; that of a head in bf16 is rounded once a chunk.
+What: computes logits, loss and gradient for a few hundred rows at a time, in the forward pass and in place.
+Helps: logits are tokens x vocabulary, often the largest tensor of a step, and the plain loss holds two or three copies;
+here one chunk exists once. Also faster if memory is slow.
+Hurts: little; very small chunks slow the matmuls. On CUDA the gradient of an fp32 head is accumulated in fp32 by the
+matmuls themselves; that of a bf16 head is rounded once per chunk.
 Source: Wijmans et al. 2024, "Cut Your Losses" (arXiv:2411.09009); Hsu et al. 2024, Liger Kernel (arXiv:2410.10989).
 """
 
@@ -25,7 +26,8 @@ __all__ = ["ChunkedLoss", "chunked_cross_entropy"]
 
 _KERNELS = ("ours", "torch", "liger")
 _ROWS = {"cpu": 512, "cuda": 4096}
-"""By kind of device: a CPU keeps a chunk in its caches, a GPU wants few large products and few passes over the head's gradient."""
+"""Rows per chunk by device: on a CPU a chunk should stay in cache; a GPU wants few large matmuls and few passes over
+the head's gradient."""
 
 
 def _kernel(name: str, rows: int, cuda: bool) -> Callable[..., Tensor]:
@@ -43,14 +45,17 @@ def _kernel(name: str, rows: int, cuda: bool) -> Callable[..., Tensor]:
 def chunked_cross_entropy(
     hidden: Tensor, head: nn.Module, labels: Tensor, *, rows: int = 512, kernel: str = "ours"
 ) -> Tensor:
-    """The sum of the cross entropies of `head(hidden)` against `labels` (-100: not trained), `rows` rows at a time.
+    """Returns the summed cross entropy of `head(hidden)` against `labels` (-100: ignored), `rows` rows at a time.
 
     Args:
-        hidden: [..., width]; head: a module with `weight` [vocabulary, width] and no bias; labels: [...].
-        kernel: `ours`; `torch` for its `linear_cross_entropy` (2.13); `liger` for Liger's, on CUDA, with chunks of its own choice.
+        hidden: [..., width].
+        head: a module with `weight` [vocabulary, width] and no bias.
+        labels: [...].
+        kernel: `ours`; `torch` for its `linear_cross_entropy` (2.13); `liger` for Liger's on CUDA, which chooses its
+            own chunks.
 
     Raises:
-        ValueError: no such kernel.
+        ValueError: unknown kernel.
 
     Example:
         >>> import torch
@@ -80,10 +85,11 @@ class ChunkedLoss(Searchable):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
 
     rows: Annotated[int, Bound(1)] | None = None
-    """Rows of logits in memory at a time; when not given 512 on a CPU and 4096 on a GPU (liger chooses by itself)."""
+    """Rows of logits in memory at a time; if not given, 512 on a CPU and 4096 on a GPU (liger chooses its own)."""
     kernel: Literal["auto", "ours", "torch", "liger"] = "auto"
-    """Who computes a chunk: ours, torch's linear_cross_entropy, or Liger's Triton kernel (CUDA). auto takes ours, the fastest measured on
-    a CPU (benchmarks/results/loss_kernels.md); on CUDA the others have not been measured against it."""
+    """What computes a chunk: ours, torch's linear_cross_entropy, or Liger's Triton kernel (CUDA). auto takes ours, the
+    fastest measured on a CPU (benchmarks/results/loss_kernels.md); the others have not been compared with it on
+    CUDA."""
 
     def _rows(self, kind: str) -> int:
         return self.rows or _ROWS[kind]
@@ -92,32 +98,32 @@ class ChunkedLoss(Searchable):
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        why = []
+        problems = []
         if self.kernel == "liger":
             import importlib.util
 
             if context.device.kind != "cuda":
-                why.append("kernel: liger needs a CUDA device; use ours or auto")
+                problems.append("kernel: liger needs a CUDA device; use ours or auto")
             elif importlib.util.find_spec("liger_kernel") is None:
-                why.append("kernel: liger is not installed; pip install liger-kernel, or use ours")
+                problems.append("kernel: liger is not installed; pip install liger-kernel, or use ours")
         if self.kernel == "torch":
             import torch
 
             if "LinearCrossEntropyOptions" not in vars(torch.nn):
-                why.append(
+                problems.append(
                     f"kernel: torch {torch.__version__} has no chunked linear_cross_entropy; use ours, or torch 2.13"
                 )
         if self.kernel in ("torch", "liger"):
             adds = [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]
             if adds:
-                why.append(
+                problems.append(
                     f"kernel: {self.kernel} knows plain cross entropy only, without what {adds[0]} adds; use ours"
                 )
             if context.model.logit_softcap:
-                why.append(
+                problems.append(
                     f"kernel: {self.kernel} would leave out the cap on the logits of {context.model.family}; use ours"
                 )
-        return why
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.hf import require_plain_head

@@ -1,10 +1,11 @@
-"""Classification: a head over classes in place of the language model's head, trained on the last token of each document.
+"""Classification: replaces the language model head with a classification head on each document's last token.
 
-What: the head over the vocabulary gives way to one over `classes`, drawn new; the loss is the cross entropy of the class at the last
-token, which has read the whole document. Under an adapter the head is trained all the same. Many documents stand in one row, and each sees
-itself only. The run's accuracy and macro F1 (the mean over classes, however rare) stand beside the loss.
-Helps: a label costs one pass over the text, without generating; scores are calibrated and comparable. Hurts: the model writes no text any
-more; one training example a document, where next-token prediction has one a token.
+What: the head over the vocabulary is replaced by a newly initialized head over `classes`; the loss is the cross entropy
+of the class at the last token, which has attended to the whole document. The head is trained even under an adapter.
+Several documents are packed in one row, and each attends to itself only. The run reports accuracy and macro F1 (the
+unweighted mean over classes) along with the loss.
+Helps: a label costs one forward pass, without generation; scores are calibrated and comparable.
+Hurts: the model can no longer generate text; one training example per document instead of one per token.
 Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", section 3.2.
 """
 
@@ -27,14 +28,16 @@ __all__ = ["Classification", "accuracy_and_f1", "classify", "confusion"]
 
 
 def classify(model: Any, classes: int, *, seed: int = 0) -> str:
-    """Puts a head over classes, drawn new, in place of a transformers model's head, in place. Returns its name.
+    """Replaces the head of a transformers model with a new one over `classes`, in place. Returns its name.
 
     Raises:
         ValueError: the head is tied to the embedding.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> config = LlamaConfig(
+        ...     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16
+        ... )
         >>> model = LlamaForCausalLM(config)
         >>> classify(model, 3), model.lm_head.weight.shape
         ('lm_head', torch.Size([3, 16]))
@@ -53,7 +56,7 @@ def classify(model: Any, classes: int, *, seed: int = 0) -> str:
 
 
 def confusion(predicted: Tensor, truth: Tensor, classes: int) -> Tensor:
-    """[classes, classes], how often a class (row) was taken for another (column). A negative truth does not count.
+    """Returns the confusion matrix [classes, classes] (rows: truth, columns: prediction). Negative truths are ignored.
 
     Example:
         >>> import torch
@@ -62,14 +65,14 @@ def confusion(predicted: Tensor, truth: Tensor, classes: int) -> Tensor:
     """
     import torch
 
-    place = torch.where(truth < 0, classes * classes, truth * classes + predicted)
-    counted = torch.zeros(classes * classes + 1, device=truth.device)
-    counted.index_add_(0, place, torch.ones_like(place, dtype=counted.dtype))
-    return counted[:-1].view(classes, classes)
+    cell = torch.where(truth < 0, classes * classes, truth * classes + predicted)
+    counts = torch.zeros(classes * classes + 1, device=truth.device)
+    counts.index_add_(0, cell, torch.ones_like(cell, dtype=counts.dtype))
+    return counts[:-1].view(classes, classes)
 
 
 def accuracy_and_f1(table: Tensor) -> dict[str, float]:
-    """Accuracy, and the mean F1 over the classes that occur or were predicted.
+    """Returns the accuracy and the mean F1 over the classes that occur or were predicted.
 
     Example:
         >>> import torch
@@ -77,8 +80,8 @@ def accuracy_and_f1(table: Tensor) -> dict[str, float]:
         {'accuracy': 0.75, 'macro_f1': 0.42857142857142855}
     """
     right, occur, named = (t.double() for t in (table.diagonal(), table.sum(1), table.sum(0)))
-    seen = occur + named > 0
-    f1 = 2 * right[seen] / (occur + named)[seen]
+    present = occur + named > 0
+    f1 = 2 * right[present] / (occur + named)[present]
     return {"accuracy": float(right.sum() / occur.sum().clamp(min=1)), "macro_f1": float(f1.mean())}
 
 
@@ -92,7 +95,7 @@ class Classification(Technique):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.CLASSIFICATION_HEAD, Tag.WHOLE_EXAMPLES})
 
     classes: Annotated[int, Bound(2)] = 2
-    """Rows of the head: the data's classes are numbered from 0."""
+    """Rows of the head: the classes of the data are numbered from 0."""
 
     def examples(self) -> ExampleKind:
         return ExampleKind("classes", self.classes)
@@ -102,14 +105,14 @@ class Classification(Technique):
         config.num_labels = self.classes
 
     def check(self, context: Context) -> list[str]:
-        recipe, why = context.recipe, []
+        recipe, problems = context.recipe, []
         if recipe.data.packing == "stream":
-            why.append("data.packing: stream cuts documents at row ends; use auto or whole")
+            problems.append("data.packing: stream cuts documents at row ends; use auto or whole")
         if recipe.sample.wanted:
-            why.append("sample: a classifier writes no text; leave them out")
+            problems.append("sample: a classifier writes no text; leave them out")
         if recipe.evaluate.baselines:
-            why.append("evaluate.baselines: a unigram model knows no classes; set it to false")
-        return why
+            problems.append("evaluate.baselines: a unigram model knows no classes; set it to false")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.ops.classification_head import draw_head, give_classes
@@ -120,7 +123,8 @@ class Classification(Technique):
         build.own(Slot.OBJECTIVE, self._objective(part), self.name())
         build.loss.scores = _scores
         return Change(
-            f"{name} over {self.classes} classes, drawn new, in place of the vocabulary's; loss at each document's last token",
+            f"{name} over {self.classes} classes, drawn new, in place of "
+            "the vocabulary's; loss at each document's last token",
             1,
         )
 
@@ -133,7 +137,7 @@ class Classification(Technique):
             states = hidden(batch)
             total = over_logits(states, batch.labels)
             with torch.no_grad():
-                last = _last_places(batch)
+                last = _last_positions(batch)
                 logits = head(part)(states.detach().flatten(0, 1)[last])
                 table = confusion(logits.argmax(dim=-1), batch.labels.flatten()[last], self.classes)
             return LossSum(total, batch.weight, {"confusion": table})
@@ -141,8 +145,8 @@ class Classification(Technique):
         return objective
 
 
-def _last_places(batch: Batch) -> torch.Tensor:
-    """Where documents end in the flattened batch; from the lengths on the host."""
+def _last_positions(batch: Batch) -> torch.Tensor:
+    """Returns the index of each document's last token in the flattened batch, from the lengths on the host."""
     from preheat.hardware.transfers import to_device
 
     rows, length = batch.tokens.shape

@@ -1,14 +1,16 @@
-"""Compile: each layer's Python becomes one program, its small operators fused.
+"""Compile: compiles each layer with torch.compile and fuses its small operators.
 
-What: torch.compile makes a graph of a transformer layer and code for it; one graph serves all layers and batches of one
-shape. Attention is one operator in it, whose documents are data: packed batches compile nothing anew. Generation with a KV cache
-runs uncompiled. The run counts what is compiled again, and says so when it stops compiling.
-Helps: norms, rotary embedding, activation and residual sums are memory-bound, and fused they read and write once; fewer
-activations are kept for the backward pass. Hurts: the first step waits for the compiler (tens of seconds on a CPU), which also takes
-tens of MiB of host memory that the plan does not know. The plan is that of layers with fused_operators, which keep what a compiled layer keeps;
-of families that it does not know, that of the uncompiled layers, an upper bound.
-A search adds it on GPUs, where it may round numbers, to runs that outlast a minute of compiling by enough; layers with experts, and batches of
-changing shapes, stay as they are.
+What: torch.compile traces a transformer layer and generates code; one graph serves all layers and all batches of one
+shape. Attention is one opaque operator in it that takes document boundaries as data, so packed batches cause no
+recompilation. Generation with a KV cache runs uncompiled. The run counts recompilations, and reports when it stops
+compiling.
+Helps: norms, rotary embedding, activation and residual additions are memory-bound, and read and write once when fused;
+fewer activations are kept for the backward pass.
+Hurts: the first step waits for the compiler (tens of seconds on a CPU), which also takes tens of MiB of host memory
+that the plan does not include. The plan models compiled layers as fused_operators, which keep the same activations; for
+unsupported families it models uncompiled layers, an upper bound. A search adds compile on GPUs, if rounding is allowed
+and the run is long enough to repay about a minute of compilation. It does not add it to layers with experts or batches
+of changing shapes.
 Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366).
 """
 
@@ -31,22 +33,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Compile", "CompiledLayers", "compile_layers"]
 
-# Families of which a layer of each kind was made one graph (tests/unit/techniques/test_compile.py); of another it may be several, which serve as well.
+# Families whose layers compile without graph breaks (tests/unit/techniques/test_compile.py); others may have several.
 _ONE_GRAPH = frozenset(
     ("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 )
-# Seconds until a run's graphs are made, those of training and of evaluation. On a CPU 15 to 25 were measured; on a GPU it is taken as a minute,
-# with no kernel from an earlier run in the compiler's cache.
-_FIRST_STEP = {"cpu": 25.0, "cuda": 60.0}
+# Seconds to compile the training and evaluation graphs: 15 to 25 measured on a CPU; a minute assumed on a GPU with a
+# cold compiler cache.
+_COMPILE_SECONDS = {"cpu": 25.0, "cuda": 60.0}
 
 
 class CompiledLayers:
-    """Layers that share a compiler, and what it did. `compile_layers` makes it.
+    """Layers that share a compiled function, and its statistics; created by `compile_layers`.
 
     Attributes:
-        graphs: compiled so far: one for each shape of the batch, and with and without gradients.
-        limit: after so many graphs, whatever would need another one runs uncompiled.
-        planned: what modules of the layers compute by in a dry run, as of `models.kernel_swap.forwards`.
+        graphs: number of compiled graphs: one per batch shape, with and without gradients.
+        limit: after this many graphs, calls that would need another one run uncompiled.
+        planned: replacement forwards of the layers' modules in a dry run, as returned by `models.kernel_swap.forwards`.
     """
 
     def __init__(self, *, backend: str, mode: str, dynamic: bool, fullgraph: bool, limit: int):
@@ -58,7 +60,8 @@ class CompiledLayers:
         self.graphs, self.limit = 0, limit
         self._planning: Any = None
         self.planned: list[tuple[Any, Any]] = []
-        # torch keeps graphs with the code object: one of our own, so that another model's are neither used nor counted.
+        # torch caches graphs by code object: use our own copy, so that graphs of other models are neither used nor
+        # counted.
         own = types.FunctionType(layer.__code__.replace(), globals())
         self._compiled = torch.compile(
             own, backend=backend, mode=None if mode == "default" else mode, dynamic=dynamic, fullgraph=fullgraph
@@ -66,17 +69,18 @@ class CompiledLayers:
         self._attention: Any = None
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`forward(*args, **kwargs)`, compiled where it can be."""
+        """Calls `forward(*args, **kwargs)`, compiled if possible."""
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-        # Under a dispatch mode (fake tensors for one) nothing can be compiled, and a growing cache has another shape each token.
+        # Nothing compiles under a dispatch mode (e.g. fake tensors), and a growing KV cache changes shape with each
+        # token.
         if is_in_torch_dispatch_mode():
             from torch._guards import detect_fake_mode
 
             from preheat.models.kernel_swap import computed_by
 
             within = computed_by(self.planned)
-            if detect_fake_mode(args) is not None:  # for good: what is computed again in the backward pass is so, too
+            if detect_fake_mode(args) is not None:  # stays active, so that recomputation in backward uses it too
                 if self._planning is None:
                     self._planning = within
                     within.__enter__()
@@ -88,31 +92,33 @@ class CompiledLayers:
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.utils import counters
 
-        if prepare := getattr(forward, "prepare", None):  # layers that are computed again choose what they keep
+        if prepare := getattr(forward, "prepare", None):  # checkpointed layers choose what to keep,
             prepare(args, kwargs)  # which cannot be traced
         before = counters["stats"]["unique_graphs"]
         try:
-            with self._allowance(), warnings.catch_warnings():
-                # Its own deprecations, and inputs asked for .grad, which it hides in a way that -W error does not see.
+            with self._recompile_limit(), warnings.catch_warnings():
+                # Hides torch's own deprecation warnings, and those of .grad access, which torch's filter does not hide
+                # under -W error.
                 warnings.filterwarnings("ignore", module=r"torch\.")
-                return self._compiled(forward, args, self._opaque(args, kwargs))
+                return self._compiled(forward, args, self._opaque_attention(args, kwargs))
         except Unsupported as error:
             raise RunError(
-                f"techniques.compile.fullgraph: torch.compile cannot make one graph of a layer ({str(error).strip().splitlines()[0]}); use fullgraph: false"
+                "techniques.compile.fullgraph: torch.compile cannot make one graph of a "
+                f"layer ({str(error).strip().splitlines()[0]}); use fullgraph: false"
             ) from error
         finally:
             self.graphs += counters["stats"]["unique_graphs"] - before
 
-    def _allowance(self) -> Any:
-        """Our own limit stands in for torch's, which counts layers and runs eagerly in silence when it is reached."""
+    def _recompile_limit(self) -> Any:
+        """Replaces torch's recompile limit, which counts layers and silently falls back to eager, by our own."""
         import torch
 
         if self.graphs >= self.limit:
             return torch.compiler.set_stance("eager_on_recompile")
         return torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
 
-    def _opaque(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The same arguments with attention as one operator, where its kernel or its mask could not be traced."""
+    def _opaque_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments with attention as one opaque operator if its kernel or mask cannot be traced."""
         from preheat.ops.attention.custom_op import OpaqueAttention, OpaqueMask
         from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 
@@ -121,10 +127,11 @@ class CompiledLayers:
             return kwargs
         packed = mask.documents is not None and any(len(row) > 1 for row in mask.documents)
         function = kernel.func if isinstance(kernel, functools.partial) else kernel
+        # Torch's own operators are traced as they are.
         if not packed and function in (
             reference_attention,
             sdpa_attention,
-        ):  # torch's own operators are traced as they are
+        ):
             return kwargs | {"preheat_mask": replace(mask, documents=None)}
         if self._attention is None:
             self._attention = OpaqueAttention(kernel)
@@ -142,20 +149,20 @@ def compile_layers(
     fullgraph: bool = True,
     limit: int = 16,
 ) -> CompiledLayers:
-    """Compiles each layer's `forward` when it first runs. In place.
+    """Compiles the `forward` of each layer at its first call, in place.
 
     Args:
         layers: e.g. `model.model.layers`; their first argument is [rows, length, width].
-        backend, mode: torch.compile's.
+        backend, mode: as in torch.compile.
         dynamic: one graph for all shapes, slower code.
-        fullgraph: refuse what would be cut into several graphs.
-        limit: graphs to compile at most; whatever would need another runs uncompiled.
+        fullgraph: raise an error on graph breaks.
+        limit: maximum number of graphs; calls that would need another one run uncompiled.
 
     Returns:
-        The count of what was compiled.
+        The compilation statistics.
 
     Raises:
-        RunError: when a layer first runs, if `fullgraph` and it cannot be one graph.
+        RunError: at a layer's first call, if `fullgraph` and the layer has graph breaks.
 
     Example:
         >>> import torch
@@ -175,33 +182,33 @@ class Compile(Searchable):
     stage: ClassVar[Stage] = Stage.COMPILE
     numerics: ClassVar[Any] = "exact"
     unsupported_for_images: ClassVar[str] = "compiles layers of models of text alone so far; leave it out"
-    # Both would fuse the same operators, and the compiler cannot look into kernels of others.
+    # Both would fuse the same operators, and the compiler cannot trace external kernels.
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.COMPILED_LAYERS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS})
 
-    # torch's modes with CUDA graphs are left out: they reuse a layer's outputs while backward still needs them.
-    searched_on: ClassVar[frozenset[str]] = frozenset(
-        {"cuda"}
-    )  # on a CPU its gains are uneven, and its plan does not know them
+    # torch's CUDA graph modes are left out: they reuse a layer's outputs while backward still needs them.
+    # On a CPU its gains are uneven, and its plan does not know them.
+    searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
 
     when: Literal["always", "auto", "never"] = "always"
-    """auto: on a GPU, where the dry run says that the run ends sooner so, compiling included (taken as a minute), and where nothing in the recipe
-    stands against it; never on a CPU. The run records which."""
+    """auto: on a GPU, if the dry run says that the run finishes sooner, compilation included (assumed to take a
+    minute), and no other technique conflicts; never on a CPU. The run records the choice."""
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    """How long to look for fast code; max-autotune-no-cudagraphs tries several kernels for each product."""
+    """How long to search for fast code; max-autotune-no-cudagraphs tries several kernels for each product."""
     dynamic: bool = False
-    """One graph for all lengths and numbers of rows: fewer compilations, slower code."""
+    """One graph for all lengths and batch sizes: fewer compilations, slower code."""
     fullgraph: bool = True
-    """Refuse a layer that the compiler would have to cut into pieces."""
+    """Reject layers with graph breaks."""
     limit: Annotated[int, Bound(2)] = 16
-    """Graphs to compile at most. Each shape of the batch needs one, evaluation another; shapes beyond run uncompiled, and the run says so."""
+    """Maximum number of graphs. Each batch shape needs one, evaluation another; further shapes run uncompiled, and the
+    run reports it."""
 
     def check(self, context: Context) -> list[str]:
         from preheat.hardware.cpp_build import uncompiled
 
         device = context.device
-        lacking = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
-        return [lacking] if lacking else []
+        missing = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
+        return [missing] if missing else []
 
     def acts(self) -> bool:
         return self.when == "always"
@@ -213,10 +220,10 @@ class Compile(Searchable):
         return self.provides if self.acts() else frozenset()
 
     def search_numerics(self) -> Literal["rounding"]:
-        return "rounding"  # between fused operators in half precision values stay in fp32
+        return "rounding"  # fused half-precision operators keep intermediate values in fp32
 
     def startup_seconds(self, device: Device) -> float:
-        return _FIRST_STEP[device.kind] if self.acts() else 0.0
+        return _COMPILE_SECONDS[device.kind] if self.acts() else 0.0
 
     def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
         if self.when != "auto":
@@ -234,7 +241,8 @@ class Compile(Searchable):
         return always if _ends_sooner(compiled, without) else never
 
     def options(self, context: Context) -> Iterable[Technique]:
-        # Routers decide which rows an expert reads, which no graph can hold; and each shape of a batch wants a graph of its own.
+        # Routing decides at run time which rows an expert reads, which a graph cannot hold; and each batch shape needs
+        # a graph of its own.
         shapes = any(Slot.BATCH_SHAPE in t.owned() for t in context.recipe.techniques.values())
         return (
             []
@@ -249,38 +257,44 @@ class Compile(Searchable):
 
         layers = anatomy(part).layers
         if not self.acts():
-            why = {"auto": "no GPU" if build.device.kind == "cpu" else "no plan chose it"}.get(
+            reason = {"auto": "no GPU" if build.device.kind == "cpu" else "no plan chose it"}.get(
                 self.when, f"when: {self.when}"
             )
-            return Change(f"{len(layers)} layers run uncompiled ({why})", len(layers))
+            return Change(f"{len(layers)} layers run uncompiled ({reason})", len(layers))
         compiled = compile_layers(
             layers, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph, limit=self.limit
         )
         if part.config.model_type in KERNEL_FAMILIES:
-            found = forwards(part, norm=rms_norm, gate=gated_silu if gates(part) else None)
+            overrides = forwards(part, norm=rms_norm, gate=gated_silu if gates(part) else None)
             within = {id(m) for layer in layers for m in layer.modules()}
-            compiled.planned = [pair for pairs in found.values() for pair in pairs if id(pair[0]) in within]
+            compiled.planned = [pair for pairs in overrides.values() for pair in pairs if id(pair[0]) in within]
         build.state.counters["recompilations"] = lambda: max(0, compiled.graphs - 1)
-        told: list[int] = []
+        reported: list[int] = []
 
-        def tell(build: Build) -> None:
-            if compiled.graphs >= self.limit and not told:
-                told.append(build.state.step)
-                words = f"techniques.compile.limit: {compiled.graphs} graphs are compiled; batches of other shapes run uncompiled from here on"
-                build.state.events.append({"kind": "notice", "words": words})
+        def report_limit(build: Build) -> None:
+            if compiled.graphs >= self.limit and not reported:
+                reported.append(build.state.step)
+                message = (
+                    f"techniques.compile.limit: {compiled.graphs} graphs are compiled; "
+                    "batches of other shapes run uncompiled from here on"
+                )
+                build.state.events.append({"kind": "notice", "words": message})
 
-        build.hooks.after_update.append(tell)
+        build.hooks.after_update.append(report_limit)
         return Change(f"{len(layers)} layers compiled when they first run", len(layers))
 
 
 def _ends_sooner(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether a run by the one plan has done sooner what it does by the other, its start included; by their steps alone, where no one knows how long it is."""
+    """Returns True if the first plan finishes the same work sooner, startup included.
+
+    Compares only steps if the length of the run is unknown.
+    """
 
     def per_token(plan: Mapping[str, Any]) -> float:
-        whole = plan["seconds_total"]
-        if whole is None:
+        total = plan["seconds_total"]
+        if total is None:
             return 1 / float(plan["tokens_per_second"])
-        left = whole - plan["seconds_to_start"]  # of hours that end a run, and of the seconds that steps take
-        return float(whole / (plan["tokens_per_second"] * left)) if left > 0 else math.inf
+        remaining = total - plan["seconds_to_start"]  # for runs limited by hours and by steps
+        return float(total / (plan["tokens_per_second"] * remaining)) if remaining > 0 else math.inf
 
     return per_token(one) < per_token(other)

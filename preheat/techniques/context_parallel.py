@@ -1,15 +1,18 @@
-"""Context parallel: the places of each row are shared out among devices, so that rows may be as much longer, or activations as much smaller.
+"""Context parallel: splits the sequence dimension across devices, for longer sequences or smaller activations.
 
-What: each device has a share of every row, computes everything but attention by itself, and for attention exchanges with the others.
-`ulysses`: an all-to-all gives each device all places of some heads, whichever kernel attends, and another one gives its places back.
-`ring`: each device keeps its queries while keys and values go round, sent while it computes; rows are cut by zigzag, so that under a causal
-mask all have as much to do. Packed documents stay apart in both, and grouped keys and values travel as they are (with fewer of them than
-devices, ulysses repeats them).
-Helps: activations fall as one by the number of devices, where a row too long for one device is what stands in the way. Hurts: more is sent than
-by sharing out rows, in each layer, so as long as there are rows enough, share those out. A ring's kernel works on pieces: many short documents
-make it slow. On CUDA the ring was not run yet.
-Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509); Liu et al. 2023, Ring Attention (arXiv:2310.01889); balanced for causal masks:
-Brandon et al. 2023, Striped Attention (arXiv:2311.09431), by zigzag pieces as in Llama 3 (arXiv:2407.21783).
+What: each device holds a shard of every sequence, computes everything but attention locally, and exchanges data with
+the other ranks for attention. `ulysses`: an all-to-all gives each device all positions of some heads, for any attention
+kernel, and a second all-to-all returns its positions. `ring`: each device keeps its queries while keys and values
+travel around the ring, overlapped with compute; sequences are sharded in zigzag order, which balances the work under a
+causal mask. Both keep packed documents apart and send grouped keys and values without expanding them (ulysses repeats
+them if there are fewer than devices).
+Helps: activations shrink by the number of devices when a sequence is too long for one device.
+Hurts: sends more than data parallelism, in every layer, so prefer data parallelism while there are enough sequences.
+The ring kernel computes attention block by block: many short documents make it slow. The ring has not yet been run on
+CUDA.
+Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509); Liu et al. 2023, Ring Attention (arXiv:2310.01889);
+balanced for causal masks: Brandon et al. 2023, Striped Attention (arXiv:2311.09431), with zigzag sharding as in Llama 3
+(arXiv:2407.21783).
 """
 
 from __future__ import annotations
@@ -34,10 +37,10 @@ __all__ = ["ContextParallel", "cut_rows", "exchanged"]
 
 
 def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
-    """A device's share of each row: tokens, labels and positions; the mask stays that of the whole rows, and so does the weight.
+    """Returns a device's shard of each sequence: tokens, labels and positions. Mask and weight are unchanged.
 
     Args:
-        zigzag: two pieces, one from either end, as `ring` has them; one piece, as `ulysses` has them, otherwise.
+        zigzag: True: two chunks, one from either end (`ring`); False: one chunk (`ulysses`).
 
     Example:
         >>> import torch
@@ -52,14 +55,14 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
 
 
 def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulysses", "ring"]) -> Callable[..., Tensor]:
-    """Attention over whole rows of which each device of a group has a share (see `cut_rows`): (q, k, v, mask, scale) -> out.
+    """Wraps an attention kernel for sequences sharded by `cut_rows` across a group: (q, k, v, mask, scale) -> out.
 
     Args:
-        kernel: attends on one device.
-        group: a torch.distributed process group; its ranks hold the shares in their order.
+        kernel: single-device attention.
+        group: a torch.distributed process group; its ranks hold the shards in order.
 
     Raises:
-        ValueError: a ring of a kernel that gives no partial results.
+        ValueError: `ring` with a kernel that returns no partial results.
 
     Example:
         >>> attend = exchanged(sdpa_attention, mesh.get_group("context"), kind="ulysses")  # doctest: +SKIP
@@ -70,8 +73,9 @@ def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulyss
     return (ulysses_attention if kind == "ulysses" else ring_attention)(kernel, group)
 
 
-_SHORT = 2048  # places on a device below which rows had better be shared out whole
-_LONG = 4096  # places on a device from which on a ring's pieces are large enough to hide what is sent behind them
+_MIN_POSITIONS = 2048  # positions per device below which data parallelism is better
+# Positions per device from which a ring's compute hides its communication
+_RING_POSITIONS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +89,10 @@ class ContextParallel(Searchable):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_EXCHANGE})
 
     degree: Annotated[int, Bound(2)] = 2
-    """Devices among which each row is shared out."""
+    """Number of devices that each row is split across."""
     kind: Literal["auto", "ulysses", "ring"] = "auto"
-    """What is exchanged; auto: ring where heads cannot be shared out, or where it sends less and each device has 4,096 places or more; else ulysses."""
+    """How attention exchanges data; auto: ring if the heads do not divide by the degree, or if it sends less and each
+    device has 4,096 positions or more; otherwise ulysses."""
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.CONTEXT: self.degree}
@@ -97,42 +102,46 @@ class ContextParallel(Searchable):
 
         if kind := rope_of_longest(config):
             raise ValueError(
-                f"degree: rotary positions of the kind {kind} follow the longest position of a row, and each device has a part of it; "
-                "use rope_scaling with kind: yarn or linear, or leave this out"
+                f"degree: rotary positions of the kind {kind} follow the longest position of a row, and each "
+                "device has a part of it; use rope_scaling with kind: yarn or linear, or leave this out"
             )
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        recipe, why = context.recipe, []
+        recipe, problems = context.recipe, []
         if Tag.REDUCED_GRADIENTS not in context.tags:
-            why.append(
+            problems.append(
                 "each device has gradients of its own places, and nothing adds them up; add data_parallel or fsdp"
             )
         if recipe.batch.length < 2 * self.degree:
-            why.append(
-                f"degree: {self.degree} devices cannot share out rows of {recipe.batch.length} places; use at most {recipe.batch.length // 2}"
+            problems.append(
+                f"degree: {self.degree} devices cannot share out rows of "
+                f"{recipe.batch.length} places; use at most {recipe.batch.length // 2}"
             )
-        judging = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.owned()]
-        if judging:
-            why.append(f"the loss of {judging[0]} is over whole rows, of which each device has a part; leave one out")
+        objectives = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.owned()]
+        if objectives:
+            problems.append(
+                f"the loss of {objectives[0]} is over whole rows, of which each device has a part; leave one out"
+            )
         heads = self._heads(context)[0]
         if self.kind == "ulysses" and heads % self.degree:
-            why.append(
-                f"kind: ulysses cannot share out {heads} heads among {self.degree} devices; use a degree that divides them, or kind: ring"
+            problems.append(
+                f"kind: ulysses cannot share out {heads} heads among {self.degree} "
+                "devices; use a degree that divides them, or kind: ring"
             )
-        return why
+        return problems
 
     def _heads(self, at: Context | Build) -> tuple[int, int]:
-        """Heads of queries, and of keys and values, that stand before the exchange together."""
+        """Returns the query heads and key-value heads that take part in one exchange."""
         apart = (at.sizes if isinstance(at, Context) else at.mesh.sizes)[Axis.TENSOR]
         if Tag.ATTENTION_PATTERN in at.tags and Tag.SLIDING_WINDOW not in at.tags:
-            apart *= 2  # groups, which are shifted for half of the heads: the halves come one by one
+            apart *= 2  # shifted groups process the two halves of the heads separately
         return at.model.heads // apart, max(1, at.model.kv_heads // apart)
 
     def _chosen(self, build: Build) -> tuple[Literal["ulysses", "ring"], str]:
-        """The kind, and why."""
+        """Returns the kind and the reason for it."""
         if self.kind != "auto":
             return self.kind, ""
         from preheat.ops.distributed.context_parallel import ulysses_bytes
@@ -142,39 +151,42 @@ class ContextParallel(Searchable):
         heads, shared = self._heads(build)
         if heads % self.degree:
             return "ring", f"{heads} heads cannot be shared out among {self.degree} devices"
-        places = -(-build.recipe.batch.length // self.degree)
-        of_layer: dict[str, Any] = {
-            "places": places,
+        positions = -(-build.recipe.batch.length // self.degree)
+        layer: dict[str, Any] = {
+            "places": positions,
             "shared": shared,
             "head_dim": build.model.head_dim,
             "degree": self.degree,
         }
-        one, other = ulysses_bytes(heads=heads, size=1, **of_layer), ring_bytes(size=1, **of_layer)
-        if places < _LONG:
-            return "ulysses", f"{places:,} places on a device are too few to hide a ring's sending"
+        ulysses, ring = ulysses_bytes(heads=heads, size=1, **layer), ring_bytes(size=1, **layer)
+        if positions < _RING_POSITIONS:
+            return "ulysses", f"{positions:,} places on a device are too few to hide a ring's sending"
         try:
             fused = pieces_like(build.slot(Slot.ATTENTION_KERNEL)) is FlashPieces
         except ValueError:
             fused = False
         if not fused:
             return "ulysses", "a ring has no fused kernel here"
-        return ("ring", "it sends less") if other < one else ("ulysses", "a ring would send more")
+        return ("ring", "it sends less") if ring < ulysses else ("ulysses", "a ring would send more")
 
     def apply(self, build: Build, part: Any) -> Change:
-        kind, why = self._chosen(build)
+        kind, reason = self._chosen(build)
         kernel, group = build.slot(Slot.ATTENTION_KERNEL), build.mesh.group(Axis.CONTEXT)
         try:
             exchanged(kernel, group, kind=kind)
         except ValueError as error:
-            fix = f"; set efficient_attention.kernel, or a degree that divides {self._heads(build)[0]} heads for kind: ulysses"
+            fix = (
+                "; set efficient_attention.kernel, or a degree that divides "
+                f"{self._heads(build)[0]} heads for kind: ulysses"
+            )
             raise RecipeError(f"techniques.context_parallel.kind: {error}{fix}") from None
         build.own(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
         rank, zigzag = build.mesh.index(Axis.CONTEXT), kind == "ring"
         build.hooks.transforms.append((Order.SPLIT, lambda batch: cut_rows(batch, self.degree, rank, zigzag=zigzag)))
-        words = f"each row among {self.degree} devices, attention of {build.model.layers} layers by {kind}"
-        return Change(words + (f" ({why})" if why else ""), build.model.layers, kernel=kind)
+        summary = f"each row among {self.degree} devices, attention of {build.model.layers} layers by {kind}"
+        return Change(summary + (f" ({reason})" if reason else ""), build.model.layers, kernel=kind)
 
     def options(self, context: Context) -> Iterable[Technique]:
         world, length = math.prod(context.sizes.values()), context.recipe.batch.length
-        degrees = [n for n in (2, 4, 8, 16) if world % n == 0 and length >= n * _SHORT] or [self.degree]
+        degrees = [n for n in (2, 4, 8, 16) if world % n == 0 and length >= n * _MIN_POSITIONS] or [self.degree]
         return [replace(self, degree=n) for n in degrees]

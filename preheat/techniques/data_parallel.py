@@ -1,9 +1,10 @@
-"""Data parallel: each device has all weights and its share of the rows; gradients are summed over the devices while backward goes on.
+"""Data parallel: each device holds all weights and a shard of the batch; gradients are all-reduced during backward.
 
-What: torch's replicated form of FSDP2 (what DistributedDataParallel does, on plain modules): each layer's gradients are one bucket, summed as soon as
-they are there. With gradient accumulation the buckets travel once, with the last micro-batch.
-Helps: rows a second grow with the devices, and what is sent hides behind backward. Hurts: saves no memory: each device holds weights, gradients and
-optimizer whole (`fsdp` and `zero1` share them out).
+What: torch's replicated form of FSDP2 (what DistributedDataParallel does, on plain modules): each layer's gradients
+form one bucket, reduced as soon as they are ready. With gradient accumulation, buckets are reduced once, with the last
+micro-batch.
+Helps: throughput grows with the number of devices, and communication overlaps with backward.
+Hurts: saves no memory: each device holds all weights, gradients and optimizer states (`fsdp` and `zero1` shard them).
 Source: Li et al. 2020, "PyTorch Distributed" (arXiv:2006.15704).
 """
 
@@ -22,11 +23,11 @@ __all__ = ["DataParallel", "replicate_all"]
 
 
 def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> int:
-    """Replicates a module over a mesh, in place: in backward each layer's gradients are summed over the devices, as one bucket.
+    """Replicates a module over a mesh, in place: backward all-reduces each layer's gradients as one bucket.
 
     Args:
-        layers: modules inside it, in the order in which they run.
-        mesh: torch's mesh of one dimension.
+        layers: modules inside it, in execution order.
+        mesh: torch's one-dimensional mesh.
 
     Returns:
         The number of buckets.

@@ -1,11 +1,14 @@
-"""Difficulty curriculum: the rows that are easy are read first, and the pool that is drawn from grows to all of them.
+"""Difficulty curriculum: trains on the easiest rows first and grows the pool of sampled rows to the full data set.
 
-What: rows are ranked by a score: how rare their tokens are, how long their documents, what a file says, or the loss of a small model.
-The run draws from the easiest share of them (the model's competence), which grows with the square root of the time or linearly. Each
-row of the pool is read once before any is read again, and from `until` on the order is that of plain passes over the data.
-Helps: faster at first, where easy rows teach what hard ones build on; most where data is uneven. Hurts: early batches are alike; on
-data that is read less than once, or evenly hard, little or nothing is gained. Scores by a model cost a forward pass over the data once.
-Source: Platanios et al. 2019 (arXiv:1903.09848), competence, length and rarity; loss of a small model: Marion et al. 2023 (arXiv:2309.04564).
+What: ranks rows by a score: the rarity of their tokens, the length of their documents, numbers from a file, or the loss
+of a small model. The run samples from the easiest fraction of them (the model's competence), which grows with the
+square root of the progress or linearly. Each row of the pool is read once before any is repeated, and after `until` the
+order is that of plain epochs.
+Helps: faster at first, if easy rows teach what hard ones build on; most on heterogeneous data.
+Hurts: early batches are alike; little or nothing is gained on data that is read less than once or is evenly hard.
+Scoring by a model costs one forward pass over the data.
+Source: Platanios et al. 2019 (arXiv:1903.09848), competence, length and rarity; loss of a small model: Marion et al.
+2023 (arXiv:2309.04564).
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ _MODEL = "techniques.difficulty_curriculum.model"
 
 
 def competence(progress: float, *, start: float, until: float, curve: Literal["root", "linear"] = "root") -> float:
-    """The share of the rows, easiest first, that may be drawn at this share of the run.
+    """Returns the fraction of the rows, easiest first, that may be sampled at this progress.
 
     Args:
         progress: from 0 to 1.
-        start: the share at the beginning.
-        until: where it is 1.
-        curve: root: sqrt(t (1 - start²) + start²), which lets hard rows in ever more slowly; linear.
+        start: the fraction at the beginning.
+        until: the progress at which it reaches 1.
+        curve: root: sqrt(t (1 - start²) + start²), which adds hard rows ever more slowly; linear.
 
     Example:
         >>> [round(competence(n / 4, start=0.1, until=1.0), 2) for n in range(5)]
@@ -60,11 +63,11 @@ def order_by_difficulty(
     curve: Literal["root", "linear"] = "root",
     committed: int = 0,
 ) -> Iterator[int]:
-    """Numbers of rows without end, from sample number `committed` on: a pure function of its arguments.
+    """Yields row numbers endlessly, starting at sample number `committed`; a pure function of its arguments.
 
     Args:
-        scores: [rows], the easy low.
-        total: samples of the whole run, of which `until` is a share.
+        scores: [rows], low means easy.
+        total: samples of the whole run; `until` is a fraction of it.
 
     Example:
         >>> import numpy as np
@@ -87,20 +90,20 @@ def order_by_difficulty(
 def losses_of(
     folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, cache: Path | None = None
 ) -> np.ndarray:
-    """Mean loss of a small model on each row, nats a trained token; kept in the cache under the model's weights and the data.
+    """Returns a small model's mean loss per token on each row, in nats; cached by the model's weights and the data.
 
     Args:
         folder: a Hugging Face folder of a decoder-only model with the data's tokenizer.
         device: where to run it, in fp32.
         micro: rows at a time.
-        cache: folder for the scores; $PREHEAT_CACHE or ~/.cache/preheat when not stated.
+        cache: folder for the scores; $PREHEAT_CACHE or ~/.cache/preheat by default.
 
     Returns:
         [rows] float64.
 
     Raises:
-        RecipeError: the model cannot be had.
-        DataError: it has too few pieces or positions for the data.
+        RecipeError: the model cannot be loaded.
+        DataError: its vocabulary or its context is too small for the data.
     """
     import numpy as np
 
@@ -111,7 +114,8 @@ def losses_of(
 
     if rows.tokens.examples.kind == "classes":
         raise DataError(
-            f"{_MODEL}: ranks by the loss of the next token, which documents of a class each do not have; use by: rarity"
+            f"{_MODEL}: ranks by the loss of the next token, which "
+            "documents of a class each do not have; use by: rarity"
         )
     if not (folder / "config.json").is_file():
         raise RecipeError(f"{_MODEL}: {folder} has no config.json; name the folder of a Hugging Face model")
@@ -122,12 +126,12 @@ def losses_of(
     config = (folder / "config.json").read_text(encoding="utf-8")
     key = digest("difficulty", 1, source.fingerprint(), config, *content, rows.length, rows.packing)
 
-    def build(made: Path) -> dict[str, Any]:
-        np.save(made / "losses.npy", _losses(folder, source, rows, device, micro))
+    def build(target: Path) -> dict[str, Any]:
+        np.save(target / "losses.npy", _losses(folder, source, rows, device, micro))
         return {}
 
-    found, _ = entry(cache or cache_folder(), f"losses-{key}", build)
-    return np.load(found / "losses.npy")
+    cached, _ = entry(cache or cache_folder(), f"losses-{key}", build)
+    return np.load(cached / "losses.npy")
 
 
 def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> np.ndarray:
@@ -146,18 +150,19 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
     facts, largest = hf.facts(config), int(np.max(rows.tokens.ids, initial=0))
     if largest >= facts.vocabulary:
         raise DataError(
-            f"{_MODEL}: {folder} has {facts.vocabulary:,} pieces but the data has piece number {largest:,}; "
-            "name a model with the data's tokenizer"
+            f"{_MODEL}: {folder} has {facts.vocabulary:,} pieces but the data has piece "
+            f"number {largest:,}; name a model with the data's tokenizer"
         )
     if facts.positions and facts.positions < rows.length:
         raise DataError(
-            f"{_MODEL}: {folder} has {facts.positions} positions but rows have {rows.length} tokens; name a model with more"
+            f"{_MODEL}: {folder} has {facts.positions} positions but rows "
+            f"have {rows.length} tokens; name a model with more"
         )
     model = hf.build_on_meta(config)
     materialize(model, torch.device(device))
     source.fill(model, seed=0)
     model.eval()
-    found = []
+    losses = []
     with torch.no_grad():
         for batch in evaluation_batches(rows, micro=micro, limit=len(rows)):
             hidden = hf.hidden_states(
@@ -167,14 +172,15 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
                 batch.mask,
                 best_attention if facts.score_softcap is None else blocked_attention,
             )
-            for states, labels in zip(hidden, batch.labels.to(device), strict=True):  # logits of one row at a time
+            # One row of logits at a time to save memory
+            for states, labels in zip(hidden, batch.labels.to(device), strict=True):
                 total = CrossEntropy()(hf.logits(model, states), labels).sum()
-                found.append(float(total) / max(int((labels >= 0).sum()), 1))
-    return np.array(found, np.float64)
+                losses.append(float(total) / max(int((labels >= 0).sum()), 1))
+    return np.array(losses, np.float64)
 
 
 class _Ranking:
-    """Which ranking the run began with: scores that changed in between would change the order unseen."""
+    """Detects changed scores on resume: another ranking would silently change the data order."""
 
     def __init__(self) -> None:
         self.mark = ""
@@ -183,8 +189,9 @@ class _Ranking:
         mark = hashlib.blake2b(scores.argsort(kind="stable").tobytes(), digest_size=8).hexdigest()
         if self.mark not in ("", mark):
             raise RunError(
-                "techniques.difficulty_curriculum: the rows rank otherwise than when the checkpoint was saved, so their order would change; "
-                "put back the scores (or the model) that the run began with, or start another run with --out"
+                "techniques.difficulty_curriculum: the rows rank otherwise than when the "
+                "checkpoint was saved, so their order would change; put back the scores (or "
+                "the model) that the run began with, or start another run with --out"
             )
         self.mark = mark
 
@@ -198,40 +205,45 @@ class _Ranking:
 @dataclass(frozen=True, kw_only=True)
 class DifficultyCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
-    numerics: ClassVar[Any] = "exact"  # of a given batch; which batches come is another matter
+    numerics: ClassVar[Any] = "exact"  # for a given batch; the order of batches differs
     trials: ClassVar[Trials] = Trials(settings=({"by": "length", "curve": "linear"},))
     unsupported_for_images: ClassVar[str] = "orders rows by their text alone; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.SAMPLE_ORDER})
 
     by: Literal["rarity", "length"] | None = None
-    """What makes a row hard: rarity (mean -log p of its tokens by their counts) or length (of its documents). rarity when nothing is stated."""
+    """What makes a row hard: rarity (mean -log p of its tokens by their counts) or length (of its documents); rarity by
+    default."""
     scores: str | None = None
-    """In place of `by`: a file with a number for each training document or each row, the easy low: .npy, .txt or .jsonl."""
+    """Instead of `by`: a file with a number for each training document or each row, low means easy: .npy, .txt or
+    .jsonl."""
     model: str | None = None
-    """In place of `by`: a Hugging Face folder of a small model with the data's tokenizer; a row is as hard as its mean loss."""
+    """Instead of `by`: a Hugging Face folder of a small model with the data's tokenizer; a row is as hard as its mean
+    loss."""
     start: Annotated[float, Bound(0, 1, open_low=True)] = 0.1
-    """Share of the rows, the easiest, to begin with."""
+    """Fraction of the rows, the easiest, to begin with."""
     until: Share = 0.5
-    """Share of the run after which all rows are drawn."""
+    """Fraction of the run after which all rows are sampled."""
     curve: Literal["root", "linear"] = "root"
-    """How the share grows: with the square root of the time, or linearly."""
+    """How the fraction grows: with the square root of the progress, or linearly."""
 
     def check(self, context: Context) -> list[str]:
-        stop, why = context.recipe.stop, []
-        stated = [name for name in ("by", "scores", "model") if getattr(self, name) is not None]
-        if len(stated) > 1:
-            why.append(f"{stated[0]}: and {stated[1]} both say what is hard; state one")
+        stop, problems = context.recipe.stop, []
+        given = [name for name in ("by", "scores", "model") if getattr(self, name) is not None]
+        if len(given) > 1:
+            problems.append(f"{given[0]}: and {given[1]} both say what is hard; state one")
         if context.recipe.data.streaming:
-            why.append("by: rows that are read while training cannot be ranked before; set data.streaming: false")
+            problems.append("by: rows that are read while training cannot be ranked before; set data.streaming: false")
         if self.start == 1 or self.until == 0:
-            why.append(
-                "start: with 1 (or until: 0) all rows are drawn from the beginning; use start: 0.1 and until: 0.5, or leave it out"
+            problems.append(
+                "start: with 1 (or until: 0) all rows are drawn from the "
+                "beginning; use start: 0.1 and until: 0.5, or leave it out"
             )
         if not (stop.steps or stop.tokens or stop.epochs):
-            why.append(
-                "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens or epochs"
+            problems.append(
+                "until: is a share of the run, whose length is not known by "
+                "stop.hours alone; add stop.steps, tokens or epochs"
             )
-        return why
+        return problems
 
     def _scores(self, rows: Rows, device: str) -> np.ndarray:
         from preheat.data.difficulty import by_length, by_rarity, from_file
@@ -261,7 +273,7 @@ class DifficultyCurriculum(Technique):
             )
 
         build.own(Slot.SAMPLE_ORDER, order, self.name())
-        what = (
+        source = (
             f"scores of {self.scores}"
             if self.scores
             else f"the loss of {self.model}"
@@ -269,5 +281,5 @@ class DifficultyCurriculum(Technique):
             else self.by or "rarity"
         )
         return Change(
-            f"rows by {what}: the easiest {self.start:.0%} at first, all after {self.until:.0%} of the run", 1
+            f"rows by {source}: the easiest {self.start:.0%} at first, all after {self.until:.0%} of the run", 1
         )

@@ -1,19 +1,23 @@
-"""Distillation: a student learns from a larger teacher's probabilities for every next token, beside the labels.
+"""Distillation: trains a student on a larger teacher's next-token distributions in addition to the labels.
 
-What: the loss is (1 - mixture) times the labels' cross entropy and mixture times the divergence of the student's probabilities from the
-teacher's, both at a temperature; `hidden` adds how far the student's hidden states, through a linear map that is trained with it and
-thrown away, are from the teacher's. With chunked_loss neither's logits are ever whole in memory. The teacher is a Hugging Face folder: frozen,
-planned for, never in a checkpoint, shared out under fsdp as the student is. With `cache` it runs once: in a first pass its likeliest
-tokens at every place are written to disk, and training reads them by row. An evaluation measures the labels alone, as any other run's does.
-Helps: a small model reaches a lower loss from the same tokens, since a distribution says more than one token. Hurts: the teacher's
-forward pass costs about a third of what training a model of its size does; a teacher that is bad on the data teaches that; forward
-divergence spreads a very small student over all that the teacher can say.
-With `on_policy` the student writes some of the answers itself and the teacher judges them, which trains it on the texts that it will meet when
-it writes alone; that takes the time of writing them. A teacher with another tokenizer is refused unless `pieces: common` is chosen: it reads the same text
-in its own pieces, and where both have read as much, what it says of the pieces that both have is compared; elsewhere the labels count alone.
-Source: Hinton et al. 2015 (arXiv:1503.02531); reverse divergence: Gu et al. 2023, MiniLLM (arXiv:2306.08543); hidden states: Romero et al.
-2014, FitNets (arXiv:1412.6550); the student's own texts: Agarwal et al. 2023, GKD (arXiv:2306.13649); layers of the teacher to begin from: Sanh et al. 2019, DistilBERT
-(arXiv:1910.01108); other tokenizers: as `preheat.models.distillation.tokenizer_alignment` says.
+What: the loss is (1 - mixture) times the labels' cross entropy plus mixture times the divergence between the teacher's
+and the student's distributions, both at a temperature. `hidden` adds the distance between their hidden states, through
+a linear map that is trained along and then discarded. With chunked_loss, neither model's full logits are in memory. The
+teacher is a Hugging Face folder: frozen, included in the plan, never in a checkpoint, and sharded under fsdp like the
+student. With `cache` it runs once: a first pass writes its top tokens at every position to disk, and training reads
+them by row. Evaluation measures the labels' loss only. With `on_policy` the student generates some of the answers
+itself and the teacher scores them, which trains it on the texts that it produces at inference. A teacher with another
+tokenizer is rejected unless `pieces: common` is chosen: each model tokenizes the text itself, and distributions over
+their shared tokens are compared at aligned byte offsets; elsewhere only the labels count.
+Helps: a small model reaches a lower loss from the same tokens, because a distribution carries more information than one
+token.
+Hurts: the teacher's forward pass costs about a third of training a model of its size; a teacher that is bad on the data
+teaches its errors; forward divergence spreads a very small student over all of the teacher's modes; `on_policy` takes
+the time to generate.
+Source: Hinton et al. 2015 (arXiv:1503.02531); reverse divergence: Gu et al. 2023, MiniLLM (arXiv:2306.08543); hidden
+states: Romero et al. 2014, FitNets (arXiv:1412.6550); the student's own texts: Agarwal et al. 2023, GKD
+(arXiv:2306.13649); initialization from the teacher's layers: Sanh et al. 2019, DistilBERT (arXiv:1910.01108); other
+tokenizers: see `preheat.models.distillation.tokenizer_alignment`.
 """
 
 from __future__ import annotations
@@ -48,11 +52,13 @@ def distillation_loss(
     mixture: float = 0.5,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Losses [n] of logits [n, vocabulary] against labels [n] (-100: not trained) and a teacher's logits, differentiable: for a loop of your own.
+    """Returns the losses [n] of logits [n, vocabulary] against labels [n] (-100: ignored) and a teacher's logits.
+
+    Differentiable, for custom training loops.
 
     Args:
         divergence: forward: KL(teacher || student); reverse: KL(student || teacher).
-        mixture: the teacher's share, as of `preheat.ops.losses.distillation.Distilled`; so the temperature.
+        mixture, temperature: as in `preheat.ops.losses.distillation.Distilled`.
 
     Example:
         >>> import torch
@@ -66,7 +72,7 @@ def distillation_loss(
 
 
 def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
-    """How far hidden states [..., width] are from the teacher's, ||a - b||² / ||b||² of each place, [...]; differentiable.
+    """Returns the relative squared distance ||a - b||² / ||b||² of hidden states [..., width] per position, [...].
 
     Example:
         >>> import torch
@@ -80,7 +86,8 @@ def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation(Technique):
-    # After what makes the student what it is, so that its adapters and precision are not the teacher's, nor what is thrown away in the end.
+    # After adapters and precision are applied to the student, so that they affect neither the teacher nor the discarded
+    # maps.
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(
@@ -96,38 +103,44 @@ class Distillation(Technique):
     )
     unsupported_for_images: ClassVar[str] = "reads rows without their images so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
-    # Metrics that only the last stage of a pipeline knows; logits of which each device of a tensor-parallel head has a part.
+    # Only the last pipeline stage has the metrics; a tensor-parallel head has only a shard of the logits.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.PIPELINE_STAGES, Tag.TENSOR_PARALLEL})
     training_only: ClassVar[bool] = True
 
     teacher: str = ""
-    """A Hugging Face folder: the model to learn from. A run is exported first: preheat export RUN."""
+    """A Hugging Face folder: the model to learn from. Export a run first: preheat export RUN."""
     pieces: Literal["same", "common"] = "same"
-    """same: the teacher has the student's tokenizer; common: it has another, and the `top` likeliest of the pieces that both have are compared
-    at the places where both have read the same text. A plan takes it to cut text into as many pieces as the student."""
+    """same: the teacher has the student's tokenizer; common: it has another one, and the `top` likeliest of the tokens
+    in both vocabularies are compared at positions where both have read the same text. A plan assumes that it splits
+    text into as many tokens as the student."""
     divergence: Literal["forward", "reverse"] = "forward"
-    """forward: KL(teacher || student), covers all that the teacher holds likely; reverse: KL(student || teacher), keeps to its likeliest."""
+    """forward: KL(teacher || student), covers everything that the teacher considers likely; reverse: KL(student ||
+    teacher), concentrates on its likeliest tokens."""
     temperature: Positive = 1.0
-    """Both models' logits are divided by it; above 1 unlikely tokens count for more. The divergence is multiplied by its square."""
+    """Both models' logits are divided by it; above 1, unlikely tokens count for more. The divergence is multiplied by
+    its square."""
     mixture: Share = 0.5
-    """Share of the teacher in the loss; the labels have the rest."""
+    """Weight of the teacher in the loss; the labels have the rest."""
     hidden: NonNegative = 0.0
-    """Weight of the relative squared distance of hidden states, added to the loss; 0: they are left alone."""
+    """Weight of the relative squared distance of hidden states, added to the loss; 0: hidden states are ignored."""
     matched: Annotated[int, Bound(1, 4)] = 1
-    """With `hidden`: at how many places, evenly spaced over the depth, states are compared; 1: the last hidden states alone."""
+    """With `hidden`: number of layers, evenly spaced over the depth, whose states are compared; 1: the last hidden
+    states only."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the teacher's weights; auto: bf16 where the student computes in bf16."""
+    """Precision of the teacher's weights; auto: bf16 if the student computes in bf16."""
     layers: Literal["own", "spread"] = "own"
-    """spread: a student with fewer layers of the teacher (model.path: the teacher, model.config: {num_hidden_layers: N}) begins from layers evenly
-    spaced over all of them, the first and last among them; own: from its own weights, which in such a student are the first layers."""
+    """spread: initializes a student that has fewer layers than the teacher (model.path: the teacher, model.config:
+    {num_hidden_layers: N}) from layers evenly spaced over the teacher's, including the first and the last; own: from
+    its own weights, which in such a student are the first layers."""
     cache: str | None = None
-    """A folder for the teacher's likeliest tokens at every place: made in a first pass (and where rows are missing), read afterwards, so that
-    the teacher is not in memory while training."""
+    """A folder for the teacher's likeliest tokens at every position: filled in a first pass (and if rows are missing),
+    read afterwards, so that the teacher is not in memory during training."""
     top: Annotated[int, Bound(1)] = 32
-    """With `cache` or `pieces: common`: so many tokens a place; all others count together."""
+    """With `cache` or `pieces: common`: number of tokens per position; all others count together."""
     on_policy: Share = 0.0
-    """Share of the rows in which the student writes the answers itself (of plain text the second half), by its own probabilities, and learns there
-    from the teacher alone: it is corrected where its own text leads it. A plan does not see the time and the cache of keys and values of this writing."""
+    """Fraction of the rows in which the student generates the answers itself (the second half of plain text) by
+    sampling, and learns there from the teacher only: it is corrected on its own outputs. A plan does not include the
+    time and the KV cache of this generation."""
 
     def check(self, context: Context) -> list[str]:
         from preheat.data.tokenizer import other_pieces
@@ -138,60 +151,68 @@ class Distillation(Technique):
         if not self.teacher:
             return ["teacher: is not stated; name the Hugging Face folder of the model to learn from"]
         try:
-            found = hf.facts(teacher.config_of(Path(self.teacher), recipe.batch.length))
+            teacher_facts = hf.facts(teacher.config_of(Path(self.teacher), recipe.batch.length))
             own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
-            other = other_pieces(own, self.teacher, recipe.model.add_tokens)
-            why = [other] if other and self.pieces == "same" else self._cutting(own, other)
+            mismatch = other_pieces(own, self.teacher, recipe.model.add_tokens)
+            problems = [mismatch] if mismatch and self.pieces == "same" else self._tokenizer_problems(own, mismatch)
         except PreheatError as error:
             return [str(error)]
-        if not other and model.vocabulary > found.vocabulary:
-            why.append(
-                f"teacher: its head has {found.vocabulary:,} rows and the student's {model.vocabulary:,}, so it says nothing of some of them; "
-                f"set model.vocabulary: {found.vocabulary} for a new student, or take another teacher"
+        if not mismatch and model.vocabulary > teacher_facts.vocabulary:
+            problems.append(
+                f"teacher: its head has {teacher_facts.vocabulary:,} rows and the student's "
+                f"{model.vocabulary:,}, so it says nothing of some of them; set model.vocabulary: "
+                f"{teacher_facts.vocabulary} for a new student, or take another teacher"
             )
         if not self.mixture and not self.hidden and not self.on_policy:
-            why.append(
-                "mixture: with 0, and without hidden, the teacher counts for nothing; use 0.5, or leave distillation out"
+            problems.append(
+                "mixture: with 0, and without hidden, the teacher counts for "
+                "nothing; use 0.5, or leave distillation out"
             )
         changed = recipe.model.config or any(
             t.stage < Stage.KERNEL and t.stage != Stage.ADAPT for t in recipe.techniques.values()
         )
         if self.mixture == 1 and not self.hidden and not changed and teacher.reads_teacher(recipe, Path(self.teacher)):
-            why.append(
-                "teacher: is the very model that the student begins as, and the labels count for nothing (mixture: 1), so there is nothing to "
-                "learn; name a larger teacher, change the student, or lower mixture"
+            problems.append(
+                "teacher: is the very model that the student begins as, and the labels count for nothing (mixture: "
+                "1), so there is nothing to learn; name a larger teacher, change the student, or lower mixture"
             )
-        fewest = min(model.layers, found.layers)
+        fewest = min(model.layers, teacher_facts.layers)
         if self.matched > fewest:
-            why.append(f"matched: {self.matched} places, but the shallower model has {fewest}; use at most {fewest}")
+            problems.append(
+                f"matched: {self.matched} places, but the shallower model has {fewest}; use at most {fewest}"
+            )
         if self.matched > 1 and not self.hidden:
-            why.append(
+            problems.append(
                 "matched: says which hidden states are compared, and hidden is 0; set hidden: 0.1, or leave matched out"
             )
         if self.layers == "spread":
-            why += teacher.spreading_problems(recipe, Path(self.teacher), model.layers, found.layers)
+            problems += teacher.spreading_problems(recipe, Path(self.teacher), model.layers, teacher_facts.layers)
         cached, writes, common = self.cache is not None, self.on_policy > 0, self.pieces == "common"
-        return why + teacher.rows_problems(context, cached=cached, hidden=self.hidden > 0, writes=writes, common=common)
+        return problems + teacher.rows_problems(
+            context, cached=cached, hidden=self.hidden > 0, writes=writes, common=common
+        )
 
-    def _cutting(self, own: str | None, other: str | None) -> list[str]:
+    def _tokenizer_problems(self, own: str | None, mismatch: str | None) -> list[str]:
         if self.pieces == "same":
             return []
         if own is None:
             return [
-                "pieces: common compares two tokenizers, and the student's is trained on the data; set data.tokenizer to a folder that has it"
+                "pieces: common compares two tokenizers, and the student's is trained "
+                "on the data; set data.tokenizer to a folder that has it"
             ]
-        if other is None:
+        if mismatch is None:
             return [
                 "pieces: common is for a teacher with another tokenizer, and this one has the student's; leave it out"
             ]
-        beside = [
+        unsupported = [
             name
-            for name, there in (("hidden", self.hidden), ("cache", self.cache), ("on_policy", self.on_policy))
-            if there
+            for name, value in (("hidden", self.hidden), ("cache", self.cache), ("on_policy", self.on_policy))
+            if value
         ]
         return [
-            f"{name}: is not made for places of other pieces (pieces: common); leave it out, or take a teacher with the student's tokenizer"
-            for name in beside
+            f"{name}: is not made for places of other pieces (pieces: common); leave "
+            "it out, or take a teacher with the student's tokenizer"
+            for name in unsupported
         ]
 
     def apply(self, build: Build, part: Any) -> Change:
@@ -210,42 +231,46 @@ class Distillation(Technique):
         )
         build.sources["teacher"] = WeightSource(folder, knob=f"techniques.{self.name()}.teacher")
         count = sum(p.numel() for p in teacher.model.parameters())
-        words = (
-            f"{self.divergence} divergence at temperature {self.temperature:g} from a teacher of {count:,} parameters in "
-            f"{'bf16' if bf16 else 'fp32'}, {self.mixture:.0%} of the loss"
+        summary = (
+            f"{self.divergence} divergence at temperature {self.temperature:g} from a teacher of "
+            f"{count:,} parameters in {'bf16' if bf16 else 'fp32'}, {self.mixture:.0%} of the loss"
         )
         matcher = self._matcher(build, teacher) if self.pieces == "common" else None
         if matcher:
-            words += f", compared over {len(matcher.common[0]):,} pieces that both have"
+            summary += f", compared over {len(matcher.common[0]):,} pieces that both have"
         if self.hidden:
             maps = teachers.add_maps(part, teacher.facts.width, self.matched, build.weights)
-            words += f"; hidden states at {len(maps)} place{'s' * (len(maps) > 1)} x {self.hidden:g}"
+            summary += f"; hidden states at {len(maps)} place{'s' * (len(maps) > 1)} x {self.hidden:g}"
         if self.layers == "spread":
-            words += f"; begins from the teacher's layers {teachers.init_from_layers(part, build.weights, teacher.facts.layers)}"
-        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # of an evaluation; a step states its own
+            summary += (
+                "; begins from the teacher's layers "
+                f"{teachers.init_from_layers(part, build.weights, teacher.facts.layers)}"
+            )
+        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # for evaluation; a training step passes its own
         if self.cache is None:
             build.parts["teacher"] = [teacher.model]
-            says = self._across(teacher, matcher) if matcher else self._live(part, teacher)
+            training_loss = self._common_loss(teacher, matcher) if matcher else self._live_loss(part, teacher)
             if self.on_policy:
-                build.hooks.transforms.append((Order.MOVE, self._writer(build, part)))
-                words += f"; in {self.on_policy:.0%} of the rows of what the student writes itself"
+                build.hooks.transforms.append((Order.MOVE, self._on_policy(build, part)))
+                summary += f"; in {self.on_policy:.0%} of the rows of what the student writes itself"
         else:
-            kept = _Kept(teacher, part, Path(self.cache), top=self.top, temperature=self.temperature)
-            build.hooks.dataset_passes.append(kept)
-            build.hooks.transforms.append((Order.PACK, kept.beside))
-            says = self._read
-            words += (
-                f", whose {kept.top} likeliest tokens a place are read from {self.cache}, {kept.bytes:,} bytes a place"
+            teacher_cache = _TeacherCache(teacher, part, Path(self.cache), top=self.top, temperature=self.temperature)
+            build.hooks.dataset_passes.append(teacher_cache)
+            build.hooks.transforms.append((Order.PACK, teacher_cache.beside))
+            training_loss = self._cached_loss
+            summary += (
+                f", whose {teacher_cache.top} likeliest tokens a place are read from "
+                f"{self.cache}, {teacher_cache.bytes:,} bytes a place"
             )
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             if not part.training:
                 return LossSum(over_logits(hidden(batch), batch.labels), batch.weight)
-            return says(batch, hidden, over_logits)
+            return training_loss(batch, hidden, over_logits)
 
         build.own(Slot.OBJECTIVE, objective, self.name())
         build.loss.scores = means
-        return Change(words, count)
+        return Change(summary, count)
 
     def _row_loss(self, head: Any, *, partly: bool = False) -> Any:
         from preheat.ops.losses.distillation import Distilled
@@ -253,7 +278,7 @@ class Distillation(Technique):
         settings: Any = {"direction": self.divergence, "temperature": self.temperature, "mixture": self.mixture}
         return Distilled(head, **settings, written=self.on_policy > 0, partly=partly)
 
-    def _writer(self, build: Build, part: Any) -> Any:
+    def _on_policy(self, build: Build, part: Any) -> Any:
         from preheat.data.tokenizer import load_tokenizer
         from preheat.models import configs
         from preheat.models.distillation import on_policy
@@ -273,20 +298,22 @@ class Distillation(Technique):
         from preheat.models.distillation import tokenizer_alignment
 
         recipe = build.recipe
-        own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)  # there is one: `check` asks for it
+        own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)  # not None: `check` requires it
         both = (load_tokenizer(str(own), add_tokens=recipe.model.add_tokens), load_tokenizer(self.teacher))
         mine, theirs = (tokenizer_alignment.TokenizerView(t, pieces_of(t), t.eos_token_id) for t in both)
         return tokenizer_alignment.TokenAligner(mine, theirs, teacher.facts.positions)
 
-    def _across(self, teacher: Teacher, matcher: TokenAligner) -> Callable[..., LossSum]:
-        """The loss where the teacher reads the same text in pieces of its own."""
+    def _common_loss(self, teacher: Teacher, matcher: TokenAligner) -> Callable[..., LossSum]:
+        """Returns the loss for a teacher with another tokenizer."""
         import torch
 
         from preheat.ops.losses.distillation import CommonHead
 
         own, theirs = (torch.tensor(n, device=teacher.build.torch_device) for n in matcher.common)
 
-        def says(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+        def training_loss(
+            batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]
+        ) -> LossSum:
             other = matcher(batch)
             last, _ = teacher.read(other.batch)
             states = last.gather(1, other.at.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
@@ -295,39 +322,46 @@ class Distillation(Technique):
             total = over_logits(hidden(batch), batch.labels, states, other.said, row_loss=row_loss)
             return LossSum(total, batch.weight, row_loss.sums)
 
-        return says
+        return training_loss
 
-    def _read(self, batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
-        """The loss where what the teacher said stands beside the tokens."""
+    def _cached_loss(
+        self, batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]
+    ) -> LossSum:
+        """Computes the loss from the teacher's cached top tokens."""
         row_loss = self._row_loss(None)
         total = over_logits(hidden(batch), batch.labels, *batch.beside, row_loss=row_loss)
         return LossSum(total, batch.weight, row_loss.sums)
 
-    def _live(self, part: Any, teacher: Teacher) -> Callable[..., LossSum]:
-        """The loss where the teacher reads each micro-batch too: before the student, so that only its hidden states stand beside the student's."""
+    def _live_loss(self, part: Any, teacher: Teacher) -> Callable[..., LossSum]:
+        """Returns the loss for a teacher that runs on each micro-batch.
+
+        The teacher runs before the student, so that only its hidden states are in memory along with the student's.
+        """
         from preheat.models.distillation import teacher as teachers
         from preheat.ops.losses.distillation import mapped_distance
 
-        places = self.matched if self.hidden else 0
+        count = self.matched if self.hidden else 0
 
-        def says(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
-            last, theirs = teacher.read(batch, places)
+        def training_loss(
+            batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]
+        ) -> LossSum:
+            last, theirs = teacher.read(batch, count)
             row_loss = self._row_loss(_head(teacher, last.dtype))
-            states, own = teachers.capture_hidden(part, places, lambda: hidden(batch))
+            states, own = teachers.capture_hidden(part, count, lambda: hidden(batch))
             total = over_logits(states, batch.labels, last, *batch.beside, row_loss=row_loss)
-            if not places:
+            if not count:
                 return LossSum(total, batch.weight, row_loss.sums)
             maps = part.get_submodule(teachers.MAPS)
-            apart = mapped_distance(own, theirs, [m.weight for m in maps], batch.labels)
+            distance = mapped_distance(own, theirs, [m.weight for m in maps], batch.labels)
             return LossSum(
-                total + self.hidden * apart, batch.weight, row_loss.sums | {"hidden_distance": apart.detach()}
+                total + self.hidden * distance, batch.weight, row_loss.sums | {"hidden_distance": distance.detach()}
             )
 
-        return says
+        return training_loss
 
 
 def _head(teacher: Teacher, dtype: Any, *, same: bool = True) -> Any:
-    """A teacher's head, whole where devices share it out; of a student with the same pieces those that it has."""
+    """Returns the teacher's output head, gathered if sharded; limited to the student's vocabulary if `same`."""
     from preheat.models import hf
     from preheat.ops.distributed.dtensor_utils import whole
     from preheat.ops.losses.distillation import TeacherHead
@@ -337,16 +371,16 @@ def _head(teacher: Teacher, dtype: Any, *, same: bool = True) -> Any:
     return TeacherHead(whole(weight.detach()).to(dtype), rows, hf.softcap(teacher.model))
 
 
-class _Kept:
-    """What a teacher holds likeliest at every place of the rows, on disk: made before training where it is missing, read by row then."""
+class _TeacherCache:
+    """The teacher's top tokens at every position of the rows, on disk: missing rows are computed before training."""
 
-    ROWS = 512  # of logits at a time
+    ROWS = 512  # rows of logits at a time
 
     def __init__(self, teacher: Teacher, student: Any, folder: Path, *, top: int, temperature: float):
         self.teacher, self.student, self.folder, self.temperature = teacher, student, folder, temperature
         vocabulary = teacher.build.model.vocabulary
         self.top = min(top, vocabulary - 1)
-        # Log-probabilities with 10 bits of fraction: rounded by half a thousandth of their size. Most numbers of tokens need no 32 bits.
+        # Log-probabilities are stored in fp16 (relative error 0.05 %); most vocabularies need no 32-bit token ids.
         self.kind = "uint16" if vocabulary <= 1 << 16 else "int32"
         self.bytes = 2 * (self.top + 1) + (2 if self.kind == "uint16" else 4) * self.top
         self.rows: Any = None
@@ -372,16 +406,15 @@ class _Kept:
             return
         if build.mesh.world > 1:
             raise RunError(
-                f"techniques.distillation.cache: {self.folder} lacks {len(missing):,} rows, and several processes only read it; train with one "
-                "process until its first step, or leave cache out"
+                f"techniques.distillation.cache: {self.folder} lacks {len(missing):,} rows, and several "
+                "processes only read it; train with one process until its first step, or leave cache out"
             )
-        teacher = replace(
-            self.teacher, model=copy.deepcopy(self.teacher.model)
-        )  # on meta so far: it is here for this pass alone
+        # Still on meta; materialized for this pass only.
+        teacher = replace(self.teacher, model=copy.deepcopy(self.teacher.model))
         materialize(teacher.model, build.torch_device)
         build.sources["teacher"].fill(teacher.model, seed=0)
         micro = build.slot(Slot.BATCH_SHAPE)(1.0).micro
-        self.rows.fill(rows, missing, lambda batch: self._said(teacher, batch), micro=micro, progress=progress)
+        self.rows.fill(rows, missing, lambda batch: self._likeliest(teacher, batch), micro=micro, progress=progress)
         size = len(missing) * length * self.bytes / 2**20
         build.state.events.append(
             {"kind": "notice", "words": f"the teacher read {len(missing):,} rows: {size:,.1f} MiB in {self.folder}"}
@@ -391,10 +424,10 @@ class _Kept:
         from preheat.models.weights import materialize
 
         materialize(self.teacher.model, self.teacher.build.torch_device)
-        self._said(self.teacher, batch)
+        self._likeliest(self.teacher, batch)
 
-    def _said(self, teacher: Teacher, batch: Batch) -> list[Tensor]:
-        """Values [rows, length, top + 1] and indices [rows, length, top] of a batch, as they are kept."""
+    def _likeliest(self, teacher: Teacher, batch: Batch) -> list[Tensor]:
+        """Returns values [rows, length, top + 1] and indices [rows, length, top] of a batch, in the cache's dtypes."""
         import torch
 
         from preheat.ops.losses.distillation import likeliest
@@ -406,15 +439,15 @@ class _Kept:
                 stack.enter_context(context())
             last, _ = teacher.read(replace(batch, tokens=batch.tokens.to(device), positions=batch.positions.to(device)))
             head = _head(teacher, last.dtype)
-            found = [
+            tops = [
                 likeliest(head(states), self.top, self.temperature) for states in last.flatten(0, 1).split(self.ROWS)
             ]
-        values = torch.cat([f.values for f in found]).to(torch.float16)
-        indices = torch.cat([f.indices for f in found]).to(getattr(torch, self.kind))
+        values = torch.cat([f.values for f in tops]).to(torch.float16)
+        indices = torch.cat([f.indices for f in tops]).to(getattr(torch, self.kind))
         return [t.unflatten(0, batch.tokens.shape) for t in (values, indices)]
 
     def beside(self, batch: Batch) -> Batch:
-        """The batch with what the teacher said of its rows; for training alone: an evaluation does without."""
+        """Attaches the teacher's top tokens to a training batch; evaluation does not need them."""
         import torch
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -422,6 +455,6 @@ class _Kept:
             return batch
         if not is_in_torch_dispatch_mode():
             return replace(batch, beside=self.rows.beside(batch))
-        shape = batch.tokens.shape  # a dry run's rows hold nothing
+        shape = batch.tokens.shape  # a dry run has no data
         values = torch.empty(*shape, self.top + 1, dtype=torch.float16)
         return replace(batch, beside=(values, torch.empty(*shape, self.top, dtype=getattr(torch, self.kind))))

@@ -1,14 +1,16 @@
-"""Dynamic micro-batch: as many rows at a time as memory holds, found out while training; the global batch stays as it is.
+"""Dynamic micro-batch: adapts the micro-batch to the memory during training; the global batch is unchanged.
 
-What: micro-batches begin at the size that the dry run says will fit. Every few steps the memory of a step is measured: where twice the
-rows would fit they are taken, where memory gets short the rows are halved. Gradients are divided by the trained tokens of the whole
-global batch, so they are the same for any micro-batch, up to the order of sums.
-Before a size is taken its memory is foreseen by the straight line through two measurements: what stood before the first step, and
-the peak of a step at the present size. In each phase of a step memory is at least the former plus a part that grows with the rows, so
-no phase lies above that line at twice the rows.
-Helps: larger products on a device that has room, without a search by hand. Hurts: nothing is gained once products are large; a run
-that takes another size at another step agrees with its twin up to rounding only. A resumed run goes on at its checkpoint's size.
-Source: normalised sums, Ott et al. 2018 (arXiv:1806.00187), section 3; batch size by memory as in Lightning's batch size finder.
+What: micro-batches start at the size that the dry run says will fit. Every few steps the peak memory of a step is
+measured: the rows are doubled if the prediction fits, and halved if memory gets short. Gradients are divided by the
+trained tokens of the whole global batch, so they are the same for any micro-batch, up to the order of sums. The memory
+of a larger size is predicted by the straight line through two measurements: memory before the first step, and the peak
+of a step at the current size. In each phase of a step, memory is at least the former plus a part that grows with the
+rows, so no phase exceeds that line at twice the rows.
+Helps: larger matmuls on a device that has room, without a manual search.
+Hurts: nothing is gained once matmuls are large; runs that change size at different steps agree up to rounding only. A
+resumed run continues at its checkpoint's size.
+Source: normalized sums, Ott et al. 2018 (arXiv:1806.00187), section 3; batch size by memory as in Lightning's batch
+size finder.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ __all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
 
 
 def regrouped(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
-    """The same rows in their order, `rows` at a time, the last perhaps fewer. A batch that has this size passes as it is.
+    """Yields the same rows in order, `rows` at a time, the last batch possibly smaller.
+
+    A batch that already has this size is not copied.
 
     Args:
         batches: micro-batches whose rows have one length.
@@ -37,17 +41,17 @@ def regrouped(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
         >>> [(part.tokens.shape[0], part.weight, part.rows) for part in regrouped([b, b], 4)]
         [(4, 16, (7, 8, 9, 7)), (2, 8, (8, 9))]
     """
-    held: list[Batch] = []
+    pending: list[Batch] = []
     count = 0
     for batch in batches:
-        held.append(batch)
+        pending.append(batch)
         count += batch.tokens.shape[0]
         while count >= rows:
-            whole = _joined(held)
-            yield _rows_of(whole, 0, rows)
-            held, count = ([_rows_of(whole, rows, count)], count - rows) if count > rows else ([], 0)
-    if held:
-        yield _joined(held)
+            joined = _joined(pending)
+            yield _rows_of(joined, 0, rows)
+            pending, count = ([_rows_of(joined, rows, count)], count - rows) if count > rows else ([], 0)
+    if pending:
+        yield _joined(pending)
 
 
 def _joined(parts: Sequence[Batch]) -> Batch:
@@ -75,17 +79,16 @@ def _rows_of(batch: Batch, first: int, end: int) -> Batch:
     labels, documents = batch.labels[first:end], batch.mask.documents
     mask: MaskSpec = replace(batch.mask, documents=documents[first:end] if documents is not None else None)
     liked = batch.liked[first:end]
-    weight = weight_of(
-        labels, mask.documents, batch.group, liked
-    )  # on the host, where batches are until the step moves them
+    # Computed on the host: batches are moved by the step.
+    weight = weight_of(labels, mask.documents, batch.group, liked)
     rows = batch.rows[first:end]
     return Batch(batch.tokens[first:end], labels, batch.positions[first:end], mask, weight, rows, batch.group, liked)
 
 
 def foreseen(floor: float, peak: float, rows: int, more: int) -> float:
-    """Peak memory at `more` rows: the line through `floor` at no rows and `peak` at `rows`. In the unit of both.
+    """Predicts the peak memory at `more` rows: the line through `floor` at no rows and `peak` at `rows`, in their unit.
 
-    Where each phase of a step takes a + b rows with a not below `floor`, this is never too little.
+    This never underestimates if each phase of a step takes a + b rows with a >= `floor`.
 
     Example:
         >>> foreseen(floor=2.0, peak=3.0, rows=4, more=8)
@@ -95,27 +98,28 @@ def foreseen(floor: float, peak: float, rows: int, more: int) -> float:
 
 
 def sizes(rows: int) -> list[int]:
-    """Micro-batches worth trying for a global batch, largest first: each is half of the one before, rounded up.
+    """Returns the micro-batch sizes to try, largest first: each is half of the previous one, rounded up.
 
     Example:
         >>> sizes(12)
         [12, 6, 3, 2, 1]
     """
-    found = [rows]
-    while found[-1] > 1:
-        found.append(-(-found[-1] // 2))
-    return found
+    candidates = [rows]
+    while candidates[-1] > 1:
+        candidates.append(-(-candidates[-1] // 2))
+    return candidates
 
 
 @dataclass
 class MicroBatch:
-    """The present size, and what decides on the next. A checkpoint keeps the sizes.
+    """The current micro-batch size and the rule that adapts it. Checkpoints store the sizes.
 
     Attributes:
-        rows: of a micro-batch, of full length.
-        most: no more than this is tried again.
-        limit: bytes that a size must be foreseen to stay below; above `alarm` the rows are halved.
-        floor: bytes held before the first step.
+        rows: of a micro-batch, at full length.
+        most: upper limit for further sizes.
+        limit: bytes that the prediction for a larger size must stay below.
+        alarm: bytes above which the rows are halved.
+        floor: bytes allocated before the first step.
     """
 
     rows: int
@@ -126,19 +130,19 @@ class MicroBatch:
     begun: bool = field(default=False, repr=False)
 
     def decide(self, peak: int) -> str | None:
-        """Takes the next size after a step with this peak, in bytes; returns why, or None where the size stays."""
+        """Updates the size after a step with this peak, in bytes. Returns the reason, or None if it is unchanged."""
         if peak > self.alarm and self.rows > 1:
             self.rows = self.most = self.rows // 2
             return f"{peak / 2**30:.2f} GiB is above {self.alarm / 2**30:.2f}"
         if self.rows >= self.most:
             return None
         more = min(2 * self.rows, self.most)
-        need = foreseen(self.floor, peak, self.rows, more)
-        if need > self.limit:
-            self.most = self.rows  # asked once: what a checkpoint keeps then decides the rest of the run
+        prediction = foreseen(self.floor, peak, self.rows, more)
+        if prediction > self.limit:
+            self.most = self.rows  # decided once; checkpoints keep it for the rest of the run
             return None
         self.rows = more
-        return f"{need / 2**30:.2f} GiB foreseen of {self.limit / 2**30:.2f}"
+        return f"{prediction / 2**30:.2f} GiB foreseen of {self.limit / 2**30:.2f}"
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows, "most": self.most}
@@ -158,38 +162,42 @@ class DynamicBatch(Searchable):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
 
     start: Literal["auto"] | Count = "auto"
-    """Rows of the first micro-batches; auto: the most (of the global batch halved again and again) that the dry run says will fit."""
+    """Rows of the first micro-batches; auto: the largest size that the dry run says will fit (the global batch, halved
+    repeatedly)."""
     target: Annotated[float, Bound(0, 1, open_low=True)] = 0.85
-    """Share of the memory (`hardware.memory`, or what the device has) that a larger micro-batch may be foreseen to fill. Rows are halved
-    where a step fills more than half of the rest too."""
+    """Fraction of the memory (`hardware.memory`, or the device's memory) that a larger micro-batch is allowed to fill
+    by prediction. Rows are halved if a step fills more than half of the rest too."""
     every: Count = 10
-    """Steps between looks at the memory; the first step, which warms up, is passed over."""
+    """Steps between measurements; the first step, which warms up, is skipped."""
 
     def check(self, context: Context) -> list[str]:
         from preheat.hardware.probe import can_begin_peak
 
         devices = math.prod(context.sizes[axis] for axis in DATA)
-        rows, why = context.recipe.batch.size // devices, []
+        rows, problems = context.recipe.batch.size // devices, []
         if self.start != "auto" and self.start > rows:
             shared = f" over {devices} devices" if devices > 1 else ""
-            why.append(
-                f"start: {self.start} rows are more than batch.size {rows * devices}{shared}; use at most {rows}, or auto"
+            problems.append(
+                f"start: {self.start} rows are more than batch.size "
+                f"{rows * devices}{shared}; use at most {rows}, or auto"
             )
         if not can_begin_peak(context.device.kind):
-            why.append("target: this system does not let the memory of one step be measured; use gradient_accumulation")
-        return why
+            problems.append(
+                "target: this system does not let the memory of one step be measured; use gradient_accumulation"
+            )
+        return problems
 
     def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
         if self.start != "auto":
             return self
 
         def share(other: Technique) -> float:
-            foreseen = plan(other)
-            return float(foreseen["peak_gib"] / foreseen["available_gib"])
+            prediction = plan(other)
+            return float(prediction["peak_gib"] / prediction["available_gib"])
 
-        every = sizes(context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
-        fits = (size for size in every if share(replace(self, start=size)) <= self.target)
-        return replace(self, start=next(fits, every[-1]))
+        candidates = sizes(context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
+        fits = (size for size in candidates if share(replace(self, start=size)) <= self.target)
+        return replace(self, start=next(fits, candidates[-1]))
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.hardware.cpu_allocator import release_unused
@@ -199,7 +207,7 @@ class DynamicBatch(Searchable):
         rows, kind = build.recipe.batch.size // build.mesh.size(*DATA), build.device.kind
         first = rows if self.start == "auto" else int(self.start)
         build.state.accumulation = -(-rows // first)
-        # On a GPU tensors are measured, and the context takes its share of the memory too.
+        # On a GPU only tensors are measured; the CUDA context takes memory too.
         memory = build.device.memory - (CONTEXT if kind == "cuda" else 0)
         state = MicroBatch(
             -(-rows // build.state.accumulation),
@@ -208,26 +216,26 @@ class DynamicBatch(Searchable):
             alarm=(1 + self.target) / 2 * memory,
         )
         build.state.saved[self.name()] = state
-        plain = build.slot(Slot.FORWARD_BACKWARD)
-        looking = False
+        inner = build.slot(Slot.FORWARD_BACKWARD)
+        measuring = False
 
         def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> Any:
-            nonlocal looking
+            nonlocal measuring
             length, full = batches[0].tokens.shape[1], build.recipe.batch.length
             if not state.begun:
                 state.begun, state.floor = True, resident_bytes() if kind == "cpu" else _allocated()
-            # Only steps of full rows tell what full rows need; the first one of a run warms up.
-            looking = build.state.step > 0 and build.state.step % self.every == 0 and length == full
-            if looking:
+            # Only full-length steps show what full rows need; the first step warms up.
+            measuring = build.state.step > 0 and build.state.step % self.every == 0 and length == full
+            if measuring:
                 begin_peak(kind)
             parts = regrouped(batches, max(1, state.rows * full // length))
-            # Of several devices the engine tells which is the last, so they are counted first.
-            return plain(build, list(parts) if build.hooks.before_backward else parts, global_weight)
+            # With several devices the engine must know which micro-batch is the last, so count them first.
+            return inner(build, list(parts) if build.hooks.before_backward else parts, global_weight)
 
         def after_update(build: Build) -> None:
-            if not looking:
+            if not measuring:
                 return
-            # Of several devices that which needs most decides for all, as they must take equally many micro-batches.
+            # The device with the highest peak decides, because all ranks must run the same number of micro-batches.
             peak, before = build.mesh.most(peak_bytes(kind, since_begun=True), build.torch_device), state.rows
             state.floor = build.mesh.most(state.floor, build.torch_device)
             why = state.decide(peak)
@@ -240,7 +248,8 @@ class DynamicBatch(Searchable):
         build.own(Slot.FORWARD_BACKWARD, forward_backward, self.name())
         build.hooks.after_update.append(after_update)
         return Change(
-            f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill at most {self.target:.0%} of the memory; the plan is for the first size",
+            f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill "
+            f"at most {self.target:.0%} of the memory; the plan is for the first size",
             build.state.accumulation,
         )
 

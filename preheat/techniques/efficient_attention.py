@@ -1,14 +1,15 @@
-"""Efficient attention: fused kernels, the kernel stated, without scores, repeated keys or a mask tensor in memory.
+"""Efficient attention: fused attention kernels without scores, repeated keys or a mask tensor in memory.
 
-What: scaled-dot-product attention block by block; grouped queries read their shared keys and values without copies; causal
-by an argument; packed documents by themselves (on CUDA in one call of flash attention's variable-length form); windows
-by kernels that skip what they hide.
-Helps: memory linear in length instead of quadratic (benchmarks/results/attention_memory.md), and less traffic. On a CPU in bf16 `blocks`
-(batched products over blocks of queries) is 1.1 to 2 times as fast as torch's own kernel up to 2,048 tokens. Hurts: nothing known where a
-fused kernel exists; the sums are ordered otherwise, so results agree up to rounding, and `blocks` rounds scores to bf16 too.
-No kernel was run on a GPU yet.
-Source: Dao et al. 2022 (arXiv:2205.14135); FlashAttention 2 (arXiv:2307.08691) and 3 (arXiv:2407.08608); FlexAttention: Dong et al. 2024
-(arXiv:2412.05496); grouped queries: Ainslie et al. 2023 (arXiv:2305.13245).
+What: blockwise scaled-dot-product attention with an explicit kernel; grouped queries read their shared keys and values
+without copies; causal masking by an argument; packed documents separately (on CUDA in one call of flash attention's
+variable-length form); windows by kernels that skip masked blocks.
+Helps: memory linear in length instead of quadratic (benchmarks/results/attention_memory.md), and less memory traffic.
+On a CPU in bf16, `blocks` (batched matmuls over blocks of queries) is 1.1 to 2 times as fast as torch's own kernel up
+to 2,048 tokens.
+Hurts: no known disadvantage if a fused kernel exists; the order of sums differs, so results agree up to rounding, and
+`blocks` rounds scores to bf16 too. No kernel has been run on a GPU yet.
+Source: Dao et al. 2022 (arXiv:2205.14135); FlashAttention 2 (arXiv:2307.08691) and 3 (arXiv:2407.08608); FlexAttention:
+Dong et al. 2024 (arXiv:2412.05496); grouped queries: Ainslie et al. 2023 (arXiv:2305.13245).
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ __all__ = [
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskSpec | None = None, scale: float | None = None, kernel: str = "flash"
 ) -> Tensor:
-    """Fused attention of [rows, heads, length, head_dim]; `k` and `v` may have fewer heads.
+    """Computes fused attention of [rows, heads, length, head_dim]; `k` and `v` may have fewer heads.
 
     Args:
-        mask: causal over the whole row when not given.
-        scale: head_dim ** -0.5 when not given.
-        kernel: flash, efficient, cudnn or math of torch, which raises where they cannot serve; blocks; flex; flash2 or flash3.
+        mask: causal over the whole row by default.
+        scale: head_dim ** -0.5 by default.
+        kernel: torch's flash, efficient, cudnn or math, which raise if they do not support the inputs; blocks; flex;
+            flash2 or flash3.
 
     Example:
         >>> import torch
@@ -55,19 +57,20 @@ def attend(
 
 
 def convert_model_to_efficient_attention(model: Model) -> Model:
-    """Makes a model attend by preheat's kernels, in place; weights, names and the signature of its forward stay.
+    """Switches a model to preheat's attention kernels, in place; weights, names and signatures are unchanged.
 
-    A transformers model (decoder or encoder) goes through its own attention interface: padding masks, caches and generation work,
-    windows are computed as windows. Rows packed by `position_ids` and steps with a cache use a mask tensor, as transformers does.
-    In any other model each `torch.nn.MultiheadAttention` is replaced: key_padding_mask, attn_mask and batch_first mean what they meant.
-    `need_weights=True` still gives weights, with all scores in memory; where it is not stated the weights are None.
-    (torch's TransformerEncoderLayer takes a kernel of its own in eval mode without gradients, converted or not.)
+    A transformers model (decoder or encoder) uses its own attention interface: padding masks, caches and generation
+    work, and windows are computed as windows. Rows packed by `position_ids` and steps with a cache use a mask tensor,
+    as in transformers. In any other model each `torch.nn.MultiheadAttention` is replaced: key_padding_mask, attn_mask
+    and batch_first keep their meaning. `need_weights=True` still returns weights, with all scores in memory; by default
+    the weights are None. (torch's TransformerEncoderLayer uses its own kernel in eval mode without gradients, converted
+    or not.)
 
     Returns:
         The model.
 
     Raises:
-        ValueError: attention that cannot be replaced, or none found; the message says which.
+        ValueError: the attention cannot be replaced, or none was found; the message names it.
 
     Example:
         >>> import torch
@@ -91,7 +94,7 @@ efficient_attention = convert_model_to_efficient_attention
 
 
 def __getattr__(name: str) -> Any:
-    """The module of its own is a torch class, imported when first asked for."""
+    """Imports `EfficientAttention` on first access: the module is a torch class."""
     if name != "EfficientAttention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from preheat.ops.attention.multihead import EfficientAttention
@@ -117,7 +120,7 @@ def _kernel(name: str, *, varlen: bool | None = None) -> Callable[..., Tensor]:
     return functools.partial(sdpa_attention, kernel=name, varlen=varlen)
 
 
-_PACKAGES = {  # kernel -> (distribution, how to install it)
+_PACKAGES = {  # kernel -> (distribution, install command)
     "flash2": ("flash-attn", "pip install flash-attn --no-build-isolation"),
     "flash3": (
         "flash-attn-3",
@@ -128,13 +131,11 @@ _WINDOWS = {"blocks", "flex", "flash2", "flash3"}
 _GLOBAL = {"blocks", "flex"}
 _SOFTCAP = {"blocks", "flex"}
 _FLASH_HEAD = 256  # the largest head_dim of flash attention's kernels
-_FLEX_HEAD = 16  # the smallest head_dim that FlexAttention's CUDA kernels take
-_AMPERE, _CUDNN = (
-    (8, 0),
-    (9, 10),
-)  # from where on flash attention runs, and the major versions where torch puts cuDNN's attention before it
-_CUDNN_VERSION = 91500  # above which torch does so (`check_prefer_cudnn_attention` in its sdp_utils.cpp)
-_CUDNN_HEAD = 128  # the largest head_dim that cuDNN takes in both passes whatever its version
+_FLEX_HEAD = 16  # the smallest head_dim that FlexAttention's CUDA kernels support
+_AMPERE = (8, 0)  # the lowest compute capability of flash attention
+_CUDNN = (9, 10)  # major compute capabilities for which torch prefers cuDNN's attention
+_CUDNN_VERSION = 91500  # torch prefers cuDNN above this version (`check_prefer_cudnn_attention` in sdp_utils.cpp)
+_CUDNN_HEAD = 128  # the largest head_dim that every cuDNN version supports in both passes
 
 
 def _half(context: Context | Build) -> bool:
@@ -149,10 +150,10 @@ class EfficientAttentionTechnique(Searchable):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_KERNEL})
 
     kernel: Literal["auto", "flash", "efficient", "cudnn", "blocks", "flex", "flash2", "flash3"] = "auto"
-    """The kernel; auto takes the fastest that serves: on a CPU blocks for windows, capped scores (Gemma 2) and
-    bf16 up to 2,048 tokens, else flash; on CUDA flash in half precision (cudnn for rows of one document where torch
-    prefers it: Hopper), efficient in fp32, and flex for capped scores, global tokens, and windows in fp32. flash2 and
-    flash3 are packages of their own. The run records which."""
+    """The kernel; auto takes the fastest that supports the model: on a CPU blocks for windows, capped scores (Gemma 2)
+    and bf16 up to 2,048 tokens, otherwise flash; on CUDA flash in half precision (cudnn for rows of one document if
+    torch prefers it: Hopper), efficient in fp32, and flex for capped scores, global tokens, and windows in fp32. flash2
+    and flash3 are separate packages. The run records the choice."""
 
     def _chosen(self, context: Context | Build) -> str:
         if self.kernel != "auto":
@@ -161,10 +162,10 @@ class EfficientAttentionTechnique(Searchable):
 
         if context.device.kind == "cpu":
             fast = Tag.BF16_COMPUTE in context.tags and context.recipe.batch.length <= BLOCKS_UP_TO
-            return "blocks" if _particular(context) or fast else "flash"
-        if _half(context) and (context.device.capability or _AMPERE) >= _AMPERE and _flash_sees(context):
+            return "blocks" if _beyond_causal(context) or fast else "flash"
+        if _half(context) and (context.device.capability or _AMPERE) >= _AMPERE and _flash_supports(context):
             return "cudnn" if _prefers_cudnn(context) else "flash"
-        if _particular(context) or context.model.head_dim % _alignment(context):
+        if _beyond_causal(context) or context.model.head_dim % _alignment(context):
             return "flex" if context.model.head_dim >= _FLEX_HEAD else "blocks"
         return "efficient"
 
@@ -174,53 +175,61 @@ class EfficientAttentionTechnique(Searchable):
     def check(self, context: Context) -> list[str]:
         chosen, cuda = self._chosen(context), context.device.kind == "cuda"
         half = _half(context)
-        flash = (
-            {"flash", "cudnn"} if self.kernel == "auto" else {"flash"}
-        )  # beside cuDNN's, auto takes flash attention for windows
-        why = []
-        if _windowed(context) and chosen not in _WINDOWS and not (cuda and chosen in flash and _flash_sees(context)):
-            why.append(
+        # With cuDNN's attention, auto uses flash attention for windows.
+        flash = {"flash", "cudnn"} if self.kernel == "auto" else {"flash"}
+        problems = []
+        if (
+            _windowed(context)
+            and chosen not in _WINDOWS
+            and not (cuda and chosen in flash and _flash_supports(context))
+        ):
+            problems.append(
                 f"kernel: {chosen} has no window, and attention here is limited to one; use blocks, flex or auto"
             )
         if context.model.score_softcap and chosen not in _SOFTCAP:
-            why.append(
+            problems.append(
                 f"kernel: {chosen} cannot cap its scores, as {context.model.family} does; use blocks, flex or auto"
             )
         if Tag.GLOBAL_TOKENS in context.tags and chosen not in _GLOBAL and chosen in _WINDOWS:
-            why.append(f"kernel: {chosen} has no global tokens; use blocks, flex or auto")
+            problems.append(f"kernel: {chosen} has no global tokens; use blocks, flex or auto")
         if chosen == "flex" and not cuda:
-            why.append(
-                "kernel: flex needs a CUDA device, since torch has no backward pass for it on a CPU; use blocks, flash or auto"
+            problems.append(
+                "kernel: flex needs a CUDA device, since torch has no backward "
+                "pass for it on a CPU; use blocks, flash or auto"
             )
         elif not cuda and chosen not in ("flash", "blocks"):
-            why.append(f"kernel: {chosen} needs a CUDA device; use flash, blocks or auto")
+            problems.append(f"kernel: {chosen} needs a CUDA device; use flash, blocks or auto")
         if chosen == "flex" and cuda and context.model.head_dim < _FLEX_HEAD:
-            why.append(
-                f"kernel: flex needs heads of at least {_FLEX_HEAD}, and the model's have {context.model.head_dim}; use blocks"
+            problems.append(
+                f"kernel: flex needs heads of at least {_FLEX_HEAD}, and the "
+                f"model's have {context.model.head_dim}; use blocks"
             )
         if chosen in ("flash", *_PACKAGES) and cuda and not half:
-            why.append(f"kernel: {chosen} on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient")
+            problems.append(
+                f"kernel: {chosen} on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient"
+            )
         if chosen == "flash" and cuda and (context.device.capability or _AMPERE) < _AMPERE:
-            why.append(
-                f"kernel: flash needs an Ampere GPU (8.0) or later, and this one is {context.device.capability}; "
-                "use efficient or auto"
+            problems.append(
+                "kernel: flash needs an Ampere GPU (8.0) or later, and this one "
+                f"is {context.device.capability}; use efficient or auto"
             )
         if chosen in _PACKAGES and context.device.at_hand and not _installed(_PACKAGES[chosen][0]):
-            why.append(f"kernel: {chosen} needs the package {_PACKAGES[chosen][0]}: {_PACKAGES[chosen][1]}")
+            problems.append(f"kernel: {chosen} needs the package {_PACKAGES[chosen][0]}: {_PACKAGES[chosen][1]}")
         if chosen == "flash3" and cuda and context.device.capability is not None and context.device.capability < (9, 0):
-            why.append(
-                f"kernel: flash3 needs a Hopper GPU (9.0), and this one is {context.device.capability}; use flash2 or flash"
+            problems.append(
+                "kernel: flash3 needs a Hopper GPU (9.0), and this one is "
+                f"{context.device.capability}; use flash2 or flash"
             )
         if chosen == "efficient" and context.model.head_dim % (align := _alignment(context)):
-            why.append(
-                f"kernel: efficient needs heads of a multiple of {align}, and the model's have "
-                f"{context.model.head_dim}; use blocks"
+            problems.append(
+                f"kernel: efficient needs heads of a multiple of {align}, and "
+                f"the model's have {context.model.head_dim}; use blocks"
             )
-        return why
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         chosen = self._chosen(build)
-        # Where auto takes cuDNN's, packed rows and windows are flash attention's.
+        # If auto selects cuDNN, packed rows and windows still use flash attention.
         both = self.kernel == "auto" and chosen == "cudnn"
         kernel = _kernel("preferred" if both else chosen, varlen=True if build.device.kind == "cuda" else None)
         build.own(Slot.ATTENTION_KERNEL, kernel, self.name())
@@ -234,29 +243,29 @@ class EfficientAttentionTechnique(Searchable):
 
 
 def _windowed(context: Context | Build) -> bool:
-    """Whether some layer sees less than a sequence: by the model's own window, or by a technique."""
+    """Returns True if some layer sees less than a sequence, by the model's own window or by a technique."""
     window = context.model.window
     return Tag.SLIDING_WINDOW in context.tags or (window is not None and window < context.recipe.batch.length)
 
 
-def _particular(context: Context | Build) -> bool:
-    """Whether attention is more than causal: within a window, or of capped scores."""
+def _beyond_causal(context: Context | Build) -> bool:
+    """Returns True if attention is more than plain causal attention: windowed, or with capped scores."""
     return _windowed(context) or context.model.score_softcap is not None
 
 
-def _flash_sees(context: Context | Build) -> bool:
-    """Whether flash attention has arguments for what the layers see: everything before a token, or a window of it."""
+def _flash_supports(context: Context | Build) -> bool:
+    """Returns True if flash attention supports the mask of the layers: plain causal, or a window."""
     sizes = context.sizes if isinstance(context, Context) else context.mesh.sizes
     if context.model.score_softcap is not None or context.model.head_dim > _FLASH_HEAD:
         return False
     if not _windowed(context):
         return True
-    whole = sizes[Axis.CONTEXT] == 1  # a ring of parts of rows has no window
-    return whole and context.model.head_dim % 8 == 0 and Tag.GLOBAL_TOKENS not in context.tags
+    unsharded = sizes[Axis.CONTEXT] == 1  # ring attention over shards has no window
+    return unsharded and context.model.head_dim % 8 == 0 and Tag.GLOBAL_TOKENS not in context.tags
 
 
 def _prefers_cudnn(context: Context | Build) -> bool:
-    """Whether torch itself would take cuDNN's attention for rows of one document."""
+    """Returns True if torch itself would choose cuDNN's attention for rows of one document."""
     device, width = context.device, context.model.head_dim
     if (device.capability or (0,))[0] not in _CUDNN or width % 8 or width > _CUDNN_HEAD:
         return False
@@ -266,7 +275,7 @@ def _prefers_cudnn(context: Context | Build) -> bool:
 
 
 def _alignment(context: Context | Build) -> int:
-    """What the efficient kernel wants head_dim to be a multiple of: 16 bytes."""
+    """Returns the divisor of head_dim that the efficient kernel requires: 16 bytes."""
     return 8 if _half(context) else 4
 
 

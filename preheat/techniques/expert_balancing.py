@@ -1,14 +1,17 @@
-"""Expert balancing: what keeps a router from sending all tokens to the same few experts. By a bias on the choice, or by a loss.
+"""Expert balancing: keeps a router from sending all tokens to the same few experts, by a bias or by an auxiliary loss.
 
-What: `bias`: each expert has a number that is added to its score where experts are chosen, and not where the chosen are weighed. After each step it moves
-by `rate`: up where the expert had fewer tokens than the mean of its layer, down where it had more, counted over the global batch of all devices. No
-gradient goes through it. `loss`: the load-balancing loss of transformers, over the global batch (engine/moe_aux_loss.py), times `coefficient`; models of
-Mixtral's and Qwen's kind have it by themselves, with the coefficient of their configuration.
-Helps: an idle expert is memory that learns nothing, and across devices all wait for the busiest. The bias evens out the load without a second aim for the
-weights, costs no pass over the batch, and needs no coefficient to be found. Hurts: the loss pulls the router away from what would predict best, the more the
-larger it is. The bias is part of the model only where the family has a place for it (glm4_moe); folders of Mixtral and Qwen have none, so evaluations and
-exports route without it, as whoever loads the folder will: the reported validation loss is that of the exported model, and lies a little above that with the bias.
-Source: Wang et al. 2024 (arXiv:2408.15664), DeepSeek-V3 (arXiv:2412.19437); the loss: Fedus et al. 2021 (arXiv:2101.03961).
+What: `bias`: each expert has a number that is added to its score for the selection of experts, but not for their
+weights. After each step it moves by `rate`: up if the expert had fewer tokens than the mean of its layer, down if it
+had more, counted over the global batch of all devices; no gradient flows through it. `loss`: transformers'
+load-balancing loss over the global batch (engine/moe_aux_loss.py), times `coefficient`; Mixtral and Qwen models have it
+by default, with the coefficient of their configuration.
+Helps: an idle expert is memory that learns nothing, and across devices all ranks wait for the busiest. The bias evens
+out the load without a second objective, costs no pass over the batch, and needs no coefficient to tune.
+Hurts: the loss pulls the router away from the best prediction, the more the larger it is. Only some families can store
+the bias (glm4_moe); folders of Mixtral and Qwen cannot, so evaluations and exports route without it, as anyone who
+loads the folder will: the reported validation loss is that of the exported model, slightly above that with the bias.
+Source: Wang et al. 2024 (arXiv:2408.15664), DeepSeek-V3 (arXiv:2412.19437); the loss: Fedus et al. 2021
+(arXiv:2101.03961).
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ __all__ = ["ExpertBalancing", "add_bias", "move_bias"]
 
 
 def add_bias(model: nn.Module) -> list[Tensor]:
-    """Gives each router of a model a bias on its choice of experts, zero at first, in place; one that is part of the model stays as it is.
+    """Adds a zero bias on the selection of experts to each router of a model, in place; an existing bias is unchanged.
 
-    The routers must be ours (`preheat.models.moe.record_routers`): transformers' own of Mixtral and Qwen look at no bias.
+    The routers must be ours (`preheat.models.moe.record_routers`): transformers' routers of Mixtral and Qwen ignore a
+    bias.
 
     Returns:
         The biases, [experts] fp32 each, in the order of the layers that have experts.
@@ -47,21 +51,21 @@ def add_bias(model: nn.Module) -> list[Tensor]:
 
     from preheat.models.moe import BIAS, routers
 
-    found = routers(model)
-    for router in found:
+    modules = routers(model)
+    for router in modules:
         if BIAS not in router._buffers:
             weight: Any = router.weight
             zeros = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
             router.register_buffer(BIAS, zeros, persistent=False)
-    return [router.get_buffer(BIAS) for router in found]
+    return [router.get_buffer(BIAS) for router in modules]
 
 
 def move_bias(biases: Sequence[Tensor], tokens: Tensor, rate: float) -> None:
-    """Moves each bias towards an even load, in place: by `rate`, up for experts with fewer tokens than their layer's mean, down for those with more.
+    """Moves each bias by `rate`, in place: up for experts below their layer's mean load, down for those above.
 
     Args:
-        biases: one a layer, [experts].
-        tokens: [layers, experts], tokens that went to each.
+        biases: one per layer, [experts].
+        tokens: [layers, experts], tokens routed to each expert.
 
     Example:
         >>> import torch
@@ -81,15 +85,17 @@ class ExpertBalancing(Technique):
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"method": "loss"},), family="qwen3_moe")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXPERTS})
-    # Under an adapter routers are frozen, and no adapter's folder has a place for a bias.
+    # Adapters freeze the routers, and adapter folders cannot store a bias.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.QUANTIZED_BASE})
 
     method: Literal["bias", "loss"] = "bias"
-    """bias: moved after each step by the sign of each expert's load, without a gradient; loss: added to the language model's."""
+    """bias: moved after each step by the sign of each expert's load, without a gradient; loss: added to the language
+    model's."""
     rate: Positive = 0.001
-    """With `bias`: how far it moves a step; runs of hundreds of steps want 0.003 or more. Scores lie between 0 and 1; where they are a softmax over many experts, near 1 / experts."""
+    """With `bias`: step size; runs of hundreds of steps need 0.003 or more. Scores lie between 0 and 1; for a softmax
+    over many experts, near 1 / experts."""
     coefficient: Literal["auto"] | Positive = "auto"
-    """How much the loss counts; auto: 0.01 with `loss`, none with `bias` (which may have a small one besides)."""
+    """Weight of the loss; auto: 0.01 with `loss`, none with `bias` (which may have a small one too)."""
 
     def configure(self, config: Any, recipe: Recipe) -> None:
         from preheat.models import moe
@@ -99,16 +105,17 @@ class ExpertBalancing(Technique):
         if "router_aux_loss_coef" in recipe.model.config:
             raise ValueError("coefficient: model.config.router_aux_loss_coef says the same; state it here alone")
         if self.coefficient == "auto" and self.method == "bias":
-            wanted = 0.0
+            coefficient = 0.0
         else:
-            wanted = 0.01 if self.coefficient == "auto" else float(self.coefficient)
+            coefficient = 0.01 if self.coefficient == "auto" else float(self.coefficient)
         if moe.has_bias(config):
-            if wanted:
+            if coefficient:
                 raise ValueError(
-                    f"coefficient: {config.model_type} is balanced by its bias, and has no loss for it; use method: bias without one"
+                    f"coefficient: {config.model_type} is balanced by its bias, and "
+                    "has no loss for it; use method: bias without one"
                 )
             return
-        config.router_aux_loss_coef = wanted
+        config.router_aux_loss_coef = coefficient
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.moe import TOKENS, coefficient, has_bias, routers
@@ -125,12 +132,13 @@ class ExpertBalancing(Technique):
             move_bias(biases, build.mesh.add(tokens, *DATA, Axis.CONTEXT), self.rate)
 
         build.hooks.after_update.append(move)
-        kept = (
+        scope = (
             "part of the model and of its folder"
             if has_bias(part.config)
             else "used in training alone: evaluations and exports route without it"
         )
         return Change(
-            f"a bias on the choice of {build.model.experts} experts in {layers} layers, moved by {self.rate:g} a step; {kept}",
+            f"a bias on the choice of {build.model.experts} experts in "
+            f"{layers} layers, moved by {self.rate:g} a step; {scope}",
             layers,
         )

@@ -1,12 +1,15 @@
-"""Expert parallel: the experts of each layer are shared out over devices that otherwise share out rows, and tokens travel to their experts.
+"""Expert parallel: splits the experts of each layer across data-parallel devices; tokens are sent to their experts.
 
-What: of E experts each of `degree` devices holds E / degree, whole. A layer sends each token's row to the devices of its experts by all-to-all, they
-compute, and the results come back the same way; no token is dropped. The devices are neighbours within those of `fsdp` (or of `data_parallel`), which does the
-rest: attention and all else is shared out and summed over all of them, an expert's weights and gradients over the devices that hold the same expert.
-Helps: experts are most of such a model; with FSDP alone all of them travel to every device for every micro-batch, here only the tokens do, and
-each expert's product is over more rows. Hurts: where experts are unevenly loaded, the device with the busiest makes all others wait; the all-to-all hides
-behind nothing; once a layer the host reads back how many rows go where. A dry run, which has no tokens, takes all experts to be loaded alike.
-Source: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668); without dropping, Gale et al. 2022, "MegaBlocks" (arXiv:2211.15841).
+What: each of `degree` devices holds E / degree of the E experts. A layer sends each token to the devices of its experts
+by all-to-all, they compute, and the results return the same way; no token is dropped. The devices are neighbours within
+those of `fsdp` (or `data_parallel`), which does the rest: attention and everything else is sharded and reduced over all
+of them, an expert's weights and gradients over the devices that hold the same expert.
+Helps: experts are most of such a model; FSDP alone gathers all of them on every device for every micro-batch, here only
+tokens travel, and each expert's matmul has more rows.
+Hurts: with uneven load, all ranks wait for the device with the busiest expert; the all-to-all overlaps with nothing;
+the host reads back the token counts once per layer. A dry run has no tokens and assumes an even load.
+Source: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668); without dropping, Gale et al. 2022, "MegaBlocks"
+(arXiv:2211.15841).
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ __all__ = ["ExpertParallel", "share_experts"]
 
 
 def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
-    """Shares out the experts of each layer over devices, in place: each keeps its part, and rows are sent to where their experts are.
+    """Splits the experts of each layer across devices, in place; tokens are then sent to their experts.
 
     Args:
-        module: a model of `preheat.models.moe.FAMILIES`, its experts on meta or with the same values on every device.
-        among: torch's mesh of one dimension: the devices that share out the experts; their number divides that of the experts.
-        alike: torch's mesh of the devices that hold the same experts as this one, over which their gradients are to be summed; `shard_fully` and
-            `replicate_all` of `preheat.ops.distributed.fully_shard` read it off the module.
+        module: a model of `preheat.models.moe.FAMILIES`, its experts on meta or equal on every device.
+        among: torch's one-dimensional mesh of the devices that split the experts; their number divides that of the
+            experts.
+        alike: torch's mesh of the devices that hold the same experts as this one, over which their gradients are
+            reduced; `shard_fully` and `replicate_all` of `preheat.ops.distributed.fully_shard` read it off the module.
 
     Returns:
         The number of layers.
@@ -47,16 +51,16 @@ def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
     from preheat.ops.distributed.fully_shard import OWN_MESH
     from preheat.ops.grouped_mm import EXCHANGE, Exchange
 
-    found = experts_of(module)
-    for experts in found:
-        for name, whole in list(experts._parameters.items()):
-            assert whole is not None
-            part = whole.detach().chunk(among.size())[among.get_local_rank()].clone()
-            spread = DTensor.from_local(part, among, [Shard(0)], run_check=False)
-            experts._parameters[name] = nn.Parameter(spread, requires_grad=whole.requires_grad)
+    modules = experts_of(module)
+    for experts in modules:
+        for name, full in list(experts._parameters.items()):
+            assert full is not None
+            part = full.detach().chunk(among.size())[among.get_local_rank()].clone()
+            sharded = DTensor.from_local(part, among, [Shard(0)], run_check=False)
+            experts._parameters[name] = nn.Parameter(sharded, requires_grad=full.requires_grad)
         setattr(experts, EXCHANGE, Exchange(among))
         setattr(experts, OWN_MESH, alike)
-    return len(found)
+    return len(modules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +70,12 @@ class ExpertParallel(Searchable):
     trials: ClassVar[Trials] = Trials(refused_on_cpu="shares out experts, and llama has none")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.SHARDED_WEIGHTS, Tag.SHARDED_EXPERTS})
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset(
-        {Tag.COMPILED_LAYERS}
-    )  # the host reads numbers back in the middle of a layer
+    # The host reads token counts back in the middle of a layer.
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.COMPILED_LAYERS})
 
     degree: Whole = 0
-    """Devices that share out the experts of a layer, neighbours of those that share out rows. 0: all of them, or all within a copy of `fsdp`'s hybrid sharding."""
+    """Devices that split the experts of a layer, neighbours among the data-parallel devices. 0: all of them, or all
+    within a replica of `fsdp`'s hybrid sharding."""
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
@@ -85,7 +89,8 @@ class ExpertParallel(Searchable):
         devices, degree = sizes[_axis(sizes)], self.degree or sizes[_axis(sizes)]
         if devices < 2 or degree < 2:
             return [
-                "shares out experts among devices, and there is one; start several with --nproc (or plan with --count) and degree: 2 or more"
+                "shares out experts among devices, and there is one; start several with "
+                "--nproc (or plan with --count) and degree: 2 or more"
             ]
         if devices % degree:
             return [f"degree: {degree} does not divide the {devices} devices that share out rows; use a divisor of it"]
@@ -94,8 +99,8 @@ class ExpertParallel(Searchable):
         rest = devices // degree
         if sizes[Axis.SHARD] > 1 and (model.width % rest or 2 * model.expert_width % rest):
             return [
-                f"degree: leaves {rest} devices to share out each expert's matrices, and they divide not both its width {2 * model.expert_width} and the model's {model.width}; "
-                "use a larger degree"
+                f"degree: leaves {rest} devices to share out each expert's matrices, and they divide not both its "
+                f"width {2 * model.expert_width} and the model's {model.width}; use a larger degree"
             ]
         return []
 
@@ -106,8 +111,11 @@ class ExpertParallel(Searchable):
         if axis is Axis.SHARD and build.mesh.size(Axis.REPLICATE) > 1:
             alike = build.mesh.together(build.mesh.sub(Axis.REPLICATE), alike)
         layers = share_experts(part, among, alike)
-        words = f"{build.model.experts} experts of {layers} layers over {degree} devices, {build.model.experts // degree} on each; tokens by all-to-all"
-        return Change(words, layers)
+        summary = (
+            f"{build.model.experts} experts of {layers} layers over {degree} devices, "
+            f"{build.model.experts // degree} on each; tokens by all-to-all"
+        )
+        return Change(summary, layers)
 
     def options(self, context: Context) -> Iterable[Technique]:
         devices = context.sizes[_axis(context.sizes)]
@@ -119,5 +127,5 @@ class ExpertParallel(Searchable):
 
 
 def _axis(sizes: Any) -> Axis:
-    """The axis within which experts are shared out: that which shares out weights, where there is one."""
+    """Returns the axis along which experts are split: the sharding axis if used, otherwise the replication axis."""
     return Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE

@@ -1,11 +1,12 @@
-"""FP8: matrix products of linear maps in 8-bit floating point, with dynamic scales. By torchao.
+"""FP8: matmuls of linear layers in 8-bit floating point with dynamic scales, by torchao.
 
-What: each linear map casts its input and weight, and in the backward pass the gradient, to fp8 with a scale from the tensor's own
-maximum (`tensorwise`) or one for each row (`rowwise`), and multiplies in fp8; weights, optimizer and everything else stay in bf16 or
-fp32. Embedding and head stay high, and so do maps whose sizes the hardware's fp8 products cannot take.
-Helps: fp8 products have twice bf16's rate on the devices that have them; worth it for wide models (from about 4,096) under compile.
-Hurts: the casts cost bandwidth, so narrow models get slower; 3 bits of mantissa (`rowwise` loses less to outliers, and is slower).
-A plan counts each cast, of which a compiler fuses more than the plan takes it to: planned speeds are low.
+What: each linear layer casts its input, its weight and, in the backward pass, the gradient to fp8 with a scale from the
+tensor's absolute maximum (`tensorwise`) or one scale per row (`rowwise`), and multiplies in fp8. Weights, optimizer and
+everything else stay in bf16 or fp32, and so do embedding, head and layers whose sizes fp8 hardware does not support.
+Helps: fp8 matmuls run at twice bf16's rate on supported devices; worth it for wide models (from about 4,096) under
+compile.
+Hurts: the casts cost bandwidth, so narrow models get slower; 3 bits of mantissa (`rowwise` loses less to outliers, and
+is slower). A plan counts every cast, and a compiler fuses more of them than the plan assumes: planned speeds are low.
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433); torchao's float8 training.
 """
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Fp8", "convert_to_fp8"]
 
-_UNIT = 16  # fp8 products take sizes that are multiples of this
-_FIRST = (8, 9)  # compute capability of the first NVIDIA devices with fp8 (Ada); Hopper is 9.0
+_ALIGNMENT = 16  # fp8 matmuls require sizes that are multiples of this
+_MIN_CAPABILITY = (8, 9)  # compute capability of the first NVIDIA devices with fp8 (Ada); Hopper is 9.0
 
 
 def convert_to_fp8(
@@ -35,15 +36,16 @@ def convert_to_fp8(
     keep: Iterable[nn.Module] = (),
     emulate: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Lets linear maps multiply in fp8, in place; works on meta too. Their weights stay the same parameters.
+    """Converts linear layers to fp8 matmuls, in place; works on meta too. Their weights stay the same parameters.
 
     Args:
-        recipe: one scale a tensor, or one a row.
-        keep: modules to leave as they are: the head.
-        emulate: round to fp8 but multiply in the input's precision, which any device can: to see what rounding does.
+        recipe: one scale per tensor, or one per row.
+        keep: modules to leave unchanged, e.g. the head.
+        emulate: round to fp8 but multiply in the input's precision, which works on any device: to study the effect of
+            rounding.
 
     Returns:
-        Names of the maps that were converted, and of those that were not because a size is not a multiple of 16.
+        Names of the converted layers, and of those skipped because a size is not a multiple of 16.
 
     Example:
         >>> import torch
@@ -54,9 +56,9 @@ def convert_to_fp8(
     from torch import nn
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    kept = {id(m) for m in keep}
-    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and id(m) not in kept}
-    fits = {name for name, m in linear.items() if m.in_features % _UNIT == 0 and m.out_features % _UNIT == 0}
+    excluded = {id(m) for m in keep}
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and id(m) not in excluded}
+    fits = {name for name, m in linear.items() if m.in_features % _ALIGNMENT == 0 and m.out_features % _ALIGNMENT == 0}
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     convert_to_float8_training(model, module_filter_fn=lambda module, name: name in fits, config=config)
     return sorted(fits), sorted(linear.keys() - fits)
@@ -72,37 +74,44 @@ class Fp8(Searchable):
     searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """tensorwise: one scale a tensor, fastest; rowwise: one scale a row, closer to bf16."""
+    """tensorwise: one scale per tensor, fastest; rowwise: one scale per row, closer to bf16."""
 
     def search_numerics(self) -> Literal["different"]:
-        return "different"  # over a run: 3 bits of mantissa in every product
+        return "different"  # over a run: 3 bits of mantissa in every matmul
 
     def check(self, context: Context) -> list[str]:
-        why = []
+        problems = []
         device, rows = context.device, context.recipe.batch.length
         if device.kind == "cpu":
-            why.append(
-                "needs a CUDA device of compute capability 8.9 or more (Ada, Hopper, Blackwell): a CPU has no fp8 products"
+            problems.append(
+                "needs a CUDA device of compute capability 8.9 or more (Ada, "
+                "Hopper, Blackwell): a CPU has no fp8 products"
             )
-        elif device.capability is not None and device.capability < _FIRST:
-            found = ".".join(map(str, device.capability))
-            why.append(f"needs compute capability 8.9 or more; {device.name} has {found}: leave fp8 out there")
-        if rows % _UNIT:  # the gradient of a weight sums over tokens, which is then an inner size
-            why.append(f"needs batch.length to be a multiple of {_UNIT}, not {rows}")
+        elif device.capability is not None and device.capability < _MIN_CAPABILITY:
+            capability = ".".join(map(str, device.capability))
+            problems.append(
+                f"needs compute capability 8.9 or more; {device.name} has {capability}: leave fp8 out there"
+            )
+        if rows % _ALIGNMENT:  # a weight's gradient sums over tokens, which are then the inner dimension
+            problems.append(f"needs batch.length to be a multiple of {_ALIGNMENT}, not {rows}")
         if importlib.util.find_spec("torchao") is None:
-            why.append("needs torchao, which is not installed: pip install torchao")
-        return why
+            problems.append("needs torchao, which is not installed: pip install torchao")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.hf import head
 
-        done, left = convert_to_fp8(part, recipe=self.recipe, keep=[head(part)])
-        if not done:
-            raise RecipeError(f"techniques.fp8: no linear map has sizes that are multiples of {_UNIT}; leave it out")
-        beside = f"; {len(left)} left in high precision, {left[0]} for one (not multiples of {_UNIT})" if left else ""
+        converted, left = convert_to_fp8(part, recipe=self.recipe, keep=[head(part)])
+        if not converted:
+            raise RecipeError(
+                f"techniques.fp8: no linear map has sizes that are multiples of {_ALIGNMENT}; leave it out"
+            )
+        skipped = (
+            f"; {len(left)} left in high precision, {left[0]} for one (not multiples of {_ALIGNMENT})" if left else ""
+        )
         return Change(
-            f"products of {len(done)} linear maps in fp8, {self.recipe} scales{beside}; embedding and head high",
-            len(done),
+            f"products of {len(converted)} linear maps in fp8, {self.recipe} scales{skipped}; embedding and head high",
+            len(converted),
         )
 
     def options(self, context: Context) -> Iterable[Technique]:

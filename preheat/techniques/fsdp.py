@@ -1,10 +1,13 @@
-"""Fully sharded data parallel: each device keeps a share of weights, gradients and optimizer state, and its share of the rows.
+"""Fully sharded data parallel: shards weights, gradients, optimizer states and the batch across devices.
 
-What: torch's FSDP2. A layer's weights are gathered right before they are used and let go after; its gradients are summed and shared out as
-soon as backward has made them. `reshard: false` keeps what was gathered until backward is through it: less is sent, more is held.
-Helps: memory of weights, gradients and optimizer falls with the number of devices; what is sent overlaps with what is computed.
-Hurts: every layer's weights travel twice a micro-batch (three times the bytes of plain data parallel's gradients), so slow links and small batches suffer.
-Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054): `reshard` is its stage 3, without it stage 2; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
+What: torch's FSDP2. A layer's weights are all-gathered before use and freed afterwards; its gradients are
+reduce-scattered as soon as backward has computed them. `reshard: false` keeps the gathered weights until backward has
+used them: less communication, more memory.
+Helps: memory of weights, gradients and optimizer falls with the number of devices; communication overlaps with compute.
+Hurts: every layer's weights are gathered twice per micro-batch (three times the bytes of data parallel's gradients), so
+slow links and small batches suffer.
+Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054): `reshard` is its stage 3, without it stage 2; Zhao et al.
+2023, "PyTorch FSDP" (arXiv:2304.11277).
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["FSDP", "shard_fully"]
 
 
-def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **how: Any) -> int:
-    """Shards a module with FSDP2, each of its layers as a group of its own, in place; gradients are summed. `preheat.ops.distributed.fully_shard` has the settings.
+def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **settings: Any) -> int:
+    """Shards a module with FSDP2, each of its layers as its own group, in place; gradients are summed.
 
     Args:
-        layers: modules inside it, in the order in which they run.
+        layers: modules inside it, in execution order.
         mesh: torch's mesh: (shard,) or (replicate, shard).
+        settings: as in `preheat.ops.distributed.fully_shard.shard_fully`.
 
     Returns:
         The number of groups.
@@ -37,7 +41,7 @@ def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **how
     """
     from preheat.ops.distributed import fully_shard
 
-    return fully_shard.shard_fully(module, layers, mesh, **how)
+    return fully_shard.shard_fully(module, layers, mesh, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +63,18 @@ class FSDP(Searchable):
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "teacher"})
 
     reshard: bool = True
-    """Let go of a layer's weights after its forward pass and gather them again for backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    """Free a layer's weights after its forward pass and gather them again for backward (ZeRO-3); false keeps them
+    (ZeRO-2)."""
     replicate: Count = 1
-    """Hybrid sharding: so many groups of devices that each hold a whole copy between them; the number of hosts keeps gathering within one."""
+    """Hybrid sharding: number of groups of devices that each hold a full copy of the weights; set it to the number of
+    hosts to gather within hosts only."""
     gather: Literal["own", "bf16"] = "own"
-    """Precision in which weights travel and are used; gradients are summed in fp32. With bf16 half as much is sent."""
+    """Precision in which weights are gathered and used; gradients are summed in fp32. bf16 sends half as much."""
     reduce: Literal["each", "last"] = "each"
-    """With several micro-batches: share out the gradients of each (least memory), or keep them whole until the last (least sent)."""
+    """With several micro-batches: reduce-scatter the gradients of each (least memory), or keep them unsharded until the
+    last (least communication)."""
     offload: bool = False
-    """Keep the shares on the host, and take the optimizer's step there (CUDA only)."""
+    """Keep the shards on the host, and run the optimizer there (CUDA only)."""
 
     def provided(self) -> frozenset[Tag]:
         without = {Tag.RESHARD_AFTER_FORWARD} if not self.reshard else set()
@@ -81,14 +88,14 @@ class FSDP(Searchable):
         return "exact" if self.gather == "own" else "rounding"
 
     def check(self, context: Context) -> list[str]:
-        found = []
+        problems = []
         if context.sizes[Axis.SHARD] * context.sizes[Axis.CONTEXT] < 2:
-            found.append(
+            problems.append(
                 "shares out weights among devices, and there is one; start several with --nproc (or plan with --count)"
             )
         if self.offload and context.device.kind == "cpu":
-            found.append("offload: the weights are on the host already; leave it out")
-        return found
+            problems.append("offload: the weights are on the host already; leave it out")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         import torch
@@ -100,7 +107,8 @@ class FSDP(Searchable):
         mesh = build.mesh.sub(*across) if self.replicate == 1 else build.mesh.plane(Axis.REPLICATE, across)
         ends: Any = [embedding(part), head(part)]
         shared = len({id(end.weight) for end in ends if end is not None}) < len(ends)
-        # An embedding that is no head too need not be there while the layers run; one that tensor parallel cuts gives views, which FSDP2 cannot hook.
+        # An untied embedding is its own group, so that it is freed while the layers run. With tensor parallel it
+        # returns views, which FSDP2 cannot hook.
         apart = [] if shared or build.mesh.size(Axis.TENSOR) > 1 else ends[:1]
         groups = shard_fully(
             part,
@@ -115,20 +123,24 @@ class FSDP(Searchable):
         build.own(Slot.FORWARD, fully_shard.forward_through(part), self.name())
         if self.reduce == "last":
             build.hooks.before_backward.append(part.set_requires_gradient_sync)
-        many = build.mesh.size(*across)
+        degree = build.mesh.size(*across)
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
-        return Change(f"weights in {groups} groups, a {many}th of each on a device{copies}", groups)
+        return Change(f"weights in {groups} groups, a {degree}th of each on a device{copies}", groups)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        travels: tuple[Literal["own", "bf16"], ...] = ("own", "bf16") if Tag.BF16_COMPUTE in context.tags else ("own",)
-        kept: tuple[tuple[bool, Literal["each", "last"]], ...] = (
+        precisions: tuple[Literal["own", "bf16"], ...] = (
+            ("own", "bf16") if Tag.BF16_COMPUTE in context.tags else ("own",)
+        )
+        combinations: tuple[tuple[bool, Literal["each", "last"]], ...] = (
             (True, "each"),
             (True, "last"),
             (False, "each"),
             (False, "last"),
         )
         return [
-            replace(self, reshard=again, reduce=reduce, gather=gather) for gather in travels for again, reduce in kept
+            replace(self, reshard=again, reduce=reduce, gather=gather)
+            for gather in precisions
+            for again, reduce in combinations
         ]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:

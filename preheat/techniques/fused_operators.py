@@ -1,11 +1,14 @@
-"""Fused operators: RMSNorm and the gated activation as one operator each, which keeps for the backward pass only what it was given.
+"""Fused operators: RMSNorm and the gated activation as single operators that save only their inputs for backward.
 
-What: transformers computes them by chains of small operators and keeps several intermediate tensors; here the norm keeps its input and one
-number a row, the gate its two inputs, and the backward pass computes the rest again. Under autocast the norm hands on half precision at once,
-where each linear map behind it would make a copy of its own. On CUDA the norm is torch's fused kernel; on a CPU it runs by rows that stay in the cache.
-Helps: about a third of a layer's kept activations without recomputing any product, and fewer passes over memory; under tensor parallel too. Hurts:
-a compiler fuses the same operators by itself, and Liger has kernels for them on CUDA, so it goes with neither.
-Source: kept inputs instead of intermediates as in Andoorveedu et al. 2022, Tempo (arXiv:2210.10246).
+What: transformers computes them as chains of small operators and keeps several intermediate tensors; here the norm
+saves its input and one number per row, the gate its two inputs, and the backward pass recomputes the rest. Under
+autocast the norm directly returns half precision, so that the linear layers behind it need no copies of their own. On
+CUDA the norm is torch's fused kernel; on a CPU it runs over rows that stay in cache.
+Helps: about a third less of a layer's saved activations without recomputing any matmul, and fewer passes over memory;
+also under tensor parallel.
+Hurts: a compiler fuses the same operators by itself, and Liger has kernels for them on CUDA, so it cannot be combined
+with either.
+Source: saved inputs instead of intermediates as in Andoorveedu et al. 2022, Tempo (arXiv:2210.10246).
 """
 
 from __future__ import annotations
@@ -23,21 +26,23 @@ __all__ = ["FusedOperators", "fuse_operators"]
 
 
 def fuse_operators(model: PreTrainedModel, *, norm: bool = True, gate: bool = True) -> dict[str, int]:
-    """RMSNorms and gated activations of a transformers model (Llama and its kin) as operators that keep only their inputs. In place.
+    """Replaces RMSNorms and gated activations of a transformers model (Llama-like) by fused operators, in place.
 
     Args:
-        norm: the RMSNorms.
-        gate: silu(a) * b of the feed-forward; a model that has another activation keeps it.
+        norm: replace the RMSNorms.
+        gate: replace silu(a) * b of the feed-forward; other activations stay.
 
     Returns:
-        How many modules compute so.
+        The number of replaced modules by kind.
 
     Raises:
-        RecipeError: a family of models whose norms are others.
+        RecipeError: the model family has other norms.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96)
+        >>> config = LlamaConfig(
+        ...     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96
+        ... )
         >>> fuse_operators(LlamaForCausalLM(config))
         {'norms': 5, 'gated activations': 2}
     """
@@ -53,17 +58,16 @@ class FusedOperators(Searchable):
     numerics: ClassVar[Any] = "rounding"
     trials: ClassVar[Trials] = Trials(settings=({"gate": False},))
     memory_saving: ClassVar[bool] = True
-    searched_on: ClassVar[frozenset[str]] = frozenset(
-        {"cuda"}
-    )  # a CPU's plan of them was not compared with enough runs
+    # CPU plans of fused operators have not been validated against enough runs.
+    searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_OPERATORS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS, Tag.COMPILED_LAYERS})
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
     norm: bool = True
-    """RMSNorm, keeping its input alone."""
+    """RMSNorm that saves only its input."""
     gate: bool = True
-    """silu(a) * b of the feed-forward, keeping a and b alone; other activations stay as they are."""
+    """silu(a) * b of the feed-forward, saving only a and b; other activations stay as they are."""
 
     def search_numerics(self) -> Literal["rounding"]:
         return "rounding"
@@ -71,12 +75,12 @@ class FusedOperators(Searchable):
     def check(self, context: Context) -> list[str]:
         from preheat.models.kernel_swap import KERNEL_FAMILIES
 
-        why = []
+        problems = []
         if context.model.family not in KERNEL_FAMILIES:
-            why.append(f"is for {', '.join(KERNEL_FAMILIES)}, not {context.model.family}; leave it out")
+            problems.append(f"is for {', '.join(KERNEL_FAMILIES)}, not {context.model.family}; leave it out")
         if not (self.norm or self.gate):
-            why.append("norm, gate: both are false; leave fused_operators out")
-        return why
+            problems.append("norm, gate: both are false; leave fused_operators out")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         if build.mesh.size(Axis.TENSOR) > 1:

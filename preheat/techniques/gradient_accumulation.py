@@ -1,10 +1,10 @@
-"""Gradient accumulation: the global batch in several micro-batches, their gradients summed before one update.
+"""Gradient accumulation: splits the global batch into micro-batches and sums their gradients before one update.
 
-What: each micro-batch runs forward and backward by itself; the loss is divided by the trained tokens of the whole global
-batch, so the gradients equal those of the big batch even where sequences and masks are uneven. (Averaging the
-micro-batches' means, as is often done, weighs tokens of short sequences more.)
-Helps: activations shrink with the micro-batch; the optimizer sees the same batch. Hurts: very small micro-batches leave
-the device idle and repeat the cost of each layer's launch.
+What: each micro-batch runs forward and backward by itself; the loss is divided by the trained tokens of the whole
+global batch, so the gradients equal those of the full batch even if sequences and masks are uneven. (Averaging the
+micro-batches' means, as is often done, gives tokens of short sequences more weight.)
+Helps: activations shrink with the micro-batch; the optimizer sees the same batch.
+Hurts: very small micro-batches leave the device idle and repeat the launch cost of each layer.
 Source: Ott et al. 2018, "Scaling Neural Machine Translation" (arXiv:1806.00187), section 3.
 """
 
@@ -42,18 +42,19 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientAccumulation", "train_with_gradient_accumulation"]
 
-# Of a micro-batch, as is usual for models of 8B. By the plan of `fine-tune`, a 0.5B on an H100, 4,096 tokens run at 69,506 a second, 8,192 at 78,164.
-_FILLS_A_GPU = 8192
+# Tokens per micro-batch, as is usual for 8B models. The plan of `fine-tune` (0.5B on an H100) predicts 69,506 tokens/s
+# with 4,096 tokens and 78,164 with 8,192.
+_MAX_GPU_TOKENS = 8192
 
 
 def _share(criterion: Any, targets: Tensor) -> float:
-    """What a criterion's mean divides by: the number of its targets, without those that it ignores."""
+    """Returns the divisor of a criterion's mean: the number of its targets that are not ignored."""
     from torch import nn
 
     if getattr(criterion, "reduction", "mean") == "sum":
         return 1.0
     classified = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
-    if targets.is_floating_point():  # values, or with cross entropy a probability of each class
+    if targets.is_floating_point():  # regression targets, or class probabilities for cross entropy
         classes = targets.shape[1 if targets.ndim > 1 else 0] if classified else 1
         return targets.numel() / classes
     counted = targets != (criterion.ignore_index if classified else -100)
@@ -70,21 +71,21 @@ def train_with_gradient_accumulation(
     criterion: Callable[[Any, Any], Tensor],
     epochs: int = 1,
 ) -> list[float]:
-    """Trains a model with one update for each `accumulation_steps` batches of the loader, in place.
+    """Trains a model with one update per `accumulation_steps` batches of the loader, in place.
 
-    An update has the gradients of one batch that holds them all: each batch's mean counts by its number of targets, so batches
-    may differ in size and in what is masked. What is left at an epoch's end makes a last, smaller update.
+    An update has the gradients of one batch that contains them all: each batch's mean is weighted by its number of
+    targets, so batches may differ in size and masking. The remainder of an epoch makes a last, smaller update.
 
     Args:
-        dataloader: yields (inputs, targets); read once an epoch.
-        criterion: criterion(outputs, targets), the mean over the targets. Integer targets of its `ignore_index` (-100 without one) do
-            not count; torch's class weights and `reduction="sum"` are honoured.
+        dataloader: yields (inputs, targets); read once per epoch.
+        criterion: criterion(outputs, targets), the mean over the targets. Integer targets equal to its `ignore_index`
+            (-100 if it has none) do not count; torch's class weights and `reduction="sum"` are supported.
 
     Returns:
         The loss of each update: the mean over all its targets (their sum with `reduction="sum"`).
 
     Raises:
-        ValueError: `accumulation_steps` is less than 1, or the criterion gives no scalar.
+        ValueError: `accumulation_steps` is less than 1, or the criterion returns no scalar.
 
     Example:
         >>> import torch
@@ -111,9 +112,9 @@ def train_with_gradient_accumulation(
         batches = iter(dataloader)
         while group := list(itertools.islice(batches, accumulation_steps)):
             shares = [_share(criterion, targets) for _, targets in group]
-            whole = 1.0 if summed else sum(shares)
-            # a mean over no target at all is NaN, not 0
-            parts = [(*batch, share / whole) for batch, share in zip(group, shares, strict=True) if share]
+            total = 1.0 if summed else sum(shares)
+            # skips batches without targets: their mean is NaN, not 0
+            parts = [(*batch, share / total) for batch, share in zip(group, shares, strict=True) if share]
             if parts:
                 losses.append(accumulate(parts, loss_of, global_weight=1))
                 optimizer.step()
@@ -122,7 +123,7 @@ def train_with_gradient_accumulation(
 
 
 def _rows(recipe: Recipe, sizes: Mapping[Axis, int]) -> tuple[int, int]:
-    """Rows of a global batch that a device has at most, and the devices that share them out."""
+    """Returns the rows of a global batch on one device (rounded up) and the number of data-parallel devices."""
     devices = math.prod(sizes[axis] for axis in DATA)
     return -(-recipe.batch.size // devices), devices
 
@@ -137,10 +138,11 @@ class GradientAccumulation(Searchable):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
 
     steps: Annotated[int, Bound(2)] = 4
-    """Micro-batches that make one global batch of `batch.size` rows."""
+    """Micro-batches per global batch of `batch.size` rows."""
     on_gpu: Literal["steps", "auto"] = "steps"
-    """auto: on a GPU as few micro-batches, two or more, as have 8,192 tokens or less and fit in 90 % of the memory by the dry run; `steps` on a CPU,
-    whose kernels gain nothing by more rows. The run records how many."""
+    """auto: on a GPU the fewest micro-batches, two or more, that have 8,192 tokens or less and fit in 90 % of the
+    memory according to the dry run; `steps` on a CPU, whose kernels gain nothing from more rows. The run records the
+    number."""
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
@@ -167,18 +169,18 @@ class GradientAccumulation(Searchable):
     def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
         if self.on_gpu != "auto":
             return self
-        stated = replace(self, on_gpu="steps")
+        fixed = replace(self, on_gpu="steps")
         if not self.left_open(context.device):
-            return stated
+            return fixed
         rows, _ = _rows(context.recipe, context.sizes)
-        chosen = stated
+        chosen = fixed
         for steps in (n for n in range(2, rows + 1) if rows % n == 0):
-            other = replace(stated, steps=steps)
-            large = rows // steps > 1 and rows // steps * context.recipe.batch.length > _FILLS_A_GPU
-            if large or conflicts_of({**context.recipe.techniques, self.name(): other}.values(), context):
+            candidate = replace(fixed, steps=steps)
+            large = rows // steps > 1 and rows // steps * context.recipe.batch.length > _MAX_GPU_TOKENS
+            if large or conflicts_of({**context.recipe.techniques, self.name(): candidate}.values(), context):
                 continue
-            foreseen = plan(chosen := other)
-            if has_room(foreseen):
+            prediction = plan(chosen := candidate)
+            if has_room(prediction):
                 break
         return chosen
 

@@ -1,10 +1,11 @@
 """Grouped queries: fewer key-value heads, each shared by a group of query heads.
 
-What: the model keeps its query heads and gets `kv_heads` key-value heads. Weights that are read are mean-pooled: each new head is
-the mean of the heads of its group; a new model is simply built with fewer.
-Helps: the KV cache, which long contexts and many requests fill, shrinks by the same factor; key and value matrices too.
-Hurts: a pooled model is worse until it is trained on (the paper takes 5 % of the pretraining steps); below a head for each device, tensor
-parallelism has to copy heads.
+What: the model keeps its query heads and gets `kv_heads` key-value heads. Pretrained weights are mean-pooled: each new
+head is the mean of the heads of its group; a new model is simply built with fewer.
+Helps: the KV cache, which dominates with long contexts and many requests, shrinks by the same factor; key and value
+matrices too.
+Hurts: a pooled model is worse until it is trained further (the paper uses 5 % of the pretraining steps); with fewer
+heads than devices, tensor parallelism has to copy heads.
 Source: Ainslie et al. 2023 (arXiv:2305.13245); one head for all: Shazeer 2019 (arXiv:1911.02150).
 """
 
@@ -25,21 +26,23 @@ __all__ = ["GroupedQueries", "group_queries"]
 
 
 def group_queries(model: nn.Module, kv_heads: int) -> int:
-    """Mean-pools the key-value heads of a transformers model (llama, qwen and others with `k_proj` and `v_proj`), in place.
+    """Mean-pools the key-value heads of a transformers model with `k_proj` and `v_proj` (llama, qwen, ...), in place.
 
     Args:
-        model: with its weights; also its configuration is changed, so that `save_pretrained` writes what it now is.
-        kv_heads: new number of key-value heads; a divisor of the present one.
+        model: with its weights; its configuration is updated too, so that `save_pretrained` writes the new shape.
+        kv_heads: new number of key-value heads; a divisor of the current one.
 
     Returns:
-        Number of matrices pooled.
+        The number of pooled matrices.
 
     Raises:
-        ValueError: fused projections; or `kv_heads` is not a smaller divisor.
+        ValueError: the projections are fused, or `kv_heads` is not a smaller divisor.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96)
+        >>> config = LlamaConfig(
+        ...     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96
+        ... )
         >>> model = LlamaForCausalLM(config)
         >>> group_queries(model, 2), model.model.layers[0].self_attn.k_proj.weight.shape
         (4, torch.Size([16, 32]))
@@ -57,7 +60,7 @@ class GroupedQueries(Technique):
     unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"
 
     kv_heads: Annotated[int, Bound(1)] = 1
-    """Key-value heads of each layer: a divisor of what the model has."""
+    """Key-value heads of each layer: a divisor of the model's current number."""
 
     def configure(self, config: Any, recipe: Recipe) -> None:
         from preheat.models.conversions import architecture
@@ -78,7 +81,7 @@ class GroupedQueries(Technique):
             return architecture.pool_heads(value, self.kv_heads, facts.head_dim)
 
         build.weights.map(architecture.KEYS_AND_VALUES, pool)
-        how = "new weights" if build.weights.folder is None else "the mean of each group of those read"
+        origin = "new weights" if build.weights.folder is None else "the mean of each group of those read"
         return Change(
-            f"{facts.heads} query heads on {self.kv_heads} key-value heads in {facts.layers} layers, {how}", count
+            f"{facts.heads} query heads on {self.kv_heads} key-value heads in {facts.layers} layers, {origin}", count
         )

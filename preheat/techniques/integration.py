@@ -1,6 +1,6 @@
-"""The practical techniques together, by hand: gradient accumulation, mixed precision, ZeRO and efficient attention in one loop.
+"""An example training loop that combines gradient accumulation, mixed precision, ZeRO and efficient attention by hand.
 
-This is an example to read and to run, no technique of its own: recipes put techniques together by naming them. It is the one module
+This is an example to read and to run, not a technique: recipes combine techniques by naming them. It is the only module
 here that imports its siblings.
 """
 
@@ -32,28 +32,28 @@ def integration_example(
     lr: float = 1e-3,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Trains a small decoder on the bytes of Python's standard library, with the four techniques switched as asked.
+    """Trains a small decoder on the bytes of Python's standard library with the four techniques switched on or off.
 
-    On a CUDA device where there is one. Under torchrun each process takes its own rows.
+    Uses a CUDA device if there is one. Under torchrun each process reads its own rows.
 
     Args:
         batch_size: rows of a micro-batch; accumulation_steps of them make one update on each process.
-        zero_stage: 1, 2 or 3, as of ZeROAdamW; 0: torch's AdamW, on one process only.
-        precision: bf16 or fp16 (fp32 switches mixing off), with `use_mixed_precision`.
+        zero_stage: 1, 2 or 3, as in ZeROAdamW; 0: torch's AdamW, on one process only.
+        precision: bf16 or fp16 with `use_mixed_precision`; fp32 disables mixed precision.
         length: bytes of a row.
         steps: updates.
 
     Returns:
-        {losses: mean of each update in nats a byte, tokens_per_second: median over the updates after the first,
-        peak_memory_gib: of the device, or what the process took since the start, parameters, optimizer_bytes: of this process's states,
-        processes, on: {technique: in words}}.
+        {losses: mean of each update in nats per byte, tokens_per_second: median over the updates after the first,
+        peak_memory_gib: of the device, or the growth of the process since the start, parameters, optimizer_bytes: of
+        this process's states, processes, on: {technique: description}}.
 
     Raises:
         ValueError: an unknown precision or stage, or fp16 with ZeRO on several processes.
 
     Example:
-        >>> made = integration_example(dim=32, num_layers=1, zero_stage=0, length=32, steps=2)
-        >>> sorted(made["on"])
+        >>> result = integration_example(dim=32, num_layers=1, zero_stage=0, length=32, steps=2)
+        >>> sorted(result["on"])
         ['efficient_attention', 'gradient_accumulation', 'mixed_precision', 'zero']
     """
     from statistics import median
@@ -69,11 +69,11 @@ def integration_example(
     if precision not in dtypes:
         raise ValueError(f"precision: {precision!r} is not known; use {', '.join(dtypes)}")
     half = dtypes[precision] if use_mixed_precision else None
-    rank, world = _place()
+    rank, world = _rank_and_world()
     if half == torch.float16 and world > 1:
         raise ValueError("precision: fp16 skips steps by each process's own gradients; on several processes use bf16")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = _bytes(length)  # read before the memory is taken
+    data = _bytes(length)  # loaded before memory is measured
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     reset_peak()
@@ -97,8 +97,8 @@ def integration_example(
     for step in range(steps):
         begun = time.perf_counter()
         first = (step * world + rank) * rows
-        places = [(first + n) % len(data) for n in range(rows)]
-        batch = data[places].to(device, torch.int64)
+        indices = [(first + n) % len(data) for n in range(rows)]
+        batch = data[indices].to(device, torch.int64)
 
         def loss_sum(part: torch.Tensor) -> torch.Tensor:
             with autocast(device.type, half) if half else nullcontext():
@@ -111,26 +111,26 @@ def integration_example(
         optimizer.zero_grad(set_to_none=True)
         seconds.append(time.perf_counter() - begun)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else max(peak_resident_bytes() - before, 0)
-    kept = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-    where = f"stage {zero_stage}" + ("" if world > 1 else ", one process: nothing is sharded")
+    state_tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    sharding = f"stage {zero_stage}" + ("" if world > 1 else ", one process: nothing is sharded")
     return {
         "losses": losses,
         "tokens_per_second": world * rows * length / median(seconds[1:] or seconds),
         "peak_memory_gib": peak / 2**30,
         "parameters": parameters,
-        "optimizer_bytes": optimizer.state_bytes() if zero_stage else sum(t.nbytes for t in kept),
+        "optimizer_bytes": optimizer.state_bytes() if zero_stage else sum(t.nbytes for t in state_tensors),
         "processes": world,
         "on": {
             "gradient_accumulation": f"{accumulation_steps} micro-batches of {batch_size} rows",
             "mixed_precision": f"{precision} under autocast, weights in fp32" if half else "off: fp32",
-            "zero": where if zero_stage else "off: AdamW",
+            "zero": sharding if zero_stage else "off: AdamW",
             "efficient_attention": "fused" if use_efficient_attention else "off: all scores in memory",
         },
     }
 
 
-def _place() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
+def _rank_and_world() -> tuple[int, int]:
+    """Returns this process's rank and the world size."""
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
@@ -149,7 +149,7 @@ def _optimizer(model: Any, lr: float, stage: int, world: int) -> Any:
 
 
 def _bytes(length: int, rows: int = 4096) -> torch.Tensor:
-    """Rows of `length` + 1 bytes of the standard library's source, uint8."""
+    """Returns rows of `length` + 1 bytes of the standard library's source, uint8."""
     import torch
 
     from preheat.data.sources import open_source
@@ -160,5 +160,5 @@ def _bytes(length: int, rows: int = 4096) -> torch.Tensor:
         text += document.text.encode("utf-8", "replace")
         if len(text) >= wanted:
             break
-    whole = len(text) // (length + 1)
-    return torch.frombuffer(text, dtype=torch.uint8)[: whole * (length + 1)].view(whole, length + 1)
+    full_rows = len(text) // (length + 1)
+    return torch.frombuffer(text, dtype=torch.uint8)[: full_rows * (length + 1)].view(full_rows, length + 1)

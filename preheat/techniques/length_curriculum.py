@@ -1,13 +1,15 @@
-"""Length curriculum: sequences are short at first and grow to the full length over the first part of the run.
+"""Length curriculum: starts with short sequences and grows them to the full length over the first part of the run.
 
-What: the packed rows of the data are cut into shorter ones, whose length rises to `batch.length`; every token is still trained
-once, with the context that its piece has. By default a step keeps its tokens and has more rows instead.
-Helps: attention costs less on short rows, so early steps are faster; early training is steadier, which lets large batches and
-learning rates through (the paper's gain is mostly there). Hurts: early steps learn nothing about long contexts; each length is a
-shape of its own to kernels that are compiled for one. Where lengths do not divide each other (linear, root), the last row of a step
-ends in padding, and on a CPU freed blocks fit the next length badly and each length's kernels are kept: the demo held 0.22 GiB in place
-of 0.15; doubling held 0.16. What the plan says is for the full length throughout, so early steps should take less time than that.
-Source: Li et al. 2021 (arXiv:2108.06084), linear and root as in DeepSpeed; by doubling: Jin et al. 2023 (arXiv:2310.00576).
+What: splits the packed rows of the data into shorter ones whose length grows to `batch.length`; every token is still
+trained once, with the context within its shorter row. By default a step keeps its tokens and has more rows instead.
+Helps: attention is cheaper on short rows, so early steps are faster; early training is more stable, which allows large
+batches and learning rates (most of the paper's gain).
+Hurts: early steps learn nothing about long contexts; kernels that are compiled per shape compile each length. If
+lengths do not divide each other (linear, root), the last row of a step is padded, and on a CPU freed blocks fit the
+next length badly and the kernels of each length are kept: the demo used 0.22 GiB instead of 0.15, and 0.16 with
+doubling. The plan assumes the full length throughout, so early steps should be faster than planned.
+Source: Li et al. 2021 (arXiv:2108.06084), linear and root as in DeepSpeed; by doubling: Jin et al. 2023
+(arXiv:2310.00576).
 """
 
 from __future__ import annotations
@@ -39,15 +41,16 @@ def length_at(
     multiple: int = 64,
     lengths: Sequence[int] = (),
 ) -> int:
-    """Tokens of a row at this share of the run.
+    """Returns the tokens of a row at this fraction of the run.
 
     Args:
         progress: from 0 to 1.
-        start, full: the first and the last length, tokens.
-        until: the share of the run from which on rows are full.
-        schedule: steps: `start` doubled again and again, each length for as long; linear; root: fast first, then slower.
+        start, full: the first and the last length, in tokens.
+        until: the progress after which rows are full.
+        schedule: steps: `start` doubled repeatedly, each length for the same time; linear; root: fast first, then
+            slower.
         multiple: lengths below the full one are multiples of this.
-        lengths: those below the full one, each for as long; nothing else then counts but `full` and `until`.
+        lengths: explicit lengths below the full one, each for the same time; only `full` and `until` are used besides.
 
     Example:
         >>> [length_at(n / 10, start=64, full=256, until=0.8) for n in range(10)]
@@ -71,26 +74,28 @@ def length_at(
 
 
 def shape_at(length: int, *, rows: int, micro: int, full: int, keep: Literal["rows", "tokens"] = "tokens") -> Shape:
-    """The shape of a step whose rows have `length` tokens.
+    """Returns the shape of a step whose rows have `length` tokens.
 
-    A step is cut from whole rows of the data, so with `keep: rows` its number of rows is the nearest that these give.
+    A step is cut from whole rows of the data, so with `keep: rows` its number of rows is the nearest that can be cut
+    from them.
 
     Args:
-        rows, micro, full: rows of the global batch and of a micro-batch, and their length, at the end of the curriculum.
+        rows, micro, full: rows of the global batch and of a micro-batch, and their length, at the end of the
+            curriculum.
 
     Example:
         >>> shape_at(64, rows=8, micro=4, full=256), shape_at(64, rows=8, micro=4, full=256, keep="rows")
         (Shape(rows=32, length=64, micro=16), Shape(rows=8, length=64, micro=4))
     """
-    whole = rows if keep == "tokens" else max(1, round(rows * length / full))
-    cut = -(-whole * full // length)
+    full_rows = rows if keep == "tokens" else max(1, round(rows * length / full))
+    cut = -(-full_rows * full // length)
     return Shape(cut, length, min(cut, micro if keep == "rows" else max(1, micro * full // length)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
-    numerics: ClassVar[Any] = "exact"  # of a given batch; which batches come is another matter
+    numerics: ClassVar[Any] = "exact"  # for a given batch; the batches differ
     trials: ClassVar[Trials] = Trials(
         settings=(
             {"schedule": "root", "keep": "rows"},
@@ -100,26 +105,30 @@ class LengthCurriculum(Technique):
     unsupported_for_images: ClassVar[str] = "cuts rows, and would cut the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.BATCH_SHAPE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.GROWING_LENGTH})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # shorter rows are cut from whole ones
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # shorter rows would cut examples
 
     schedule: Schedule = "steps"
-    """How the length rises: steps (it doubles, and each length stays for as long: few shapes, no padding); linear; root (fast first)."""
+    """How the length grows: steps (it doubles, and each length lasts equally long: few shapes, no padding); linear;
+    root (fast first)."""
     start: Literal["auto"] | Count = "auto"
     """Tokens of a row at the beginning; auto: a quarter of `batch.length`."""
     lengths: tuple[Annotated[int, Bound(2)], ...] = ()
-    """The stages by themselves, in place of `start` and `schedule`: rising lengths below `batch.length`, each for as long."""
+    """Explicit stages instead of `start` and `schedule`: increasing lengths below `batch.length`, each for the same
+    time."""
     until: Share = 0.3
-    """Share of the run's steps after which rows have the full length."""
+    """Fraction of the run's steps after which rows have the full length."""
     root_degree: Positive = 2.0
-    """With `schedule: root`: 2 is the square root; more rises faster at first."""
+    """With `schedule: root`: 2 is the square root; larger values grow faster at first."""
     multiple: Literal["auto"] | Count = "auto"
-    """Lengths are multiples of this, so that there are few of them; auto: an eighth of `batch.length`, and of it a multiple of 8."""
+    """Lengths are multiples of this, so that there are few of them; auto: an eighth of `batch.length`, rounded down to
+    a multiple of 8."""
     keep: Literal["tokens", "rows"] = "tokens"
-    """tokens: shorter rows are more, so steps, tokens and learning rate mean what they mean without the curriculum, and the device stays
-    busy; rows: as many rows, so early steps read fewer tokens (as DeepSpeed does it)."""
+    """tokens: a step has more, shorter rows, so steps, tokens and learning rate mean the same as without the
+    curriculum, and the device stays busy; rows: a step keeps its number of rows, so early steps read fewer tokens (as
+    in DeepSpeed)."""
 
     def _lengths(self, recipe: Recipe) -> tuple[int, int]:
-        """`start` and `multiple` in tokens."""
+        """Returns `start` and `multiple` in tokens."""
         full = recipe.batch.length
         multiple = max(8, full // 8 // 8 * 8) if self.multiple == "auto" else int(self.multiple)
         start = max(multiple, full // 4 // multiple * multiple) if self.start == "auto" else int(self.start)
@@ -129,48 +138,53 @@ class LengthCurriculum(Technique):
         recipe = context.recipe
         data, stop, full = recipe.data, recipe.stop, recipe.batch.length
         start, multiple = self._lengths(recipe)
-        why = []
+        problems = []
         if self.lengths:
             stages = [*self.lengths, full]
             shorter = next(((a, b) for a, b in itertools.pairwise(stages) if b <= a), None)
             if shorter:
                 named = " (batch.length)" if shorter[1] == full else ""
-                why.append(
-                    f"lengths: a stage of {shorter[1]:,} tokens{named} follows one of {shorter[0]:,}; they must rise up to batch.length {full:,}"
+                problems.append(
+                    f"lengths: a stage of {shorter[1]:,} tokens{named} follows one of "
+                    f"{shorter[0]:,}; they must rise up to batch.length {full:,}"
                 )
             if self.start != "auto" or self.schedule != "steps":
-                why.append("lengths: are the stages themselves; leave start and schedule out")
+                problems.append("lengths: are the stages themselves; leave start and schedule out")
         elif start >= full:
-            why.append(f"start: {start} is not below batch.length {full}; use {full // 4} or so, or longer rows")
+            problems.append(f"start: {start} is not below batch.length {full}; use {full // 4} or so, or longer rows")
         if start % multiple and not self.lengths:
-            why.append(
-                f"start: {start} is no multiple of {multiple}; use start: {-(-start // multiple) * multiple}, or set multiple"
+            problems.append(
+                f"start: {start} is no multiple of {multiple}; use start: "
+                f"{-(-start // multiple) * multiple}, or set multiple"
             )
         if start < 2:
-            why.append("start: a row of 1 token has nothing to predict from; use 8 or more")
+            problems.append("start: a row of 1 token has nothing to predict from; use 8 or more")
         last = (stop.steps - 1) / stop.steps if stop.steps else 1.0
         if not 0 < self.until < 1 or self.until > last:
             end = f"the last of {stop.steps} steps begins at {last:g} of the run" if stop.steps else "the run ends at 1"
-            why.append(
+            problems.append(
                 f"until: at {self.until:g} the full length is never reached, or from the start ({end}); use 0.3 or so"
             )
         if not (stop.steps or stop.tokens or stop.epochs):
-            why.append(
-                "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens or epochs"
+            problems.append(
+                "until: is a share of the run, whose length is not known by "
+                "stop.hours alone; add stop.steps, tokens or epochs"
             )
         if self.keep == "rows" and (stop.tokens or stop.epochs):
-            why.append(
-                "keep: rows reads fewer tokens a step, so stop.tokens and stop.epochs give no number of steps; use stop.steps"
+            problems.append(
+                "keep: rows reads fewer tokens a step, so stop.tokens and "
+                "stop.epochs give no number of steps; use stop.steps"
             )
         paired = data.prompt is not None or data.source == "docstrings" or data.layout not in ("auto", "text")
         if data.packing == "whole" or (data.packing == "auto" and paired):
-            why.append(
-                "start: shorter rows would part completions from their prompts; set data.packing: stream, or leave this out"
+            problems.append(
+                "start: shorter rows would part completions from their "
+                "prompts; set data.packing: stream, or leave this out"
             )
-        return why
+        return problems
 
     def length(self, recipe: Recipe, progress: float) -> int:
-        """Tokens of a row at this share of a run of the recipe."""
+        """Returns the tokens of a row at this fraction of a run of the recipe."""
         start, multiple = self._lengths(recipe)
         return length_at(
             progress,
@@ -188,17 +202,19 @@ class LengthCurriculum(Technique):
 
         def shape(progress: float) -> Shape:
             rows = recipe.batch.size
-            micro = -(
-                -rows // build.state.accumulation
-            )  # read late: another technique of this stage may set it after us
+            # Read at run time: another technique of this stage may set it after us.
+            micro = -(-rows // build.state.accumulation)
             length = self.length(recipe, progress)
             return shape_at(length, rows=rows, micro=micro, full=recipe.batch.length, keep=self.keep)
 
         build.own(Slot.BATCH_SHAPE, shape, self.name())
         lengths = list(dict.fromkeys(self.length(recipe, n / 1000) for n in range(1001)))
-        some = lengths if len(lengths) < 9 else [*lengths[:3], "...", *lengths[-2:]]
-        words = f"rows of {', '.join(map(str, some))} tokens, full after {self.until:.0%} of the steps; {self.keep} a step kept"
-        words += ". The plan is for full rows throughout"
+        shown = lengths if len(lengths) < 9 else [*lengths[:3], "...", *lengths[-2:]]
+        summary = (
+            f"rows of {', '.join(map(str, shown))} tokens, full after "
+            f"{self.until:.0%} of the steps; {self.keep} a step kept"
+        )
+        summary += ". The plan is for full rows throughout"
         if build.device.kind == "cpu" and self.schedule != "steps":
-            words += "; the heap may hold up to a half more than planned, which schedule: steps spares"
-        return Change(words, len(lengths))
+            summary += "; the heap may hold up to a half more than planned, which schedule: steps spares"
+        return Change(summary, len(lengths))

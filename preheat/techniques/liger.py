@@ -1,10 +1,12 @@
-"""Liger: Triton kernels for RMSNorm, rotary embedding and the gated activation, and for head and loss.
+"""Liger: Triton kernels for RMSNorm, rotary embedding, the gated activation, and head plus loss.
 
-What: each of these operators is one kernel of the liger-kernel package, which keeps less for the backward pass than the chain of
-torch's operators. Only this run's model is changed, nothing in transformers. `loss` also takes head and cross entropy together.
-Helps: these operators are bound by memory, and fused they read and write once. Hurts: CUDA only; a compiler fuses the same
-operators by itself; `loss` reads two numbers back from the device in each micro-batch. The plan sees fused_operators in their
-place (Triton kernels cannot run without a device), which keep the same, and torch's own for the rotary embedding.
+What: each of these operators is one kernel of the liger-kernel package, which saves less for the backward pass than
+torch's chain of operators. Only this run's model is patched, not transformers itself. `loss` also fuses head and cross
+entropy.
+Helps: these operators are memory-bound, and read and write once when fused.
+Hurts: CUDA only; a compiler fuses the same operators by itself; `loss` reads two numbers back from the device in each
+micro-batch. The plan models them as fused_operators, which save the same tensors (Triton kernels cannot run without a
+device), and the rotary embedding as torch's own.
 Source: Hsu et al. 2024, Liger Kernel (arXiv:2410.10989).
 """
 
@@ -24,13 +26,13 @@ __all__ = ["Liger", "use_liger"]
 
 
 def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True, gate: bool = True) -> dict[str, int]:
-    """Liger's kernels in this transformers model (Llama and its kin). In place; other models keep theirs.
+    """Switches a transformers model (Llama-like) to Liger's kernels, in place; other models are not affected.
 
     Returns:
-        How many modules use each kernel.
+        The number of modules by kernel.
 
     Raises:
-        RecipeError: a family of models that these kernels do not fit.
+        RecipeError: these kernels do not support the model family.
         ImportError: liger-kernel is not installed.
 
     Example:
@@ -46,7 +48,7 @@ def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True,
     from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
     def or_plain(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-        # Fake tensors of a dry run have no data that a Triton kernel could be given.
+        # Triton kernels cannot run on the fake tensors of a dry run.
         return lambda *tensors: (plain if is_in_torch_dispatch_mode() else kernel)(*tensors)
 
     def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +96,7 @@ class Liger(Searchable):
         return "rounding"
 
     def options(self, context: Context) -> Iterable[Technique]:
-        # A device that is planned for from elsewhere may lack the package; fused_operators, whose plan is the same, ship with preheat.
+        # A remote device may lack the package; fused_operators, which have the same plan, ship with preheat.
         return [self] if context.device.at_hand else []
 
     def check(self, context: Context) -> list[str]:
@@ -102,26 +104,28 @@ class Liger(Searchable):
 
         if context.device.kind != "cuda":
             return [
-                "Liger's kernels need a CUDA device; leave it out on a CPU (chunked_loss and efficient_attention serve there)"
+                "Liger's kernels need a CUDA device; leave it out on a CPU "
+                "(chunked_loss and efficient_attention serve there)"
             ]
         import importlib.util
 
-        why = []
+        problems = []
         if importlib.util.find_spec("liger_kernel") is None:
-            why.append("liger-kernel is not installed; pip install liger-kernel")
+            problems.append("liger-kernel is not installed; pip install liger-kernel")
         if context.model.family not in KERNEL_FAMILIES and self.provided():
-            why.append(
-                f"its norm, rotary and gate are for {', '.join(KERNEL_FAMILIES)}, not {context.model.family}; set all three to false"
+            problems.append(
+                f"its norm, rotary and gate are for {', '.join(KERNEL_FAMILIES)}, not "
+                f"{context.model.family}; set all three to false"
             )
         if not (self.norm or self.rotary or self.gate or self.loss):
-            why.append("norm, rotary, gate, loss: all are false; leave liger out")
+            problems.append("norm, rotary, gate, loss: all are false; leave liger out")
         if self.loss and (
             other := [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]
         ):
-            why.append(f"loss: is plain cross entropy, without what {other[0]} adds; set loss: false")
+            problems.append(f"loss: is plain cross entropy, without what {other[0]} adds; set loss: false")
         if self.loss and context.model.logit_softcap:
-            why.append(f"loss: would leave out the cap on the logits of {context.model.family}; set loss: false")
-        return why
+            problems.append(f"loss: would leave out the cap on the logits of {context.model.family}; set loss: false")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         counts = use_liger(part, norm=self.norm, rotary=self.rotary, gate=self.gate) if self.provided() else {}

@@ -1,8 +1,10 @@
-"""Lion: an optimizer with one moment, whose update is a sign.
+"""Lion: an optimizer with one moment and sign updates.
 
-What: each weight moves by the learning rate up or down, by the sign of an interpolation between momentum and gradient.
-Helps: 4 bytes of state a parameter where AdamW keeps 8. Hurts: wants a learning rate some 5 times smaller than AdamW's and a
-weight decay as many times larger (`scale` does both), and is less sure of itself on small batches.
+What: moves each weight by the learning rate in the direction of the sign of an interpolation between momentum and
+gradient.
+Helps: 4 bytes of state per parameter, while AdamW keeps 8.
+Hurts: needs a learning rate about 5 times smaller than AdamW's and a weight decay larger by the same factor (`scale`
+does both), and is less robust on small batches.
 Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675).
 """
 
@@ -22,7 +24,7 @@ __all__ = ["Lion", "lion_optimizer"]
 
 
 def lion_optimizer(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer (`preheat.ops.optim.optimizers.Lion`): lr, betas, weight_decay, scale.
+    """Returns the optimizer (`preheat.ops.optim.optimizers.Lion`); settings: lr, betas, weight_decay, scale.
 
     Example:
         >>> import torch
@@ -36,18 +38,18 @@ def lion_optimizer(parameters: Iterable[Any], **settings: Any) -> torch.optim.Op
 @dataclass(frozen=True, kw_only=True)
 class Lion(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
+    numerics: ClassVar[Any] = "exact"  # for the gradients; the updates differ
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 
     scale: Positive = 0.2
     """Lion's learning rate is `optimizer.lr` times this."""
     momentum: Share = 0.99
-    """Decay of the momentum; the first of `optimizer.betas` is that of the interpolation."""
+    """Decay of the momentum; the first of `optimizer.betas` is the interpolation's."""
 
     def apply(self, build: Build, part: Any) -> Change:
         def make(groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> Any:
-            # A GPU wants few large kernels; a CPU what fits its cache.
+            # A GPU wants few large kernels; a CPU chunks that fit its cache.
             chunk = 1 << 24 if build.device.kind == "cuda" and build.storage_device is None else 1 << 20
             return lion_optimizer(groups, lr=lr, betas=(betas[0], self.momentum), scale=self.scale, chunk=chunk)
 

@@ -1,12 +1,13 @@
-"""Low-bit AdamW: the optimizer's moments in 8 or 4 bits, with a scale for each block of elements.
+"""Low-bit AdamW: the optimizer's moments in 8 or 4 bits with blockwise scales.
 
-What: running mean and mean square are kept as codes of a code book whose small values stand close together, scaled by the largest
-magnitude of each block; a step unpacks some elements at a time, updates them in fp32 and packs them again. Small
-parameters keep fp32 moments. In 4 bits mean squares are spaced evenly without zero, by blocks (the paper scales a matrix's by
-rows and columns instead).
-Helps: 2.03 bytes of state a parameter at 8 bits and blocks of 256, 1.03 at 4 bits, where AdamW keeps 8. Hurts: a slower
-update (codes are looked up); moments are rounded each step, at 4 bits visibly. It and `mixed_precision` with bf16 weights each bring
-their own optimizer: they exclude each other in a recipe (the plain function rounds bf16 weights stochastically by itself).
+What: both moments are stored as indices into a non-uniform code book (denser near zero), scaled by the absolute maximum
+of each block; a step dequantizes a chunk of elements at a time, updates them in fp32 and quantizes them again. Small
+parameters keep fp32 moments. In 4 bits the second moments use a linear code book without zero, by blocks (the paper
+scales a matrix's by rows and columns instead).
+Helps: 2.03 bytes of state per parameter at 8 bits and blocks of 256, 1.03 at 4 bits, while AdamW keeps 8.
+Hurts: a slower update (code book lookups); moments are rounded each step, at 4 bits visibly. It and `mixed_precision`
+with bf16 weights each bring their own optimizer, so a recipe cannot have both (the plain function rounds bf16 weights
+stochastically by itself).
 Source: Dettmers et al. 2021 (arXiv:2110.02861); 4 bits: Li et al. 2023 (arXiv:2309.01507).
 """
 
@@ -27,7 +28,9 @@ __all__ = ["LowBitAdamW", "low_bit_adamw"]
 
 
 def low_bit_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer (`preheat.ops.optim.low_bit_adamw.LowBitAdamW`): bits, block, least, lr, betas, eps, weight_decay.
+    """Returns the optimizer (`preheat.ops.optim.low_bit_adamw.LowBitAdamW`).
+
+    Settings: bits, block, least, lr, betas, eps, weight_decay.
 
     Example:
         >>> import torch
@@ -44,7 +47,7 @@ def low_bit_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Opt
 @dataclass(frozen=True, kw_only=True)
 class LowBitAdamW(Searchable):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
+    numerics: ClassVar[Any] = "exact"  # for the gradients; the updates differ
     trials: ClassVar[Trials] = Trials(
         settings=(
             {"bits": 4, "block_size": 64, "least": 0},
@@ -54,18 +57,18 @@ class LowBitAdamW(Searchable):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 
     bits: Literal[8, 4] = 8
-    """Bits of a moment."""
+    """Bits per moment."""
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = 256
-    """Elements that share a scale; fewer are more exact and cost 8 / block_size bytes a parameter."""
+    """Elements that share a scale; smaller blocks are more exact and cost 8 / block_size bytes per parameter."""
 
     least: Whole = 4096
-    """Elements below which a parameter keeps fp32 moments."""
+    """Parameters with fewer elements keep fp32 moments."""
 
     def search_numerics(self) -> Literal["rounding", "different"]:
         return "rounding" if self.bits == 8 else "different"
 
     def apply(self, build: Build, part: Any) -> Change:
-        # A GPU wants few large kernels; a CPU what fits its cache.
+        # A GPU wants few large kernels; a CPU chunks that fit its cache.
         chunk = 1 << 24 if build.device.kind == "cuda" else 1 << 18
 
         def make(groups: Any, **settings: Any) -> Any:

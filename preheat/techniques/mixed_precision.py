@@ -1,16 +1,19 @@
-"""Mixed precision: compute in bf16 or fp16, with weights in fp32, in half with fp32 masters, or in bf16 rounded stochastically.
+"""Mixed precision: bf16 or fp16 compute with fp32 weights, fp32 masters, or stochastically rounded bf16 weights.
 
-What: `bf16` and `fp16` keep weights, gradients and optimizer in fp32 and cast to half around matrix products (autocast).
-`bf16_weights` keeps weights and gradients in bf16, moments in fp32, and rounds each new weight up or down at random so that its
-mean is exact: an update smaller than bf16's step (0.4 %) is not lost. `bf16_master` and `fp16_master` keep half weights and gradients
-to compute with, and fp32 masters of the weights in the optimizer. A frozen base may be kept in half precision under `bf16` and `fp16` too (`frozen`). The fp16 modes scale the loss dynamically, since gradients below
-6e-8 would be lost; a step that overflows is left out and the scale halved. `bf16_pure` has weights, gradients and moments in bf16 and rounds
-to the nearest, as some fine-tuning tools do: the least memory, and updates below 0.4 % of a weight are lost. Adapters on a frozen base stay in fp32. `fp32` says so
-plainly, and `keep_fp32` names modules that compute in fp32 in any mode. `tf32` computes the fp32 matrix products that remain on a GPU in TF32: fp32's range,
-10 bits of mantissa, half of bf16's rate.
-Helps: half products run several times faster than fp32; half weights save all casts, and `bf16_weights` 4 bytes a parameter too.
-fp16 has 3 bits of mantissa more than bf16 and is what devices before bf16 (V100, T4) have.
-Hurts: torch has one switch for TF32, so it holds for all fp32 products of the process while the model is there. Results differ by the format's rounding; fp16 overflows at 65,504, and on a CPU its products are slower than fp32's.
+What: `bf16` and `fp16` keep weights, gradients and optimizer in fp32 and cast to half around matmuls (autocast).
+`bf16_weights` keeps weights and gradients in bf16, moments in fp32, and rounds each new weight stochastically, so that
+its mean is exact: updates smaller than bf16's step (0.4 %) are not lost. `bf16_master` and `fp16_master` compute with
+half weights and gradients, and keep fp32 master weights in the optimizer. A frozen base may be kept in half precision
+under `bf16` and `fp16` too (`frozen`). The fp16 modes use dynamic loss scaling, because gradients below 6e-8 would
+underflow; a step that overflows is skipped and the scale halved. `bf16_pure` has weights, gradients and moments in bf16
+and rounds to nearest, as some fine-tuning tools do: the least memory, and updates below 0.4 % of a weight are lost.
+Adapters on a frozen base stay in fp32. `fp32` states full precision explicitly, and `keep_fp32` names modules that
+compute in fp32 in any mode. `tf32` computes the remaining fp32 matmuls on a GPU in TF32: fp32's range, 10 bits of
+mantissa, half of bf16's rate.
+Helps: half-precision matmuls run several times faster than fp32; half weights save all casts, and `bf16_weights` also 4
+bytes per parameter. fp16 has 3 bits of mantissa more than bf16 and also runs on devices without bf16 (V100, T4).
+Hurts: results differ by the format's rounding; fp16 overflows at 65,504, and on a CPU its matmuls are slower than
+fp32's. torch has one global TF32 switch, so it affects all fp32 matmuls of the process while the model exists.
 Source: Micikevicius et al. 2018 (arXiv:1710.03740); Kalamkar et al. 2019 (arXiv:1905.12322); stochastic rounding of
 weights: Rae et al. 2021 (arXiv:2112.11446), appendix C.
 """
@@ -44,10 +47,11 @@ __all__ = [
 
 
 def autocast(device: str = "cpu", dtype: torch.dtype | None = None, cached: bool = True) -> torch.autocast:
-    """torch's autocast to bf16 (or `dtype`) on a device, for a forward pass.
+    """Returns torch's autocast to bf16 (or `dtype`) on a device, for a forward pass.
 
     Args:
-        cached: keep the half-precision copies of weights to its end. Not under FSDP, where they would be of all layers at once.
+        cached: cache the half-precision copies of weights until it exits. Not under FSDP, where the cache would hold
+            all layers at once.
     """
     import torch
 
@@ -55,13 +59,13 @@ def autocast(device: str = "cpu", dtype: torch.dtype | None = None, cached: bool
 
 
 def to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] = ()) -> int:
-    """Casts fp32 parameters to `dtype`, in place: all of them, or, where some are frozen, the frozen ones. Buffers stay.
+    """Casts fp32 parameters to `dtype`, in place: the frozen ones if there are any, otherwise all. Buffers stay.
 
     Args:
-        keep: modules whose parameters stay as they are.
+        keep: modules whose parameters are not cast.
 
     Returns:
-        How many elements were cast.
+        The number of cast elements.
 
     Example:
         >>> import torch
@@ -70,16 +74,16 @@ def to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] =
     """
     import torch
 
-    kept = {id(p) for module in keep for p in module.parameters()}
+    excluded = {id(p) for module in keep for p in module.parameters()}
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    chosen = [p for p in (frozen or model.parameters()) if p.dtype == torch.float32 and id(p) not in kept]
+    chosen = [p for p in (frozen or model.parameters()) if p.dtype == torch.float32 and id(p) not in excluded]
     for p in chosen:
         p.data = p.data.to(dtype)
     return sum(p.numel() for p in chosen)
 
 
 def to_bf16(model: nn.Module) -> int:
-    """`to_half` with bf16."""
+    """Calls `to_half` with bf16."""
     import torch
 
     return to_half(model, torch.bfloat16)
@@ -88,15 +92,16 @@ def to_bf16(model: nn.Module) -> int:
 def keep_in_fp32(
     model: nn.Module, patterns: Iterable[str], *, back_to: torch.dtype | None = None, last: Iterable[nn.Module] = ()
 ) -> list[nn.Module]:
-    """Lets modules compute in fp32, whatever the rest does, in place: their inputs are cast up, and autocast is off inside.
+    """Makes modules compute in fp32, in place: casts their inputs up and disables autocast inside.
 
     Args:
         patterns: regular expressions that are searched in the modules' names: `norm`, `router`, `^lm_head$`.
-        back_to: dtype of the weights around them, which results are cast back to; None under autocast, which casts by itself.
+        back_to: dtype of the surrounding weights, which results are cast back to; None under autocast, which casts by
+            itself.
         last: modules whose results go to the loss and stay in fp32.
 
     Returns:
-        The modules that match and lie in no other that does, then those that share a parameter with them (a tied embedding).
+        The outermost matching modules, then those that share a parameter with them (a tied embedding).
 
     Example:
         >>> import torch
@@ -123,7 +128,7 @@ def keep_in_fp32(
 
 
 def stochastic_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
-    """AdamW for bf16 weights with stochastic rounding (`preheat.ops.optim.optimizers.StochasticAdamW`).
+    """Returns AdamW for bf16 weights with stochastic rounding (`preheat.ops.optim.optimizers.StochasticAdamW`).
 
     Example:
         >>> import torch
@@ -144,20 +149,20 @@ def train_with_mixed_precision(
     precision: str = "bf16",
     epochs: int = 1,
 ) -> list[float]:
-    """Trains a model under autocast, in place; with `fp16` the loss is scaled (torch.amp.GradScaler).
+    """Trains a model under autocast, in place; `fp16` uses loss scaling (torch.amp.GradScaler).
 
     Args:
         model: weights in fp32, on the device to train on.
-        dataloader: yields (inputs, targets); read once an epoch.
+        dataloader: yields (inputs, targets); read once per epoch.
         criterion: criterion(outputs, targets), a scalar.
         precision: fp32, bf16 or fp16.
 
     Returns:
-        The loss of each step. A step of fp16 whose gradients overflow leaves the weights alone.
+        The loss of each step. An fp16 step whose gradients overflow does not change the weights.
 
     Raises:
-        ValueError: another precision, or one that the device lacks.
-        RunError: fp16's gradients overflow at any loss scale.
+        ValueError: unknown precision.
+        RunError: fp16 gradients overflow at any loss scale.
 
     Example:
         >>> import torch
@@ -215,20 +220,23 @@ class MixedPrecision(Searchable):
     )
 
     mode: Literal["fp32", "bf16", "bf16_weights", "bf16_master", "bf16_pure", "fp16", "fp16_master"] = "bf16"
-    """fp32: no mixing; bf16, fp16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic rounding;
-    bf16_master, fp16_master: half weights with fp32 masters in the optimizer; bf16_pure: everything in bf16, small updates lost."""
+    """fp32: full precision; bf16, fp16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic
+    rounding; bf16_master, fp16_master: half weights with fp32 masters in the optimizer; bf16_pure: everything in bf16,
+    small updates lost."""
     frozen: Literal["fp32", "half", "auto"] = "fp32"
-    """Modes bf16 and fp16, on a frozen base: what its weights are kept in. half: as products take them, which saves half of their memory and
-    every cast; auto: half on a GPU, fp32 on a CPU. Trained weights stay in fp32, and any technique may bring the optimizer."""
+    """Modes bf16 and fp16, on a frozen base: the precision of its weights. half: the precision of the matmuls, which
+    saves half of their memory and every cast; auto: half on a GPU, fp32 on a CPU. Trained weights stay in fp32, and any
+    optimizer technique may be used."""
     keep_fp32: str | tuple[str, ...] = ()
-    """Regular expressions (one, or a list) of module names that compute in fp32 all the same, e.g. [norm, router, lm_head]."""
+    """Regular expressions (one, or a list) of module names that compute in fp32 in any mode, e.g. [norm, router,
+    lm_head]."""
     loss_scale: Positive = 65536.0
-    """fp16 modes: the loss scale at the start."""
+    """fp16 modes: the initial loss scale."""
     growth_interval: Annotated[int, Bound(1)] = 2000
-    """fp16 modes: after so many steps in a row without overflow the loss scale doubles."""
+    """fp16 modes: number of consecutive steps without overflow after which the loss scale doubles."""
     tf32: bool = False
-    """On a GPU, compute the fp32 products that remain (all of mode fp32, those of keep_fp32 and of an fp32 head) in TF32, which rounds their factors to 10 bits of
-    mantissa. NVIDIA's from Ampere on."""
+    """On a GPU, compute the remaining fp32 products (all in mode fp32, those of keep_fp32 and of an fp32 head) in TF32,
+    which rounds their factors to 10 bits of mantissa. NVIDIA GPUs from Ampere on."""
 
     def owned(self) -> frozenset[Slot]:
         return self.owns if self.mode.endswith(("_weights", "_master")) else frozenset()
@@ -251,41 +259,42 @@ class MixedPrecision(Searchable):
         return self if has_tf32(device) else replace(self, tf32=False)
 
     def check(self, context: Context) -> list[str]:
-        why = []
+        problems = []
         for pattern in self._patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
-                why.append(f"keep_fp32: {pattern!r} is no regular expression ({error})")
+                problems.append(f"keep_fp32: {pattern!r} is no regular expression ({error})")
         if self.tf32 and not has_tf32(context.device):
-            why.append(
+            problems.append(
                 f"tf32: {context.device.name} has no TF32, which NVIDIA's GPUs have from Ampere on; leave it out"
             )
         if self.keep_fp32 and self.mode == "fp32":
-            why.append("keep_fp32: with mode: fp32 everything is; leave it out")
+            problems.append("keep_fp32: with mode: fp32 everything is; leave it out")
         if self.frozen != "fp32" and self.mode not in ("bf16", "fp16"):
-            why.append(
+            problems.append(
                 f"frozen: {self.frozen} is for mode: bf16 or fp16, and mode: {self.mode} decides it; leave it out"
             )
         elif self.frozen == "half" and Tag.FROZEN_BASE not in context.tags:
-            why.append(
+            problems.append(
                 "frozen: half has nothing to keep so, since no technique freezes a base; leave it out, or use auto"
             )
         if self.keep_fp32 and self.owned() and Tag.REDUCED_GRADIENTS in context.tags:
-            why.append(
-                f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together and need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
+            problems.append(
+                f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together "
+                f"and need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
             )
         if self.mode.endswith("_master") and Tag.FROZEN_BASE in context.tags:
             half = self.mode.removesuffix("_master")
             other = "bf16_weights, which keeps the frozen ones in bf16" if half == "bf16" else half
-            why.append(f"mode: {self.mode} is for models that are trained whole; with a frozen base use {other}")
-        return why
+            problems.append(f"mode: {self.mode} is for models that are trained whole; with a frozen base use {other}")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         import torch
 
-        whole = sum(p.numel() for p in part.parameters())
-        if self.tf32 and build.torch_device.type == "cuda":  # under fake tensors nothing is computed
+        total = sum(p.numel() for p in part.parameters())
+        if self.tf32 and build.torch_device.type == "cuda":  # fake tensors compute nothing
             allow_tf32(build)
         in_tf32 = ", fp32 products in TF32" if self.tf32 else ""
         if self.mode == "fp32":
@@ -293,7 +302,7 @@ class MixedPrecision(Searchable):
                 "weights and optimizer in fp32, products in TF32"
                 if self.tf32
                 else "weights, products and optimizer in fp32",
-                whole,
+                total,
             )
         half = torch.float16 if self.mode.startswith("fp16") else torch.bfloat16
         full = all(p.requires_grad for p in part.parameters())
@@ -301,28 +310,29 @@ class MixedPrecision(Searchable):
         of_weights = self.mode not in ("bf16", "fp16") or (frozen_half and not full)
         if self.mode.endswith("_master") and not full:
             raise RecipeError(
-                f"techniques.{self.name()}.mode: {self.mode} is for models that are trained whole; some weights are frozen"
+                f"techniques.{self.name()}.mode: {self.mode} is for models "
+                "that are trained whole; some weights are frozen"
             )
-        kept = self._keep(build, part, half if of_weights and full else None)
+        fp32_modules = self._keep(build, part, half if of_weights and full else None)
         if half == torch.float16:
             self._scale(build)
-        beside = (f"; {len(kept)} modules in fp32" if kept else "") + in_tf32
+        suffix = (f"; {len(fp32_modules)} modules in fp32" if fp32_modules else "") + in_tf32
         name, cached = self.mode[:4], Tag.SHARDED_WEIGHTS not in build.tags
         if not of_weights:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             scaled = ", loss scaled" if half == torch.float16 else ""
-            return Change(f"matrix products in {name} under autocast, weights in fp32{scaled}{beside}", whole)
-        count = to_half(part, half, keep=kept)
+            return Change(f"matrix products in {name} under autocast, weights in fp32{scaled}{suffix}", total)
+        count = to_half(part, half, keep=fp32_modules)
         if not full:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
-            return Change(f"frozen weights in {name}; trained ones in fp32 under autocast{beside}", count)
+            return Change(f"frozen weights in {name}; trained ones in fp32 under autocast{suffix}", count)
         if self.mode == "bf16_pure":
-            return Change(f"weights, gradients and moments in bf16, rounded to the nearest{beside}", count)
+            return Change(f"weights, gradients and moments in bf16, rounded to the nearest{suffix}", count)
         build.own(Slot.OPTIMIZER, functools.partial(self._optimizer, build), self.name())
         if self.mode == "bf16_weights":
-            return Change(f"weights and gradients in bf16, rounded stochastically; moments in fp32{beside}", count)
+            return Change(f"weights and gradients in bf16, rounded stochastically; moments in fp32{suffix}", count)
         scaled = ", loss scaled" if half == torch.float16 else ""
-        return Change(f"weights and gradients in {name}; masters and moments in fp32{scaled}{beside}", count)
+        return Change(f"weights and gradients in {name}; masters and moments in fp32{scaled}{suffix}", count)
 
     def _keep(self, build: Build, part: Any, back_to: Any) -> list[Any]:
         import torch
@@ -335,14 +345,14 @@ class MixedPrecision(Searchable):
         if not self._patterns:
             return []
         last = head(part)
-        kept = keep_in_fp32(part, self._patterns, back_to=back_to, last=[last])
+        fp32_modules = keep_in_fp32(part, self._patterns, back_to=back_to, last=[last])
         names = [name for name, module in part.named_modules() if module is last]
         if any(re.search(pattern, name) for pattern in self._patterns for name in names):
             build.loss.head_dtype = torch.float32
-        return kept
+        return fp32_modules
 
     def _scale(self, build: Build) -> None:
-        """Once a build: its parts share one scale."""
+        """Adds loss scaling, once per build: its parts share one scale."""
         from preheat.ops.optim.half_precision import LossScale
 
         if self.name() in build.state.saved:
@@ -359,7 +369,7 @@ class MixedPrecision(Searchable):
 
         if build.device.kind == "cuda" and build.storage_device is None:
             settings["fused"] = not is_plain("half_adamw")
-            settings["chunk"] = 1 << 26  # what the plain form takes: a GPU wants few large kernels
+            settings["chunk"] = 1 << 26  # chunk of the unfused form: a GPU wants few large kernels
         if self.mode == "bf16_weights":
             return stochastic_adamw(groups, seed=build.recipe.seed, number=lambda: build.state.step, **settings)
         from preheat.ops.optim.half_precision import MasterAdamW

@@ -1,11 +1,14 @@
-"""Muon: an optimizer that makes the update of each matrix orthogonal.
+"""Muon: an optimizer that orthogonalizes the update of each matrix.
 
-What: the momentum of a matrix is replaced by about the nearest orthogonal matrix (five Newton-Schulz iterations in bf16; in fp32 on CPUs below AVX512), so that
-every direction moves alike; embeddings, head, norms and biases go on with AdamW.
-Helps: fewer steps to the same loss (about half the FLOPs of AdamW in its authors' runs), and 4 bytes of state for a matrix's
-parameter in place of 8. Hurts: the iterations cost products of each matrix with itself in every step, which shows on small batches;
-weights that were trained with AdamW gain less when tuned with Muon.
-Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); scale and weight decay: Liu et al. 2025 (arXiv:2502.16982).
+What: replaces the momentum of a matrix by approximately the nearest orthogonal matrix (five Newton-Schulz iterations in
+bf16; in fp32 on CPUs below AVX512), so that all directions move equally. Embeddings, head, norms and biases are updated
+by AdamW.
+Helps: fewer steps to the same loss (about half the FLOPs of AdamW in its authors' runs), and 4 bytes of state per
+matrix parameter instead of 8.
+Hurts: the iterations multiply each matrix with itself in every step, which is noticeable on small batches; weights that
+were trained with AdamW gain less when fine-tuned with Muon.
+Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); scale and weight decay: Liu et al. 2025
+(arXiv:2502.16982).
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ __all__ = ["Muon", "muon_optimizer"]
 
 
 def muon_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer (`preheat.ops.optim.optimizers.Muon`): Muon for matrices, AdamW for the rest.
+    """Returns the optimizer (`preheat.ops.optim.optimizers.Muon`): Muon for matrices, AdamW for the rest.
 
     Args:
         groups: parameters, or groups of them.
-        by_adamw: matrices that AdamW shall take: embeddings and the head.
+        by_adamw: matrices that AdamW updates: embeddings and the head.
         settings: lr, betas, eps, weight_decay, momentum, steps.
 
     Example:
@@ -46,7 +49,7 @@ def muon_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **set
 @dataclass(frozen=True, kw_only=True)
 class Muon(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
+    numerics: ClassVar[Any] = "exact"  # for the gradients; the updates differ
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 

@@ -1,9 +1,9 @@
-"""NEFTune: uniform noise on the token embeddings while an instruction-following model is fine-tuned.
+"""NEFTune: adds uniform noise to the token embeddings during instruction fine-tuning.
 
-What: adds noise drawn from [-1, 1] times alpha / sqrt(tokens in a row x hidden size) to the embeddings in training mode.
-Evaluation and generation see none, and the trained model has nothing of it.
-Helps: fine-tuning on a few thousand instructions, where answers become longer and less like the data's wording.
-Hurts: pretraining and long runs on much data, which need no such regularization; the training loss reads higher.
+What: adds noise drawn from [-1, 1] times alpha / sqrt(tokens in a row x hidden size) to the embeddings in training
+mode. Evaluation and generation use none, and the trained model contains none.
+Helps: fine-tuning on a few thousand instructions: answers become longer and less similar to the data's wording.
+Hurts: pretraining and long runs on much data, which need no such regularization; the training loss is higher.
 Source: Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (arXiv:2310.05914), algorithm 1.
 """
 
@@ -23,10 +23,10 @@ __all__ = ["Neftune", "add_embedding_noise"]
 
 
 def add_embedding_noise(embedding: nn.Module, alpha: float = 5.0) -> RemovableHandle:
-    """Adds noise to what an embedding gives in training mode, in place; the handle's `remove()` ends it.
+    """Adds noise to the output of an embedding in training mode, in place; the handle's `remove()` undoes it.
 
     Args:
-        embedding: gives [rows, length, hidden size].
+        embedding: returns [rows, length, hidden size].
         alpha: scale of the noise; its elements lie within alpha / sqrt(length x hidden size).
 
     Example:
@@ -59,7 +59,7 @@ class Neftune(Technique):
     unsupported_for_images: ClassVar[str] = (
         "adds noise to the embeddings of text, and was not tried beside images; leave it out"
     )
-    # Ranks that share tokens would each draw noise of their own for them.
+    # Ranks that process the same tokens would draw different noise.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.TENSOR_PARALLEL, Tag.PIPELINE_STAGES})
     trials: ClassVar[Trials] = Trials(settings=({"alpha": 15.0},))
 

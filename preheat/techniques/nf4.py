@@ -1,12 +1,14 @@
-"""NF4: the frozen base in 4 bits; with LoRA this is QLoRA.
+"""NF4: quantizes the frozen base to 4 bits; with LoRA this is QLoRA.
 
-What: the linear maps' weights stand in NF4, 16 levels placed as a normal distribution's quantiles, one scale for 64 weights, the
-scales in 8 bits themselves: 0.516 bytes a weight. Forward and backward make each weight anew for as long as they need it. Embedding,
-head, norms and biases stay as they are. Adapters are trained on top: `lora` with `nf4` is QLoRA (with `variant: dora`, QDoRA).
-Helps: the base needs an eighth of its fp32 and a quarter of its bf16 memory, so that larger models fit. Hurts: each use of a weight
-dequantizes it, so that a step takes longer (most on short batches); the base is rounded (about 9 % of a weight's norm), and an adapter is
-trained to fit that rounded base. Experts that a model holds in one three-dimensional parameter are no linear maps and stay.
-Merging gives full weights: those of the rounded base plus the adapter.
+What: stores the weights of the linear layers in NF4, 16 levels at the quantiles of a normal distribution, with one
+scale per 64 weights; the scales are quantized to 8 bits: 0.516 bytes per weight. Forward and backward dequantize each
+weight while they use it. Embedding, head, norms and biases are not quantized. Adapters are trained on top: `lora` with
+`nf4` is QLoRA (with `variant: dora`, QDoRA).
+Helps: the base needs an eighth of its fp32 and a quarter of its bf16 memory, so that larger models fit.
+Hurts: each use of a weight dequantizes it, which slows steps down (most on short batches); the base is rounded (by
+about 9 % of a weight's norm), and an adapter is trained to fit that rounded base. Experts in one three-dimensional
+parameter are not linear layers and are not quantized. Merging gives full-precision weights: those of the rounded base
+plus the adapter.
 Source: QLoRA, Dettmers et al. 2023 (arXiv:2305.14314); the 8-bit scales: Dettmers et al. 2021 (arXiv:2110.02861).
 """
 
@@ -25,22 +27,25 @@ __all__ = ["Nf4", "from_nf4", "to_nf4"]
 
 
 def to_nf4(model: nn.Module, *, double_quantization: bool = True, keep: str | tuple[str, ...] = ()) -> list[str]:
-    """Puts the linear maps of a transformers model, all but its head, into NF4, in place; on meta only their shapes.
+    """Quantizes a transformers model's linear layers, except its head, to NF4, in place; on meta only their shapes.
 
     They cannot be trained any more: add an adapter next.
 
     Args:
-        keep: which further ones stay: a regular expression for module names, or their last parts (`("down_proj",)`).
+        keep: further layers to leave out: a regular expression for module names, or their last parts
+            (`("down_proj",)`).
 
     Returns:
-        Names of the modules in NF4.
+        Names of the quantized modules.
 
     Raises:
-        ValueError: `keep` matches no linear map, or all of them.
+        ValueError: `keep` matches no linear layer, or all of them.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> config = LlamaConfig(
+        ...     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16
+        ... )
         >>> len(to_nf4(LlamaForCausalLM(config), keep=("down_proj",)))
         6
     """
@@ -51,11 +56,11 @@ def to_nf4(model: nn.Module, *, double_quantization: bool = True, keep: str | tu
     from preheat.ops.quantization.nf4 import pack_
 
     last = head(model)  # type: ignore[arg-type]
-    found = {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not last}
-    kept = {name for name in found if _matches(name, keep)}
-    if keep and not kept:
+    maps = {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not last}
+    excluded = {name for name in maps if _matches(name, keep)}
+    if keep and not excluded:
         raise ValueError(f"keep: {keep!r} matches no linear map of the model")
-    chosen = {name: m for name, m in found.items() if name not in kept}
+    chosen = {name: m for name, m in maps.items() if name not in excluded}
     if not chosen:
         raise ValueError(f"keep: {keep!r} leaves no linear map to quantize")
     pack_(list(chosen.values()), double=double_quantization)
@@ -69,7 +74,7 @@ def _matches(name: str, keep: str | tuple[str, ...]) -> bool:
 
 
 def from_nf4(model: nn.Module) -> int:
-    """Makes every linear map in NF4 a plain one in fp32 again, in place. Returns how many."""
+    """Dequantizes every NF4 layer to a plain one in fp32, in place. Returns their number."""
     from preheat.ops.quantization.nf4 import PackedMap, unpack_
 
     packed = [m for m in model.modules() if isinstance(m, PackedMap)]
@@ -84,16 +89,17 @@ class Nf4(Searchable):
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"double_quantization": False, "keep": ".*down_proj"},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.QUANTIZED_BASE})
-    needs: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE})  # four bits cannot be trained
+    needs: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE})  # 4-bit weights cannot be trained
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.QUANTIZED_BASE})
 
     def search_numerics(self) -> Literal["different"]:
         return "different"
 
     double_quantization: bool = True
-    """Quantize the scales too: 0.516 bytes a weight instead of 0.5625."""
+    """Quantize the scales too: 0.516 bytes per weight instead of 0.5625."""
     keep: str | tuple[str, ...] = ()
-    """Linear maps that stay as they are besides the head: a regular expression for module names, or a list of their last parts."""
+    """Linear layers besides the head that are not quantized: a regular expression for module names, or a list of their
+    last parts."""
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
@@ -106,9 +112,10 @@ class Nf4(Searchable):
         modules = [part.get_submodule(name) for name in names]
         build.weights.pack(modules, r"\.nf4_")
         weights = sum(m.nf4_shape[0] * m.nf4_shape[1] for m in modules)
-        held = sum(p.nbytes for m in modules for key, p in m.named_parameters() if key.startswith("nf4_"))
+        packed_bytes = sum(p.nbytes for m in modules for key, p in m.named_parameters() if key.startswith("nf4_"))
         rest = shares(part)[1] - weights
         return Change(
-            f"{len(names)} linear maps in NF4: {weights:,} weights at {held / weights:.3f} bytes; {rest:,} stay as they are",
+            f"{len(names)} linear maps in NF4: {weights:,} weights at "
+            f"{packed_bytes / weights:.3f} bytes; {rest:,} stay as they are",
             len(names),
         )

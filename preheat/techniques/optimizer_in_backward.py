@@ -1,12 +1,15 @@
-"""Optimizer in backward: each parameter is updated as soon as its gradient is whole, and the gradient freed.
+"""Optimizer in backward: updates each parameter as soon as its gradient is complete, and frees the gradient.
 
-What: a hook on each parameter takes the optimizer's step for it in the middle of the backward pass. The update is that of a step
-after the pass, number for number; only the gradients of the whole model never stand in memory together.
-Helps: gradients take the memory of a layer or two in place of the model (4 bytes a parameter in fp32). Goes with every optimizer.
-Hurts: the norm over all gradients is known only when all weights have moved, so there is no clipping by it, and a global
-batch must be one micro-batch. A gradient that is not finite stops its own update and all that come after it in the pass; weights nearer
-to the loss have moved already, so the run stops with weights half of one step and half of the next: go on from the last checkpoint.
-Source: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO, arXiv:2306.09782).
+What: a hook on each parameter runs the optimizer's step for it during the backward pass. The update is identical to
+that of a step after the pass; only the gradients of the whole model are never in memory at once.
+Helps: gradients take the memory of a layer or two instead of the model (4 bytes per parameter in fp32). Works with
+every optimizer.
+Hurts: the global gradient norm is known only after all weights have been updated, so there is no clipping by it, and a
+global batch must be one micro-batch. A non-finite gradient stops its own update and all later ones in the pass; weights
+closer to the loss have already been updated, so the run stops with weights between two steps: resume from the last
+checkpoint.
+Source: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO,
+arXiv:2306.09782).
 """
 
 from __future__ import annotations
@@ -28,15 +31,15 @@ __all__ = ["OptimizerInBackward", "update_in_backward"]
 
 
 def update_in_backward(optimizer: torch.optim.Optimizer) -> UpdateInBackward:
-    """Lets the optimizer update each parameter in `loss.backward()`; `optimizer.step()` is not called any more. In place.
+    """Makes the optimizer update each parameter in `loss.backward()`, in place; `optimizer.step()` is no longer called.
 
-    The learning rate is what stands in the optimizer's groups when `backward` is called.
+    The learning rate is that of the optimizer's groups when `backward` is called.
 
     Args:
         optimizer: one that honours `found_inf` (torch's fused ones, preheat's).
 
     Returns:
-        `.norm()`: of all gradients of the last pass; `.remove()`: takes the hooks off again.
+        An object with `.norm()`, the norm of all gradients of the last pass, and `.remove()`, which removes the hooks.
 
     Example:
         >>> import torch
@@ -54,7 +57,7 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> UpdateInBackward:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerInBackward(Searchable):
-    stage: ClassVar[Stage] = Stage.LOADER  # the one stage that comes after the optimizer was made
+    stage: ClassVar[Stage] = Stage.LOADER  # the only stage after the optimizer is created
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(recipe=("optimizer.clip=0",))
     supports_encoder_decoder: ClassVar[bool] = True
@@ -69,7 +72,8 @@ class OptimizerInBackward(Searchable):
         clip = context.recipe.optimizer.clip
         if clip > 0:
             return [
-                f"optimizer.clip: {clip:g}: weights move before the norm over all gradients is known; set optimizer.clip: 0"
+                f"optimizer.clip: {clip:g}: weights move before the norm over "
+                "all gradients is known; set optimizer.clip: 0"
             ]
         return []
 
@@ -78,20 +82,20 @@ class OptimizerInBackward(Searchable):
 
         if build.hooks.finish_gradients:
             raise RecipeError(
-                "techniques.optimizer_in_backward: another technique works on the gradients after the backward pass, when "
-                "they are freed already; leave one of them out"
+                "techniques.optimizer_in_backward: another technique works on the gradients after "
+                "the backward pass, when they are freed already; leave one of them out"
             )
         updates = update_in_backward(build.optimizer)
-        plain = build.slot(Slot.FORWARD_BACKWARD)
+        inner = build.slot(Slot.FORWARD_BACKWARD)
 
         def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
             if len(batches) > 1:
                 raise RecipeError(
-                    f"techniques.optimizer_in_backward: a global batch of {len(batches)} micro-batches would be {len(batches)} updates; "
-                    "let the batch be one micro-batch"
+                    f"techniques.optimizer_in_backward: a global batch of {len(batches)} micro-batches "
+                    f"would be {len(batches)} updates; let the batch be one micro-batch"
                 )
             updates.reset()
-            loss: LossSum = plain(build, batches, global_weight)
+            loss: LossSum = inner(build, batches, global_weight)
             return loss
 
         def update(build: Build, norm: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""Optimizer offload: AdamW's state and step on the host.
+"""Optimizer offload: keeps AdamW's states and runs its step on the host.
 
-What: moments and fp32 weights lie in the host's pinned memory; each step sends the gradients there, updates on the host's
-processor and sends the weights back, one parameter computed while others are on their way. With `weights: bf16` the device keeps bf16
-weights and gradients, rounded from the fp32 weights on the host.
-Helps: 8 bytes a parameter fewer on the device, 12 with bf16 weights; for models whose optimizer does not fit. Hurts: gradients and
-weights cross the link to the host in each step and the host computes the update, which the device waits for: seconds a step for
-billions of parameters. The plan counts what crosses by the data sheet's link, and the host's update
-by a published rate. Not yet run on a GPU.
+What: moments and fp32 weights are in pinned host memory; each step sends the gradients there, updates on the host's CPU
+and sends the weights back, pipelined by parameter. With `weights: bf16` the device keeps bf16 weights and gradients,
+rounded from the fp32 weights on the host.
+Helps: 8 bytes per parameter less on the device, 12 with bf16 weights; for models whose optimizer does not fit.
+Hurts: gradients and weights cross the link to the host in each step, and the device waits for the host's update:
+seconds per step for billions of parameters. The plan takes the link's bandwidth from its data sheet and the host's
+update speed from a published rate. Not yet run on a GPU.
 Source: Ren et al. 2021, "ZeRO-Offload" (arXiv:2101.06840).
 """
 
@@ -25,7 +25,7 @@ __all__ = ["OptimizerOffload", "host_adamw"]
 
 
 def host_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer (`preheat.ops.optim.cpu_adamw.HostAdamW`): lr, betas, eps, weight_decay.
+    """Returns the optimizer (`preheat.ops.optim.cpu_adamw.HostAdamW`); settings: lr, betas, eps, weight_decay.
 
     Example:
         >>> import torch
@@ -48,10 +48,10 @@ class OptimizerOffload(Searchable):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.BF16_COMPUTE, Tag.BF16_WEIGHTS})
 
     weights: Literal["fp32", "bf16"] = "fp32"
-    """The device's weights and gradients; the host's are fp32."""
+    """Precision of the device's weights and gradients; the host's are fp32."""
     on_cpu: Literal["refuse", "stay"] = "refuse"
-    """Where there is no GPU, the optimizer is on the host already: refuse says so and stops; stay goes on with plain AdamW, for recipes
-    that are to serve on both. The run records which."""
+    """Without a GPU, the optimizer is on the host already: refuse reports this and stops; stay continues with plain
+    AdamW, for recipes that should run on both. The run records the choice."""
 
     def provided(self) -> frozenset[Tag]:
         return self.provides if self.weights == "bf16" else frozenset()
@@ -66,7 +66,8 @@ class OptimizerOffload(Searchable):
             return []
         if self.on_cpu == "stay":
             return [
-                "weights: bf16 is for a CUDA device; on a CPU use mixed_precision: {mode: bf16_weights}, or weights: fp32"
+                "weights: bf16 is for a CUDA device; on a CPU use mixed_precision: {mode: bf16_weights}, or weights: "
+                "fp32"
             ]
         return ["needs a CUDA device: on a CPU the optimizer is on the host already; leave it out, or set on_cpu: stay"]
 

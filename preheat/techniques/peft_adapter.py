@@ -1,14 +1,15 @@
-"""peft adapters: another of peft's methods for linear maps, by its name: (IA)3, LoHa, LoKr, OFT, HRA, VeRA, RandLoRA and more.
+"""peft adapters: peft's other methods for linear layers, by name: (IA)3, LoHa, LoKr, OFT, HRA, VeRA, RandLoRA, ...
 
-What: the model is frozen, and peft puts what `method` names into the chosen linear maps: `ia3` trains one factor an output (or
-input), `loha` and `lokr` add Hadamard or Kronecker products of small matrices, `oft`, `hra` and `road` turn a weight or an output by an
-orthogonal matrix, `vera` and `randlora` scale fixed random matrices.
-Helps: fewer trained parameters than LoRA at the same quality on some tasks; the methods side by side in one recipe. Hurts: most are
-slower than LoRA or keep more for the backward pass (the plan shows it); the less known ones are little tested; good learning
-rates and settings differ by orders of magnitude from method to method.
-Source: https://huggingface.co/docs/peft, where each method names its paper. (IA)3: Liu et al. 2022 (arXiv:2205.05638); LoHa: Hyeon-Woo
-et al. 2021 (arXiv:2108.06098); LoKr: Yeh et al. 2023 (arXiv:2309.14859); OFT: Qiu et al. 2023 (arXiv:2306.07280); HRA: Yuan et al. 2024
-(arXiv:2405.17484); VeRA: Kopiczko et al. 2023 (arXiv:2310.11454); RandLoRA: Albert et al. 2025 (arXiv:2502.00987).
+What: freezes the model and lets peft add the adapter that `method` names to the targeted linear layers: `ia3` trains
+one factor per output (or input), `loha` and `lokr` add Hadamard or Kronecker products of small matrices, `oft`, `hra`
+and `road` rotate a weight or an output by an orthogonal matrix, `vera` and `randlora` scale fixed random matrices.
+Helps: fewer trained parameters than LoRA at the same quality on some tasks; makes the methods comparable in one recipe.
+Hurts: most are slower than LoRA or save more for the backward pass (the plan shows it); the lesser-known ones are
+little tested; good learning rates and settings differ by orders of magnitude between methods.
+Source: https://huggingface.co/docs/peft, which names the paper of each method. (IA)3: Liu et al. 2022
+(arXiv:2205.05638); LoHa: Hyeon-Woo et al. 2021 (arXiv:2108.06098); LoKr: Yeh et al. 2023 (arXiv:2309.14859); OFT: Qiu
+et al. 2023 (arXiv:2306.07280); HRA: Yuan et al. 2024 (arXiv:2405.17484); VeRA: Kopiczko et al. 2023 (arXiv:2310.11454);
+RandLoRA: Albert et al. 2025 (arXiv:2502.00987).
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["METHODS", "PeftAdapter", "add_peft_adapter", "merge_peft_adapter"]
 
 METHODS = ("delora", "gralora", "hira", "hra", "ia3", "loha", "lokr", "miss", "oft", "randlora", "road", "vera")
-"""What is known to be built on meta, to start as the base, to be trained, saved and merged."""
+"""Methods that can be built on meta, start as the base, and can be trained, saved and merged."""
 _LORA = "is a technique of its own: use lora"
 _PROMPT = "puts trained tokens or keys beside the text and not into linear maps"
 _REFUSED = {
-    "adalora": "needs a schedule of ranks and a term of the loss within the training loop, which preheat has no place for yet",
+    "adalora": (
+        "needs a schedule of ranks and a term of the loss within the training loop, which preheat has no place for yet"
+    ),
     "adaption_prompt": _PROMPT,
     "boft": "reads values back while it is made, which a dry run has none of",
     "c3a": "does not start as the base",
@@ -49,7 +52,7 @@ _REFUSED = {
     "waveft": "keeps its indices where neither a checkpoint nor a dry run sees them",
     "xlora": "mixes adapters that must be trained before",
 }
-_OURS = (
+_RESERVED = (
     "target_modules",
     "modules_to_save",
     "task_type",
@@ -63,10 +66,10 @@ _OURS = (
 def configure(
     method: str, settings: Mapping[str, Any], targets: str | tuple[str, ...], exclude: str | None = None
 ) -> Any:
-    """peft's configuration of a method; `exclude` is a regular expression for names of modules that are left as they are.
+    """Returns peft's configuration of a method; `exclude` is a regular expression for modules that are not adapted.
 
     Raises:
-        ValueError: a method or a setting that there is not, or a value that peft refuses.
+        ValueError: unknown method or setting, or a value that peft rejects.
     """
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -78,7 +81,7 @@ def configure(
     cls = next(cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.value.lower() == method)
     from peft import PeftConfig
 
-    inherited = {f.name for f in dataclasses.fields(PeftConfig)} | set(_OURS)
+    inherited = {f.name for f in dataclasses.fields(PeftConfig)} | set(_RESERVED)
     known = [f.name for f in dataclasses.fields(cls) if f.init and f.name not in inherited]
     for key in settings:
         if key not in known:
@@ -86,7 +89,8 @@ def configure(
             raise ValueError(f"settings.{key}: {method} has no such setting; {hint}")
         if key == "module_dropout" and settings[key]:
             raise ValueError(
-                f"settings.module_dropout: {settings[key]}: reads a drawn value back, which a dry run has none of; leave it at 0"
+                f"settings.module_dropout: {settings[key]}: reads a drawn value "
+                "back, which a dry run has none of; leave it at 0"
             )
     try:
         more = {"exclude_modules": exclude} if exclude else {}
@@ -103,23 +107,26 @@ def add_peft_adapter(
     exclude: str | None = None,
     **settings: Any,
 ) -> list[str]:
-    """Adds one of peft's adapters to a transformers model and freezes the rest, in place.
+    """Adds a peft adapter to a transformers model and freezes the rest, in place.
 
     Args:
         method: one of METHODS.
-        targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or their last parts.
-        exclude: a regular expression for names of modules that are left as they are.
-        settings: of the method's own configuration in peft, e.g. `r=8`.
+        targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or
+            their last parts.
+        exclude: a regular expression for names of modules that are not adapted.
+        settings: the method's own configuration in peft, e.g. `r=8`.
 
     Returns:
         Names of the adapted modules.
 
     Raises:
-        ValueError: no such method or setting, or no module matches `targets`.
+        ValueError: unknown method or setting, or no module matches `targets`.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> config = LlamaConfig(
+        ...     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16
+        ... )
         >>> len(add_peft_adapter(LlamaForCausalLM(config), "loha", r=2))
         7
     """
@@ -130,7 +137,7 @@ def add_peft_adapter(
 
 
 def merge_peft_adapter(model: nn.Module) -> int:
-    """Puts each adapter into its base weight in fp32 and takes the adapters out, in place. Returns how many."""
+    """Merges each adapter into its base weight in fp32 and removes the adapters, in place. Returns their number."""
     from preheat.ops.adapters.peft_layers import merge
 
     return merge(model)
@@ -149,9 +156,11 @@ class PeftAdapter(Technique):
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The method's own settings in peft, e.g. {r: 8, alpha: 16} for loha."""
     targets: str | tuple[str, ...] = "all-linear"
-    """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of their last parts."""
+    """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
+    their last parts."""
     start: str | None = None
-    """A folder of peft's (adapter_config.json, adapter_model.safetensors) whose adapter training begins from; settings and base must agree."""
+    """A peft folder (adapter_config.json, adapter_model.safetensors) whose adapter training starts from; settings and
+    base must match."""
 
     def check(self, context: Context) -> list[str]:
         try:
@@ -175,7 +184,7 @@ class PeftAdapter(Technique):
                 f"techniques.peft_adapter: {self.method} on {self.targets!r}: {str(error).splitlines()[0][:200]}"
             ) from None
         config = configure(self.method, self.settings, adapted(part, self.targets), exclude)
-        begun = begin(
+        start_note = begin(
             build.weights,
             part,
             config,
@@ -185,8 +194,9 @@ class PeftAdapter(Technique):
             knob="techniques.peft_adapter.start",
             called={},
         )
-        trained, whole = shares(part)
+        trained, total = shares(part)
         return Change(
-            f"{self.method} on {len(names)} linear maps{begun}: {trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
+            f"{self.method} on {len(names)} linear maps{start_note}: {trained:,} of "
+            f"{total:,} parameters trained ({trained / total:.1%})",
             len(names),
         )

@@ -1,13 +1,16 @@
-"""Pipeline parallel: each device has some of the layers; micro-batches pass through the devices one behind the other.
+"""Pipeline parallel: splits the layers across devices and streams micro-batches through the stages.
 
-What: the model is cut into stages that cost the same by the FLOPs that a dry run sees (the head counts too, which a cut by number of layers
-forgets), and torch's schedules run them. `gpipe`: all forward, then all backward. `1f1b`: one forward, one backward, so that at most as many
-micro-batches as stages are kept. `interleaved`: several stages a device, a shorter bubble, more messages. `zero_bubble` and `zbv`: the
-gradients of the weights are taken apart from those of the inputs, and fill the bubble; `zbv` folds the pipeline into a V.
-Helps: weights, gradients, optimizer and activations fall with the devices, and hidden states are all that travels, between neighbours:
-what stands slow links best. Hurts: devices wait while the pipeline fills and drains, (devices - 1) / micro-batches of the time with `1f1b`; wants many
-micro-batches.
-Source: Huang et al. 2019, GPipe (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473); Qi et al. 2024, zero bubble (arXiv:2401.10241).
+What: splits the model into stages of equal cost by the FLOPs that a dry run counts (including the head, which a split
+by number of layers ignores), and runs them with torch's schedules. `gpipe`: all forward, then all backward. `1f1b`:
+alternates forward and backward, so that at most as many micro-batches as stages are in flight. `interleaved`: several
+stages per device, a smaller bubble, more messages. `zero_bubble` and `zbv`: compute weight gradients separately from
+input gradients to fill the bubble; `zbv` folds the pipeline into a V.
+Helps: weights, gradients, optimizer and activations shrink with the number of devices, and only hidden states travel,
+between neighbours: the most tolerant of slow links.
+Hurts: devices idle while the pipeline fills and drains, (devices - 1) / micro-batches of the time with `1f1b`; needs
+many micro-batches.
+Source: Huang et al. 2019, GPipe (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473); Qi et al. 2024, zero
+bubble (arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["PipelineParallel", "record_timeline", "split_into_stages"]
 
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
-_ONE_PASS = {  # what has backward passes of its own, that change in place or let go of what they read
+_ONE_PASS = {  # techniques whose backward passes modify or free the tensors that they read
     Tag.RECOMPUTATION: "layers that are computed again",
     Tag.COMPILED_LAYERS: "compiled layers",
     Tag.FUSED_LAYERS: "fused layers",
@@ -58,20 +61,23 @@ _ONE_PASS = {  # what has backward passes of its own, that change in place or le
 def split_into_stages(
     model: PreTrainedModel, count: int, *, length: int, recompute: bool = False
 ) -> list[PreTrainedModel]:
-    """Cuts a transformers model into stages of equal cost, each an ordinary model without what the others have. The model stays as it is.
+    """Splits a transformers model into stages of equal cost, each an ordinary model with a part of the layers.
 
-    The stages share their modules with it. All but the first take `inputs_embeds`, the hidden states of the stage before.
+    The stages share their modules with the model, which is unchanged. All but the first take `inputs_embeds`, the
+    hidden states of the previous stage.
 
     Args:
-        length: tokens of a row, which decide how dear attention is.
+        length: tokens of a row, which determine the cost of attention.
         recompute: layers run forward twice, under activation checkpointing.
 
     Raises:
-        ValueError: fewer layers than stages, or a model that cannot be cut between layers.
+        ValueError: fewer layers than stages, or a model that cannot be split between layers.
 
     Example:
         >>> stages = split_into_stages(model, 4, length=4096)  # doctest: +SKIP
-        >>> hidden = stages[1].model(inputs_embeds=stages[0].model(input_ids=tokens).last_hidden_state)  # doctest: +SKIP
+        >>> hidden = stages[1].model(
+        ...     inputs_embeds=stages[0].model(input_ids=tokens).last_hidden_state
+        ... )  # doctest: +SKIP
     """
     from preheat.models import pipeline_split
 
@@ -84,9 +90,10 @@ def split_into_stages(
 
 @contextmanager
 def record_timeline(build: Build) -> Iterator[list[Span]]:
-    """Records when each device of a build's pipeline computes what; on leaving, the list has it of all devices of the pipeline, by start.
+    """Records what each device of a build's pipeline computes and when; yields a list that is filled on exit.
 
-    While it records, a GPU's queue is emptied before and after each piece of work, which costs some speed. All processes enter it.
+    The list has the spans of all devices of the pipeline, by start. While it records, a GPU's queue is drained before
+    and after each span, which costs some speed. All processes must enter it.
 
     Example:
         >>> with record_timeline(build) as spans:  # doctest: +SKIP
@@ -100,19 +107,20 @@ def record_timeline(build: Build) -> Iterator[list[Span]]:
 
 
 class _Runner:
-    """A build's stages, its slots and torch's schedule together."""
+    """Connects a build's stages and slots with torch's schedule."""
 
     def __init__(self, build: Build, schedule: str, stages: Mapping[int, nn.Module], count: int, dtype: Any):
         from preheat.ops.distributed.pipelining import Pipeline
 
         def forward(part: Any, batch: Batch) -> Tensor:
-            made, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
+            output, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
             assert not metrics, "check refuses objectives with metrics: only the last stage's device would have them"
             for change in build.loss.scaling if part is stages.get(count - 1) else ():
-                made = change(made)
-            return made
+                output = change(output)
+            return output
 
-        # Where tensor parallel cuts what flows between blocks along the sequence, each device sends its part to its like.
+        # With sequence parallelism each device sends its shard of the hidden states to its counterpart in the next
+        # stage.
         self.cut = build.mesh.size(Axis.TENSOR) if Tag.SEQUENCE_PARALLEL in build.tags else 1
         group = build.mesh.group(Axis.PIPELINE)
         self.pipeline = Pipeline(
@@ -127,7 +135,7 @@ class _Runner:
         return LossSum(self.pipeline.step(alike(moved, build.state.accumulation), weight, cut=self.cut), global_weight)
 
     def forward(self, build: Build, batch: Batch) -> LossSum:
-        """A batch that was transformed already, for reading only. Its loss is the same on all devices of the pipeline."""
+        """Computes the loss of a transformed batch without gradients. It is the same on all devices of the pipeline."""
         return LossSum(self.pipeline.read(batch, cut=self.cut), batch.weight)
 
 
@@ -141,16 +149,18 @@ class PipelineParallel(Searchable):
     )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.WHOLE_FORWARD})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PIPELINE_STAGES})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # whose scores only the last stage would know
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # only the last stage would have their scores
 
     degree: Annotated[int, Bound(2)] = 2
-    """Devices of the pipeline, each with a share of the layers."""
+    """Devices of the pipeline, each with a part of the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
-    """Which device computes what when: 1f1b keeps the least activations, interleaved idles less, zero_bubble and zbv least."""
+    """Order of computation: 1f1b keeps the fewest activations, interleaved idles less, zero_bubble and zbv least."""
     stages: Count | None = None
-    """Stages a device; when not stated 2 with interleaved and zbv, 1 with the others. Only interleaved and zero_bubble take a choice."""
+    """Stages per device; by default 2 with interleaved and zbv, 1 with the others. Only interleaved and zero_bubble
+    accept other values."""
     micro_batches: Annotated[int, Bound(2)] | None = None
-    """Micro-batches that a global batch is cut into; when not stated those of gradient_accumulation. 4 for each device idle a fifth of the time (1f1b)."""
+    """Micro-batches per global batch; by default those of gradient_accumulation. With 4 per device, devices idle a
+    fifth of the time (1f1b)."""
 
     @property
     def _each(self) -> int:
@@ -164,68 +174,76 @@ class PipelineParallel(Searchable):
 
     def check(self, context: Context) -> list[str]:
         recipe, tags = context.recipe, context.tags
-        count, found = self.degree * self._each, []
+        count, problems = self.degree * self._each, []
         allowed = {"interleaved": "2 or more", "zero_bubble": "any", "zbv": "2"}.get(self.schedule, "1")
         fits = {"1": self._each == 1, "2": self._each == 2, "2 or more": self._each > 1, "any": True}
         if not fits[allowed]:
-            found.append(
-                f"stages: {self._each} a device with schedule: {self.schedule}, which takes {allowed}; leave it out, or use interleaved"
+            problems.append(
+                f"stages: {self._each} a device with schedule: {self.schedule}, which "
+                f"takes {allowed}; leave it out, or use interleaved"
             )
         if count > context.model.layers:
-            found.append(
-                f"degree: {self.degree} devices with {self._each} stages each are {count} stages, and the model has {context.model.layers} layers; use fewer"
+            problems.append(
+                f"degree: {self.degree} devices with {self._each} stages each are {count} "
+                f"stages, and the model has {context.model.layers} layers; use fewer"
             )
-        if (
-            context.model.experts
-        ):  # as `preheat.models.pipeline_split` refuses; here a search sees it before it builds anything
-            found.append(
-                f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages do not hand on; use fsdp, with expert_parallel"
+        # `preheat.models.pipeline_split` rejects it too; checked here so that a search sees it before building.
+        if context.model.experts:
+            problems.append(
+                f"{context.model.family} has experts, whose cost a dry run cannot see and whose "
+                "balancing loss stages do not hand on; use fsdp, with expert_parallel"
             )
-        found += self._of_batch(context)
+        problems += self._batch_problems(context)
         if self.schedule == "zbv" and context.model.tied:
-            found.append(
-                "schedule: zbv puts first and last stage on one device, where a tied embedding would stand twice; use another schedule, or set "
-                "model.config.tie_word_embeddings: false for a new model"
+            problems.append(
+                "schedule: zbv puts first and last stage on one device, where a tied embedding would stand twice; "
+                "use another schedule, or set model.config.tie_word_embeddings: false for a new model"
             )
         if Tag.REDUCE_EACH_MICRO_BATCH in tags:
-            found.append(
-                "fsdp shares out gradients once a step here, behind the last micro-batch of the pipeline; set fsdp.reduce: last"
+            problems.append(
+                "fsdp shares out gradients once a step here, behind the last "
+                "micro-batch of the pipeline; set fsdp.reduce: last"
             )
         if self.schedule in SPLIT_BACKWARD:
-            found += self._of_split_backward(context)
+            problems += self._split_backward_problems(context)
         if recipe.evaluate.tasks:
-            found.append(
-                "evaluate.tasks: reads logits of single tokens, which only the last device makes; run `preheat eval` on the checkpoint"
+            problems.append(
+                "evaluate.tasks: reads logits of single tokens, which only the "
+                "last device makes; run `preheat eval` on the checkpoint"
             )
         if recipe.sample.wanted:
-            found.append("sample: no device has the whole model; run `preheat generate` on the checkpoint")
-        return found
+            problems.append("sample: no device has the whole model; run `preheat generate` on the checkpoint")
+        return problems
 
-    def _of_split_backward(self, context: Context) -> list[str]:
-        """What does not bear that the gradients of weights are taken by themselves, in a second pass through what made them."""
-        found = []
+    def _split_backward_problems(self, context: Context) -> list[str]:
+        """Returns what does not support computing weight gradients in a second backward pass."""
+        problems = []
         if Tag.RESHARD_AFTER_FORWARD in context.tags:
-            found.append(
-                f"schedule: {self.schedule} takes the gradients of weights later, when fsdp has let go of these; set fsdp.reshard: false"
+            problems.append(
+                f"schedule: {self.schedule} takes the gradients of weights later, "
+                "when fsdp has let go of these; set fsdp.reshard: false"
             )
-        found += [
-            f"schedule: {self.schedule} passes backward twice through {what}, which allow one pass; use 1f1b or interleaved"
+        problems += [
+            f"schedule: {self.schedule} passes backward twice through "
+            f"{what}, which allow one pass; use 1f1b or interleaved"
             for tag, what in _ONE_PASS.items()
             if tag in context.tags
         ]
         losses = [t.name() for t in context.recipe.techniques.values() if Slot.OVER_LOGITS in t.owned()]
-        found += [
-            f"schedule: {self.schedule} passes backward twice through the loss, and that of {name} allows one; use 1f1b or interleaved"
+        problems += [
+            f"schedule: {self.schedule} passes backward twice through the loss, "
+            f"and that of {name} allows one; use 1f1b or interleaved"
             for name in losses
         ]
-        return found
+        return problems
 
-    def _of_batch(self, context: Context) -> list[str]:
-        """What does not fit about the micro-batches."""
+    def _batch_problems(self, context: Context) -> list[str]:
+        """Returns what is wrong with the number of micro-batches."""
         accumulation: Any = context.recipe.techniques.get("gradient_accumulation")
         if accumulation is not None and self.micro_batches is not None:
             return [
-                f"micro_batches: {self.micro_batches}, and gradient_accumulation.steps says {accumulation.steps}; leave one out"
+                f"micro_batches: {self.micro_batches}, and gradient_accumulation.steps says "
+                f"{accumulation.steps}; leave one out"
             ]
         micro = self.micro_batches or (accumulation.steps if accumulation is not None else 1)
         count = self.degree * self._each
@@ -233,17 +251,19 @@ class PipelineParallel(Searchable):
         least = count if self.schedule in ("gpipe", "1f1b", "zero_bubble") else self.degree
         if micro < least:
             return [
-                f"micro_batches: {micro} for {count} stages would leave devices without work; use at least {least}, better {4 * self.degree} (micro_batches, or "
-                "gradient_accumulation.steps)"
+                f"micro_batches: {micro} for {count} stages would leave devices without work; use at least "
+                f"{least}, better {4 * self.degree} (micro_batches, or gradient_accumulation.steps)"
             ]
         rounds = max(1, micro // self.degree)
         if self.schedule in ("interleaved", "zero_bubble") and micro % rounds:
             return [
-                f"micro_batches: {micro} does not go into {rounds} rounds over {self.degree} devices; use {micro // self.degree * self.degree}"
+                f"micro_batches: {micro} does not go into {rounds} rounds over "
+                f"{self.degree} devices; use {micro // self.degree * self.degree}"
             ]
         if rows < micro:
             return [
-                f"micro_batches: {micro} cannot be cut from {rows} rows a device (batch.size {context.recipe.batch.size}); use a larger batch.size"
+                f"micro_batches: {micro} cannot be cut from {rows} rows a device "
+                f"(batch.size {context.recipe.batch.size}); use a larger batch.size"
             ]
         return []
 
@@ -253,23 +273,26 @@ class PipelineParallel(Searchable):
         from preheat.models import hf, pipeline_split
         from preheat.ops.distributed.pipelining import ranks_of
 
-        count, me = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
+        count, stage_rank = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
         try:
             course = pipeline_split.observe(
                 part.config, build.recipe.batch.length, trust=build.recipe.model.trust_remote_code
             )
-            # A backward pass costs two forward passes, and one more of the layers where they are computed again.
+            # A backward pass costs two forward passes; with recomputation the layers cost three.
             after = course.after * (0.75 if Tag.RECOMPUTATION in build.tags else 1)
             cuts = pipeline_split.balance(course.each, count, before=course.before, after=after)
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
-        numbers = [number for number, device in enumerate(ranks_of(count, self.degree, self.schedule)) if device == me]
+        numbers = [
+            number for number, device in enumerate(ranks_of(count, self.degree, self.schedule)) if device == stage_rank
+        ]
         build.parts["trained"] = [pipeline_split.cut(part, course, cuts, number) for number in numbers]
         if self.micro_batches is not None:
             build.state.accumulation = self.micro_batches
         if hf.embedding(part).weight is hf.head(part).weight:
-            self._tie(build, me)
-        # Hidden states have the embedding's precision, which residual connections keep: or that in which it is gathered, or cast to later where it is trained.
+            self._tie(build, stage_rank)
+        # Hidden states have the embedding's dtype, which residual connections keep; or the dtype in which it is
+        # gathered, or to which trained weights are cast later.
         cast = Tag.BF16_WEIGHTS in build.tags and Tag.FROZEN_BASE not in build.tags
         half = cast or Tag.BF16_ALL_GATHER in build.tags
         dtype = torch.bfloat16 if half else hf.embedding(part).weight.dtype
@@ -279,32 +302,34 @@ class PipelineParallel(Searchable):
         costs = [sum(course.each[layer] for layer in cut) + (course.before if cut.start == 0 else 0) for cut in cuts]
         costs[-1] += after
         share = max(costs) * count / sum(costs) - 1
-        words = ", ".join(str(len(cut)) for cut in cuts)
+        layer_counts = ", ".join(str(len(cut)) for cut in cuts)
         build.parallel.bubble_fraction = self._bubble
         return Change(
-            f"{len(course.each)} layers in {count} stages of {words}; the dearest costs {share:.0%} more than the mean",
+            f"{len(course.each)} layers in {count} stages of {layer_counts}; the "
+            f"dearest costs {share:.0%} more than the mean",
             count,
         )
 
     def _bubble(self, micro_batches: int) -> float:
-        """Time that a device waits, as a share of that in which it works, which a dry run of one device cannot see.
+        """Returns the idle time of a device relative to its compute time, which a dry run of one device cannot measure.
 
-        (degree - 1) / (micro-batches x stages a device), Narayanan et al. 2021 section 2.2; a third of it where the gradients of weights,
-        a third of the work, fill it (Qi et al. 2024, table 2: zbv, of half as much memory, leaves about as much).
+        (degree - 1) / (micro-batches x stages per device), Narayanan et al. 2021 section 2.2; a third of it if weight
+        gradients, a third of the work, fill the bubble (Qi et al. 2024, table 2: zbv, at half the memory, leaves about
+        as much).
         """
         share = (self.degree - 1) / (micro_batches * self._each)
         return share / 3 if self.schedule in SPLIT_BACKWARD else share
 
-    def _tie(self, build: Build, me: int) -> None:
-        """First and last stage have the one matrix each, and add their gradients; the first counts it in the norm."""
+    def _tie(self, build: Build, stage_rank: int) -> None:
+        """Ties the first stage's embedding to the last stage's head: sums their gradients, counts their norm once."""
         from preheat.models import hf
         from preheat.ops.distributed.dtensor_utils import local
         from preheat.ops.distributed.pipelining import add_copies
 
-        if me not in (0, self.degree - 1):
+        if stage_rank not in (0, self.degree - 1):
             return
-        part: Any = build.trained[0 if me == 0 else -1]
-        if me != 0:
+        part: Any = build.trained[0 if stage_rank == 0 else -1]
+        if stage_rank != 0:
             weight = hf.embedding(part).weight
             build.parallel.duplicated_params |= {name for name, p in part.named_parameters() if p is weight}
 
@@ -312,7 +337,7 @@ class PipelineParallel(Searchable):
             embedding: Any = hf.embedding(part)
             grad = embedding.weight.grad
             if grad is not None:
-                add_copies([local(grad)], self.degree - 1 - me, build.mesh.group(Axis.PIPELINE))
+                add_copies([local(grad)], self.degree - 1 - stage_rank, build.mesh.group(Axis.PIPELINE))
 
         build.hooks.finish_gradients.append((Finish.TIE, add))
 

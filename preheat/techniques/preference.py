@@ -1,16 +1,19 @@
-"""Preference: learn from answers that people preferred to others, or liked and disliked. DPO and its relatives.
+"""Preference: trains on answers that people preferred to others, or liked and disliked. DPO and related losses.
 
-What: the log-probability of each answer is compared, that of the preferred one with that of the other, each against what a reference
-model gives it: the model as it was before. The reference is the base without its adapter where one is trained, which costs no memory;
-else a frozen copy. `dpo`; `ipo`; `hinge`; without a reference `simpo` (mean log-probability a token, and a margin), `cpo` and `orpo` (with the
-likelihood of the preferred answer); `unpaired` for single answers that were liked or not (APO-zero, of KTO's family).
-The log-probabilities are taken without gradients first; from them follows by how much each token's gradient counts in the loss, and
-one weighted pass over the head makes just that. So the head may be chunked, and no logits of two answers are ever kept.
-Helps: a model is brought to answer as people prefer, from comparisons alone. Hurts: twice the rows, and with a reference a third pass; too
-high a rate, or too many epochs, lowers the likelihood of preferred answers too (watch `chosen_logp`; `nll` holds against it).
-Source: DPO, Rafailov et al. 2023 (arXiv:2305.18290); IPO, Azar et al. 2023 (arXiv:2310.12036); hinge: SLiC, Zhao et al. 2023 (arXiv:2305.10425);
-SimPO, Meng et al. 2024 (arXiv:2405.14734); CPO, Xu et al. 2024 (arXiv:2401.08417); ORPO, Hong et al. 2024 (arXiv:2403.07691); APO-zero, D'Oosterlinck
-et al. 2024 (arXiv:2408.06266), after KTO, Ethayarajh et al. 2024 (arXiv:2402.01306); `nll`: Pang et al. 2024 (arXiv:2404.19733).
+What: compares the log-probabilities of the preferred and the other answer, each relative to a reference model: the
+model before training. With an adapter, the reference is the base without it, which costs no memory; otherwise a frozen
+copy. `dpo`; `ipo`; `hinge`; without a reference `simpo` (mean log-probability per token, and a margin), `cpo` and
+`orpo` (with the likelihood of the preferred answer); `unpaired` for single answers that were liked or not (APO-zero, of
+KTO's family). A first pass computes the log-probabilities without gradients; they give the weight of each token's
+gradient in the loss, and one weighted pass over the head computes exactly that gradient. So the head may be chunked,
+and the logits of two answers are never in memory.
+Helps: aligns a model's answers with preferences, from comparisons alone.
+Hurts: twice the rows, and with a reference a third pass; too high a learning rate, or too many epochs, lowers the
+likelihood of preferred answers too (watch `chosen_logp`; `nll` counteracts it).
+Source: DPO, Rafailov et al. 2023 (arXiv:2305.18290); IPO, Azar et al. 2023 (arXiv:2310.12036); hinge: SLiC, Zhao et al.
+2023 (arXiv:2305.10425); SimPO, Meng et al. 2024 (arXiv:2405.14734); CPO, Xu et al. 2024 (arXiv:2401.08417); ORPO, Hong
+et al. 2024 (arXiv:2403.07691); APO-zero, D'Oosterlinck et al. 2024 (arXiv:2408.06266), after KTO, Ethayarajh et al.
+2024 (arXiv:2402.01306); `nll`: Pang et al. 2024 (arXiv:2404.19733).
 """
 
 from __future__ import annotations
@@ -40,19 +43,22 @@ def preference_loss(
     reference_rejected: Tensor | float = 0.0,
     **settings: Any,
 ) -> Tensor:
-    """The loss of each pair of answers from their log-probabilities, differentiable: for a loop of your own.
+    """Returns the loss of each pair of answers from their log-probabilities; differentiable, for custom training loops.
 
     Args:
         chosen, rejected: [pairs], summed over each answer's tokens (for `simpo` and `orpo` the mean).
         reference_chosen, reference_rejected: those of the reference model.
-        settings: loss (dpo, ipo, hinge, simpo, cpo, orpo), beta, gamma, label_smoothing: see `preheat.ops.losses.preference.pair_losses`.
+        settings: loss (dpo, ipo, hinge, simpo, cpo, orpo), beta, gamma, label_smoothing: see
+            `preheat.ops.losses.preference.pair_losses`.
 
     Raises:
-        ValueError: no such loss.
+        ValueError: unknown loss.
 
     Example:
         >>> import torch
-        >>> preference_loss(torch.tensor([-3.0]), torch.tensor([-9.0]), torch.tensor([-4.0]), torch.tensor([-8.0]), beta=0.5)
+        >>> preference_loss(
+        ...     torch.tensor([-3.0]), torch.tensor([-9.0]), torch.tensor([-4.0]), torch.tensor([-8.0]), beta=0.5
+        ... )
         tensor([0.3133])
     """
     from preheat.ops.losses.preference import pair_losses
@@ -62,7 +68,7 @@ def preference_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Technique):
-    # After what makes the model what it is (structure, precision), so that a copy of it is that too; before what only training needs.
+    # After structure and precision are applied, so that a copy has them too; before what only training needs.
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(
@@ -83,19 +89,24 @@ class Preference(Technique):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})
 
     loss: Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "unpaired"] = "dpo"
-    """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; unpaired: single answers, liked or not."""
+    """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; unpaired: single answers,
+    liked or not."""
     beta: Literal["auto"] | Positive = "auto"
-    """How far the model may leave the reference: less is further. For orpo the weight of its odds ratio. auto: 2 for simpo, else 0.1."""
+    """Strength of the pull towards the reference: smaller values allow larger changes. For orpo the weight of its odds
+    ratio. auto: 2 for simpo, otherwise 0.1."""
     gamma: NonNegative = 0.5
-    """With `simpo`: the margin by which beta times the difference must be won."""
+    """With `simpo`: margin that beta times the difference should exceed."""
     label_smoothing: Annotated[float, Bound(0, 0.5)] = 0.0
-    """With `dpo`, `cpo` and `simpo`: the share of pairs whose order is taken to be wrong."""
+    """With `dpo`, `cpo` and `simpo`: assumed fraction of pairs whose order is wrong."""
     length_normalized: bool = False
-    """Take the mean log-probability a token and not the sum, so that length itself is not what is learnt (simpo and orpo always do)."""
+    """Use the mean log-probability per token instead of the sum, so that length itself is not learnt (simpo and orpo
+    always do)."""
     nll: Literal["auto"] | NonNegative = "auto"
-    """Weight of the preferred answer's mean negative log-probability a token, added to the loss. auto: 1 for cpo and orpo, else 0."""
+    """Weight of the preferred answer's mean negative log-probability per token, added to the loss. auto: 1 for cpo and
+    orpo, otherwise 0."""
     reference: Literal["auto", "none"] = "auto"
-    """auto: the base under the adapter, else a frozen copy of the model, where the loss has a reference; none: leave it out."""
+    """auto: the base under the adapter, otherwise a frozen copy of the model, if the loss has a reference; none: no
+    reference."""
 
     @property
     def _beta(self) -> float:
@@ -106,62 +117,63 @@ class Preference(Technique):
         return float(self.nll) if self.nll != "auto" else float(self.loss in ("cpo", "orpo"))
 
     @property
-    def _refers(self) -> bool:
+    def _uses_reference(self) -> bool:
         return self.reference == "auto" and self.loss not in _WITHOUT_REFERENCE
 
     @property
-    def _means(self) -> bool:
+    def _normalizes(self) -> bool:
         return self.length_normalized or self.loss in ("simpo", "orpo")
 
     def examples(self) -> ExampleKind:
         return ExampleKind("liked" if self.loss == "unpaired" else "pairs")
 
     def check(self, context: Context) -> list[str]:
-        why = []
+        problems = []
         if self.label_smoothing and self.loss not in _SMOOTHED:
-            why.append(f"label_smoothing: {self.loss} has no form with it; use {', '.join(_SMOOTHED)}, or 0")
+            problems.append(f"label_smoothing: {self.loss} has no form with it; use {', '.join(_SMOOTHED)}, or 0")
         if self.label_smoothing == 0.5:
-            why.append("label_smoothing: at 0.5 either order is as good, and nothing is learnt; use 0.1")
+            problems.append("label_smoothing: at 0.5 either order is as good, and nothing is learnt; use 0.1")
         if self.loss == "unpaired" and self._nll:
-            why.append("nll: is of pairs' preferred answers; leave it out with loss: unpaired")
+            problems.append("nll: is of pairs' preferred answers; leave it out with loss: unpaired")
         if self.loss == "unpaired" and self.reference == "none":
-            why.append(
+            problems.append(
                 "reference: without one no single answer is likely enough to be liked; leave it out with loss: unpaired"
             )
-        if self._refers and Tag.MODIFIED_BASE in context.tags:
-            why.append(
-                "reference: the adapter begins inside the base's weights, so the base without it is not the model as it was; use "
-                "another variant of the adapter, or a loss without a reference (simpo, cpo, orpo)"
+        if self._uses_reference and Tag.MODIFIED_BASE in context.tags:
+            problems.append(
+                "reference: the adapter begins inside the base's weights, so the base without it is not the model as "
+                "it was; use another variant of the adapter, or a loss without a reference (simpo, cpo, orpo)"
             )
         recipe = context.recipe
         if recipe.data.packing == "stream":
-            why.append("data.packing: stream cuts answers at row ends; use auto or whole")
+            problems.append("data.packing: stream cuts answers at row ends; use auto or whole")
         if recipe.evaluate.baselines:
-            why.append("evaluate.baselines: a unigram model compares no answers; set it to false")
-        return why
+            problems.append("evaluate.baselines: a unigram model compares no answers; set it to false")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         import copy
 
         from preheat.ops.losses.cross_entropy import CrossEntropy
 
-        words = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO"}.get(self.loss, self.loss)
-        what, count = f"{words} loss, beta {self._beta:g}", 1
-        if not self._refers:
-            what += ", no reference model"
+        loss_name = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO"}.get(
+            self.loss, self.loss
+        )
+        summary, count = f"{loss_name} loss, beta {self._beta:g}", 1
+        if not self._uses_reference:
+            summary += ", no reference model"
         elif Tag.ADAPTER in build.tags:
-            what += "; the reference is the base without its adapter"
+            summary += "; the reference is the base without its adapter"
         else:
-            kept = (
-                copy.deepcopy(part).requires_grad_(False).eval()
-            )  # on meta still: the weights' source fills it as it fills the model
-            build.parts["reference"] = [kept]
-            count = sum(p.numel() for p in kept.parameters())
-            what += f"; the reference is a frozen copy of {count:,} parameters"
-        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # what is compared are plain log-probabilities
+            # Still on meta: the weight source fills it like the model.
+            reference_model = copy.deepcopy(part).requires_grad_(False).eval()
+            build.parts["reference"] = [reference_model]
+            count = sum(p.numel() for p in reference_model.parameters())
+            summary += f"; the reference is a frozen copy of {count:,} parameters"
+        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # log-probabilities are compared without regularization
         build.own(Slot.OBJECTIVE, self._objective(build, part), self.name())
         build.loss.scores = _scores
-        return Change(what, count)
+        return Change(summary, count)
 
     def _objective(self, build: Build, part: Any) -> Callable[..., LossSum]:
         import torch
@@ -171,81 +183,90 @@ class Preference(Technique):
         from preheat.ops.losses.preference import AnswerIndex
 
         def logp(
-            states: Tensor, batch: Batch, places: AnswerIndex, over_logits: Callable[..., Tensor], of: Any
+            states: Tensor, batch: Batch, answers: AnswerIndex, over_logits: Callable[..., Tensor], of: Any
         ) -> Tensor:
             recorded = Recorded()
             over_logits(states, batch.labels, row_loss=recorded, of=of)
-            found = -places.sums(recorded.found())
-            return found / places.lengths if self._means else found
+            sums = -answers.sums(recorded.found())
+            return sums / answers.lengths if self._normalizes else sums
 
-        def reference(batch: Batch, places: AnswerIndex, over_logits: Callable[..., Tensor]) -> Tensor:
+        def reference(batch: Batch, answers: AnswerIndex, over_logits: Callable[..., Tensor]) -> Tensor:
             if "reference" in build.parts:
-                (kept,) = build.parts["reference"]
-                return logp(build.slot(Slot.HIDDEN)(kept, batch), batch, places, over_logits, kept)
+                (reference_model,) = build.parts["reference"]
+                return logp(
+                    build.slot(Slot.HIDDEN)(reference_model, batch), batch, answers, over_logits, reference_model
+                )
             training = part.training
             part.eval()  # without dropout
             try:
                 with without(part):
-                    return logp(build.slot(Slot.HIDDEN)(part, batch), batch, places, over_logits, part)
+                    return logp(build.slot(Slot.HIDDEN)(part, batch), batch, answers, over_logits, part)
             finally:
                 part.train(training)
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
-            learns = torch.is_grad_enabled()
-            if not (
-                batch.liked if self.loss == "unpaired" else batch.group == 2
-            ):  # a stream is not seen before it is read
+            training = torch.is_grad_enabled()
+            # A stream cannot be checked before it is read.
+            if not (batch.liked if self.loss == "unpaired" else batch.group == 2):
                 raise DataError(
-                    f"techniques.preference: loss {self.loss} finds no {self.examples().kind} in the rows {batch.rows[:8]}"
+                    f"techniques.preference: loss {self.loss} finds no "
+                    f"{self.examples().kind} in the rows {batch.rows[:8]}"
                 )
-            places = AnswerIndex.of(batch)
+            answers = AnswerIndex.of(batch)
             with torch.no_grad():
-                before = reference(batch, places, over_logits) if self._refers else torch.zeros_like(places.lengths)
+                reference_logps = (
+                    reference(batch, answers, over_logits)
+                    if self._uses_reference
+                    else torch.zeros_like(answers.lengths)
+                )
             states = hidden(batch)
             with torch.no_grad():
-                now = logp(states.detach(), batch, places, over_logits, part)
-            with torch.set_grad_enabled(learns):
-                losses, metrics = self._judge(now.requires_grad_(learns), before, places, batch)
+                logps = logp(states.detach(), batch, answers, over_logits, part)
+            with torch.set_grad_enabled(training):
+                losses, metrics = self._losses(logps.requires_grad_(training), reference_logps, answers, batch)
             total = losses.sum()
-            if not learns:
+            if not training:
                 return LossSum(total, batch.weight, metrics)
-            (slope,) = torch.autograd.grad(total, now)
-            # By token: d loss / d log p, so that the sum of -weight log p has the gradient of the loss. Its value is another, though.
-            weights = places.spread(-slope / places.lengths if self._means else -slope, batch.labels)
-            made = over_logits(states, batch.labels, weights, row_loss=WeightedCrossEntropy())
-            return LossSum(total.detach() + (made - made.detach()), batch.weight, metrics)
+            (slope,) = torch.autograd.grad(total, logps)
+            # Weight per token: d loss / d log p, so that the sum of -weight log p has the gradient of the loss, though
+            # not its value.
+            weights = answers.spread(-slope / answers.lengths if self._normalizes else -slope, batch.labels)
+            surrogate = over_logits(states, batch.labels, weights, row_loss=WeightedCrossEntropy())
+            return LossSum(total.detach() + (surrogate - surrogate.detach()), batch.weight, metrics)
 
         return objective
 
-    def _judge(self, now: Tensor, before: Tensor, places: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses of the examples, differentiable by `now`, and what is written down of them, summed."""
+    def _losses(
+        self, logps: Tensor, reference_logps: Tensor, answers: Any, batch: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the losses of the examples, differentiable by `logps`, and the summed metrics."""
         from preheat.hardware.transfers import to_device
         from preheat.ops.losses.preference import liked_losses, pair_losses
 
-        reward = self._beta * (now - before).detach()
+        reward = self._beta * (logps - reference_logps).detach()
         if self.loss == "unpaired":
-            liked = to_device([n for row in batch.liked for n in row], now.device)
-            right = (reward > 0) == (liked > 0)
+            liked = to_device([n for row in batch.liked for n in row], logps.device)
+            correct = (reward > 0) == (liked > 0)
             metrics = {
-                "reward_accuracy": right.float().sum(),
+                "reward_accuracy": correct.float().sum(),
                 "liked": liked.sum(),
                 "reward_liked": (reward * liked).sum(),
             }
             metrics["reward_disliked"] = (reward * (1 - liked)).sum()
-            return liked_losses(now, before, liked, beta=self._beta), metrics
-        chosen, rejected = now[0::2], now[1::2]
+            return liked_losses(logps, reference_logps, liked, beta=self._beta), metrics
+        chosen, rejected = logps[0::2], logps[1::2]
         losses = pair_losses(
             chosen,
             rejected,
-            before[0::2],
-            before[1::2],
+            reference_logps[0::2],
+            reference_logps[1::2],
             loss=self.loss,
             beta=self._beta,
             gamma=self.gamma,
             label_smoothing=self.label_smoothing,
         )
         if self._nll:
-            losses = losses - self._nll * (chosen if self._means else chosen / places.lengths[0::2])
+            losses = losses - self._nll * (chosen if self._normalizes else chosen / answers.lengths[0::2])
         margin = reward[0::2] - reward[1::2]
         metrics = {
             "reward_accuracy": (margin > 0).float().sum(),
@@ -257,13 +278,13 @@ class Preference(Technique):
 
 
 def _scores(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
-    """Means over the pairs; of single answers the mean rewards of those that were liked and of the others, where there are any."""
+    """Returns the means over the pairs; for single answers, the mean rewards of liked and of disliked ones."""
     if "liked" not in metrics:
         return {name: float(total) / weight for name, total in metrics.items()}
     liked = float(metrics["liked"])
-    found = {"reward_accuracy": float(metrics["reward_accuracy"]) / weight}
+    means = {"reward_accuracy": float(metrics["reward_accuracy"]) / weight}
     if liked:
-        found["reward_liked"] = float(metrics["reward_liked"]) / liked
+        means["reward_liked"] = float(metrics["reward_liked"]) / liked
     if weight > liked:
-        found["reward_disliked"] = float(metrics["reward_disliked"]) / (weight - liked)
-    return found
+        means["reward_disliked"] = float(metrics["reward_disliked"]) / (weight - liked)
+    return means

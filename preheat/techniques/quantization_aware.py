@@ -1,15 +1,16 @@
-"""Quantization-aware training: forward passes see the weights as four bits will round them, so that training makes up for it.
+"""Quantization-aware training: rounds weights to 4 bits in the forward pass, so that training compensates for it.
 
-What: the linear maps of the layers are rounded to the grid of `preheat compress --method int4` in each forward pass, those of the first
-and last layer to int8's; gradients pass as if nothing was rounded, and the weights that are trained stay full. With `inputs: int8` each
-token's inputs are rounded to eight bits, too (ExecuTorch's 8da4w). With LoRA the sum W + s B A is rounded, which is what merging
-gives. `preheat compress RUN` then converts with the same settings, and no weight of these maps differs from what was trained with. Helps:
-less loss than what rounds the layers after training; best as the last part of a training, from a trained model with a low learning rate.
-Embedding and head are not rounded here: where they have four bits too, GPTQ was before it. Where four bits cost tenths of a percent, towards
-the model itself: `distillation` with its own folder as teacher and mixture 1.0, at some 3e-5. Hurts: Adam moves every weight by about the
-learning rate whatever the gradient, so that a higher rate takes more than rounding took; nothing to gain where four bits cost hundredths (a
-model too little trained); each forward pass rounds every weight (about one more pass over the weights), and keeps the rounded one until its
-backward pass.
+What: rounds the layers' linear weights to the grid of `preheat compress --method int4` in each forward pass, those of
+the first and last layer to int8's; gradients use the straight-through estimator, and the trained weights stay in full
+precision. With `inputs: int8` each token's inputs are rounded to eight bits too (ExecuTorch's 8da4w). With LoRA the sum
+W + s B A is rounded, which is what merging gives. `preheat compress RUN` then converts with the same settings, and no
+weight of these layers differs from the ones trained with. Embedding and head are not rounded here.
+Helps: less loss than rounding the layers after training; best as the last part of training, from a trained model with a
+low learning rate. GPTQ was better if embedding and head are 4-bit too. If 4 bits cost tenths of a percent, train
+towards the model itself: `distillation` with its own folder as teacher and mixture 1.0, at about 3e-5.
+Hurts: Adam moves every weight by about the learning rate whatever the gradient, so a higher rate loses more than
+rounding did; nothing to gain if 4 bits cost hundredths (an undertrained model); each forward pass rounds every weight
+(about one more pass over the weights), and keeps the rounded one until its backward pass.
 Source: Jacob et al. 2018 (arXiv:1712.05877); for language models, Liu et al. 2023 (arXiv:2305.17888).
 """
 
@@ -30,10 +31,10 @@ __all__ = ["QuantizationAware", "grids_of", "round_weights"]
 
 
 def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, Grid]:
-    """What each linear map of a model's layers is rounded to, by name.
+    """Returns the rounding grid of each linear layer of a model's blocks, by name.
 
     Raises:
-        ValueError: `keep` matches nothing, or a group does not divide a map's inputs.
+        ValueError: `keep` matches nothing, or a group does not divide a layer's inputs.
     """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -44,37 +45,41 @@ def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, G
     from preheat.ops.quantization.module_filter import group_of, kept_names
 
     layers = tuple(f"{name}." for name in layer_names(model))
-    # Under an adapter the map itself is its `base_layer`, and the adapter's own matrices stand beside it.
+    # Under an adapter the layer itself is its `base_layer`, next to the adapter's own matrices.
     bases = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if name.endswith(".base_layer")}
-    under = tuple(f"{name}." for name in bases)
+    inside_adapters = tuple(f"{name}." for name in bases)
     maps = {
-        name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and not name.startswith(under)
+        name: m
+        for name, m in model.named_modules()
+        if type(m) in (nn.Linear, Conv1D) and not name.startswith(inside_adapters)
     } | bases
-    kept = kept_names(maps, settings.keep, roles(model))
-    found = {}
+    excluded = kept_names(maps, settings.keep, roles(model))
+    grids = {}
     for name, module in maps.items():
         if not name.startswith(layers):
             continue
-        if name not in kept:
+        if name not in excluded:
             group = group_of(name, map_weight(module).shape[1], settings.group)
-            found[name] = Grid(4, group, settings.symmetric, settings.inputs == "int8")
+            grids[name] = Grid(4, group, settings.symmetric, settings.inputs == "int8")
         elif settings.high == "int8":
-            found[name] = Grid(8)
-    return found
+            grids[name] = Grid(8)
+    return grids
 
 
 def round_weights(model: PreTrainedModel, settings: QuantizationAware | None = None) -> tuple[int, int]:
-    """Lets the linear maps of a transformers model see their weights rounded, in place; works on meta too.
+    """Makes the linear layers of a transformers model use rounded weights, in place; works on meta too.
 
     Returns:
-        How many maps in four bits, and how many in eight.
+        The numbers of layers in four bits and in eight bits.
 
     Raises:
-        ValueError: see `grids_of`; an adapter that is no plain LoRA, or has dropout.
+        ValueError: see `grids_of`; an adapter that is not a plain LoRA, or has dropout.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> config = LlamaConfig(
+        ...     hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, vocab_size=16
+        ... )
         >>> round_weights(LlamaForCausalLM(config))
         (7, 14)
     """
@@ -91,6 +96,7 @@ class QuantizationAware(Technique):
     stage: ClassVar[Stage] = Stage.FAKE_QUANTIZE
     numerics: ClassVar[Any] = "different"
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FAKE_QUANTIZED_WEIGHTS})
+    # Only a LoRA is rounded with its base.
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {
             Tag.QUANTIZED_BASE,
@@ -98,24 +104,27 @@ class QuantizationAware(Technique):
             Tag.FAKE_QUANTIZED_WEIGHTS,
             Tag.NON_LORA_ADAPTER,
             Tag.EXPERTS,
-        }  # only a LoRA is rounded with its base
+        }
     )
 
     group: int | Literal["auto"] = "auto"
-    """Inputs that share a scale; auto: of each map the divisor nearest to 32."""
+    """Inputs that share a scale; auto: for each linear layer the divisor nearest to 32."""
     symmetric: bool = True
-    """A scale alone; without, a zero besides."""
+    """A scale only; false adds a zero point."""
     inputs: Literal["full", "int8"] = "full"
     """int8: inputs are rounded to eight bits, with a scale for each token."""
     keep: str | tuple[str, ...] = "auto"
-    """What stays high: auto (embedding, head, and the first and last of more than two layers), or of embedding, head, first, last (layer), last parts of names, or regular expressions for whole names."""
+    """What keeps a higher precision: auto (embedding, head, and the first and last of more than two layers), or names
+    out of embedding, head, first, last (layer), last parts of names, or regular expressions for whole names."""
     high: Literal["int8", "bf16"] = "int8"
-    """What is kept in the layers is rounded to int8, or not at all; embedding and head are never rounded in training."""
+    """What is kept in the layers is rounded to int8, or not at all; embedding and head are never rounded in
+    training."""
 
     def check(self, context: Context) -> list[str]:
         if context.model.experts:
             return [
-                f"the {context.model.experts} experts of a layer stand in one parameter, which is no linear map; leave it out"
+                f"the {context.model.experts} experts of a layer stand in one "
+                "parameter, which is no linear map; leave it out"
             ]
         return []
 
@@ -129,7 +138,7 @@ class QuantizationAware(Technique):
                 f"techniques.quantization_aware.keep: {self.keep!r} leaves no linear map for four bits; keep less"
             )
         inputs = ", their inputs to eight for each token" if self.inputs == "int8" else ""
-        words = f"{four} linear maps see their weights rounded to four bits{inputs}" + (
+        summary = f"{four} linear maps see their weights rounded to four bits{inputs}" + (
             f", {eight} to eight" if eight else ""
         )
-        return Change(words, four + eight)
+        return Change(summary, four + eight)

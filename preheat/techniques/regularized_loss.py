@@ -1,11 +1,13 @@
-"""Regularized loss: label smoothing and z-loss beside the cross entropy.
+"""Regularized loss: adds label smoothing and z-loss to the cross entropy.
 
-What: `label_smoothing` gives a share of each label's weight to all pieces alike; `z` adds the squared logarithm of the softmax's
-normalizer. Evaluation goes on measuring the plain cross entropy.
-Helps: z-loss keeps logits near zero, where bf16 is exact enough, and long runs stable; smoothing keeps small or noisy data sets from
-being learnt by heart. Hurts: the training loss is no longer nats a token; smoothing costs some of the best likelihood that a large
-data set would allow.
-Source: label smoothing: Szegedy et al. 2016 (arXiv:1512.00567); z-loss: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), section 5.
+What: `label_smoothing` distributes a fraction of each label's weight over all tokens equally; `z` adds the squared
+logarithm of the softmax's normalizer. Evaluation still measures the plain cross entropy.
+Helps: z-loss keeps logits near zero, where bf16 is precise enough, and long runs stable; smoothing keeps small or noisy
+data sets from being memorized.
+Hurts: the training loss is no longer in nats per token; smoothing costs some of the best likelihood that a large data
+set would allow.
+Source: label smoothing: Szegedy et al. 2016 (arXiv:1512.00567); z-loss: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
+section 5.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ __all__ = ["RegularizedLoss", "regularized_cross_entropy"]
 def regularized_cross_entropy(
     logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, z: float = 0.0
 ) -> Tensor:
-    """Losses [n] of logits [n, vocabulary] against labels [n] (-100: not trained).
+    """Returns the losses [n] of logits [n, vocabulary] against labels [n] (-100: ignored).
 
     Example:
         >>> import torch
@@ -46,7 +48,7 @@ class RegularizedLoss(Technique):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ROW_LOSS})
 
     label_smoothing: Share = 0.0
-    """Share of each label's weight that all pieces get alike."""
+    """Fraction of each label's weight that is distributed over all tokens equally."""
     z: Annotated[float, Bound(0)] = 1e-4
     """Weight of the squared logsumexp of the logits."""
 
@@ -59,7 +61,7 @@ class RegularizedLoss(Technique):
         from preheat.ops.losses.cross_entropy import RegularizedCrossEntropy
 
         build.own(Slot.ROW_LOSS, RegularizedCrossEntropy(self.label_smoothing, self.z), self.name())
-        words = [f"label smoothing {self.label_smoothing:g}"] * bool(self.label_smoothing) + [
+        terms = [f"label smoothing {self.label_smoothing:g}"] * bool(self.label_smoothing) + [
             f"z-loss {self.z:g}"
         ] * bool(self.z)
-        return Change(f"cross entropy with {' and '.join(words)}", 1)
+        return Change(f"cross entropy with {' and '.join(terms)}", 1)

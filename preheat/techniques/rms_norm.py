@@ -1,14 +1,17 @@
 """RMSNorm for LayerNorm: a GPT-2 whose norms neither centre nor shift.
 
-What: each LayerNorm becomes an RMSNorm. For weights that are read nothing changes at first: all that writes into the residual stream
-(position embedding, output projections) is centred over the width, so that the mean which LayerNorm would take away is zero, and each
-norm's bias goes into the bias of the linear map behind it. Two things cannot be folded and stay as operations: the last norm keeps
-its bias, since the head has none; and an embedding tied to the head is centred as it is looked up, since the head reads its matrix
-as it stands. From the first update on it is another model: the stream's mean is free.
-Helps: a norm reads its input once less, and pruning and rotation of the residual stream, which LayerNorm forbids, become exact.
-Hurts: no class of transformers holds it, so export to a Hugging Face folder is refused; dropout on the residual stream would break
-the centring (preheat's own GPT-2s have none).
-Source: Zhang and Sennrich 2019 (arXiv:1910.07467); folding: Ashkboos et al. 2024 (SliceGPT, arXiv:2401.15024), section 3.
+What: each LayerNorm becomes an RMSNorm. Pretrained weights are folded so that the logits are unchanged at first:
+everything that writes into the residual stream (position embedding, output projections) is centred over the width, so
+that the mean which LayerNorm would subtract is zero, and each norm's bias is folded into the bias of the linear layer
+behind it. Two things cannot be folded and stay as operations: the last norm keeps its bias, because the head has none;
+and an embedding tied to the head is centred at lookup, because the head needs the original matrix. From the first
+update on it is a different model: the stream's mean is free.
+Helps: a norm reads its input once less, and pruning and rotation of the residual stream, which LayerNorm prevents,
+become exact.
+Hurts: no transformers class implements it, so export to a Hugging Face folder is rejected; dropout on the residual
+stream would break the centring (preheat's own GPT-2s have none).
+Source: Zhang and Sennrich 2019 (arXiv:1910.07467); folding: Ashkboos et al. 2024 (SliceGPT, arXiv:2401.15024), section
+3.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ __all__ = ["RmsNorm", "layer_norm_to_rms_norm"]
 
 
 def layer_norm_to_rms_norm(model: nn.Module) -> list[str]:
-    """Turns the LayerNorms of a transformers GPT-2 into RMSNorms that give the same logits, in place.
+    """Converts the LayerNorms of a transformers GPT-2 into RMSNorms that give the same logits, in place.
 
     Returns:
         Names of the norms.
@@ -52,7 +55,7 @@ def layer_norm_to_rms_norm(model: nn.Module) -> list[str]:
 class RmsNorm(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = (
-        "different"  # the first loss of read weights is the same; a new model and all updates are not
+        "different"  # the first loss of pretrained weights is the same; new models and updates differ
     )
     trials: ClassVar[Trials] = Trials(family="gpt2")
     unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"
@@ -73,7 +76,7 @@ class RmsNorm(Technique):
             return architecture.fold_layer_norms(name, value, build.weights.read, tied=build.model.tied)
 
         build.weights.map("", fold)
-        kept = ", the embedding centred as it is looked up" if build.model.tied else ""
+        suffix = ", the embedding centred as it is looked up" if build.model.tied else ""
         return Change(
-            f"{len(names)} LayerNorms are RMSNorms, centring and biases folded, the last bias kept{kept}", len(names)
+            f"{len(names)} LayerNorms are RMSNorms, centring and biases folded, the last bias kept{suffix}", len(names)
         )

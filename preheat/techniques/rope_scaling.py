@@ -1,13 +1,15 @@
-"""Rotary scaling: a model reaches `factor` times the positions that it was trained on.
+"""Rotary scaling: extends a model's context to `factor` times the length that it was trained on.
 
-What: `linear` divides all positions by the factor; `dynamic` raises the rotary base as far as the longest position at hand needs
-(NTK-aware), and leaves short texts alone; `base` raises it once, for all lengths; `yarn` divides slow frequencies, leaves fast ones and goes from
-one to the other between, and sharpens the attention a little. In transformers' own terms, so that an exported folder loads with it. `auto` takes yarn up
-to 32 times the trained positions, the furthest that its paper went, and a larger base beyond, which long continued training is done with.
-Helps: a short tuning at the new length (hundreds of steps for yarn) in place of a long pretraining. Hurts: a factor larger than the
-data needs costs precision in nearby positions, at short lengths too (but for dynamic); nothing is learnt of far tokens without training there.
-Source: linear: Chen et al. 2023 (arXiv:2306.15595); dynamic NTK and YaRN: Peng et al. 2023 (arXiv:2309.00071);
-a larger base and continued training: Xiong et al. 2023 (arXiv:2309.16039).
+What: `linear` divides all positions by the factor; `dynamic` raises the rotary base as far as the longest position at
+hand needs (NTK-aware), and does not affect short texts; `base` raises it once, for all lengths; `yarn` divides slow
+frequencies, keeps fast ones, interpolates in between, and sharpens the attention slightly. It uses transformers'
+configuration, so that an exported folder loads with it. `auto` chooses yarn up to 32 times the trained length, the
+largest factor in its paper, and a larger base beyond, which long continued training uses.
+Helps: a short fine-tuning at the new length (hundreds of steps for yarn) instead of a long pretraining.
+Hurts: a factor larger than the data needs costs precision for nearby positions, at short lengths too (except for
+dynamic); without training, nothing is learnt about distant tokens.
+Source: linear: Chen et al. 2023 (arXiv:2306.15595); dynamic NTK and YaRN: Peng et al. 2023 (arXiv:2309.00071); a larger
+base and continued training: Xiong et al. 2023 (arXiv:2309.16039).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ YARN_UP_TO = 32.0
 
 
 def kind_for(factor: float) -> str:
-    """Which scaling suits a factor, where training follows.
+    """Returns the scaling that suits a factor if training follows.
 
     Example:
         >>> kind_for(8), kind_for(64)
@@ -40,7 +42,7 @@ def kind_for(factor: float) -> str:
 def scale_rope(
     config: Any, kind: str, factor: float, *, original_length: int | None = None, **yarn: float
 ) -> tuple[int, int]:
-    """Sets the rotary scaling of a transformers configuration (llama, qwen and their like) before the model is made, in place.
+    """Sets the rotary scaling of a transformers configuration before the model is created, in place.
 
     Args:
         kind: linear, dynamic, base or yarn.
@@ -49,10 +51,10 @@ def scale_rope(
         yarn: beta_fast, beta_slow, attention_factor.
 
     Returns:
-        Positions before and after.
+        The numbers of positions before and after.
 
     Raises:
-        ValueError: the factor is not above 1; the model has no plain rotary positions.
+        ValueError: the factor is not above 1, or the model has no plain rotary positions.
 
     Example:
         >>> from transformers import LlamaConfig
@@ -86,18 +88,19 @@ class RopeScaling(Technique):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXTENDED_CONTEXT})
 
     kind: Literal["auto", "linear", "dynamic", "base", "yarn"] = "yarn"
-    """linear: positions divided; dynamic: the base raised by the longest position at hand; base: raised once, as far as the factor asks; yarn: by
-    frequency. auto: yarn up to a factor of 32, base beyond; the run says which."""
+    """linear: divides positions; dynamic: raises the base by the longest position at hand; base: raises it once, as far
+    as the factor requires; yarn: by frequency. auto: yarn up to a factor of 32, base beyond; the run records the
+    choice."""
     factor: Literal["auto"] | Annotated[float, Bound(1, open_low=True)] = 2.0
-    """Positions after, by positions before; auto: as many as batch.length needs."""
+    """Ratio of the new to the original number of positions; auto: what batch.length needs."""
     original_length: Count | None = None
-    """Positions that the model was trained on; its configuration's when not stated."""
+    """Positions that the model was trained on; by default those of its configuration."""
     beta_fast: Positive | None = None
-    """yarn: frequencies that turn more often than so many times over the original length stay as they are; 32 when not stated."""
+    """yarn: frequencies with more turns than this over the original length are unchanged; 32 by default."""
     beta_slow: Positive | None = None
-    """yarn: frequencies that turn less often are divided by the factor; 1 when not stated."""
+    """yarn: frequencies with fewer turns are divided by the factor; 1 by default."""
     attention_factor: Positive | None = None
-    """yarn: scale of the rotary tables; 0.1 ln(factor) + 1 when not stated."""
+    """yarn: scale of the rotary tables; 0.1 ln(factor) + 1 by default."""
 
     def configure(self, config: Any, recipe: Recipe) -> None:
         given = {
@@ -111,13 +114,14 @@ class RopeScaling(Technique):
             raise ValueError(f"{next(iter(given))}: is yarn's; remove it, or use kind: yarn")
         if self.factor == "auto" and factor <= 1:
             raise ValueError(
-                f"factor: auto: the model's {original:,} positions hold batch.length {recipe.batch.length:,} already; raise batch.length, or leave rope_scaling out"
+                f"factor: auto: the model's {original:,} positions hold batch.length "
+                f"{recipe.batch.length:,} already; raise batch.length, or leave rope_scaling out"
             )
         original, reach = scale_rope(config, kind, factor, original_length=self.original_length, **given)
         if recipe.batch.length > reach:
             raise ValueError(
-                f"factor: {factor:g} takes the model's {original:,} positions to {reach:,}, but batch.length is "
-                f"{recipe.batch.length:,}; use factor: {_needed(recipe, original):g}"
+                f"factor: {factor:g} takes the model's {original:,} positions to {reach:,}, but "
+                f"batch.length is {recipe.batch.length:,}; use factor: {_needed(recipe, original):g}"
             )
 
     def _chosen(self, recipe: Recipe, original: int) -> tuple[str, float]:
@@ -127,18 +131,18 @@ class RopeScaling(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.configs import of
 
-        config = of(build.recipe, build.model.vocabulary).get_text_config()  # as it was before
+        config = of(build.recipe, build.model.vocabulary).get_text_config()  # the configuration before scaling
         original = self.original_length or config.max_position_embeddings
         kind, factor = self._chosen(build.recipe, original)
-        words = f"{kind} by {factor:g}: {original:,} positions reach {build.model.positions:,}"
+        summary = f"{kind} by {factor:g}: {original:,} positions reach {build.model.positions:,}"
         if self.kind == "auto":
-            words += f" ({kind} suits factors {'up to' if factor <= YARN_UP_TO else 'above'} {YARN_UP_TO:g})"
+            summary += f" ({kind} suits factors {'up to' if factor <= YARN_UP_TO else 'above'} {YARN_UP_TO:g})"
         needed = _needed(build.recipe, original)
         if needed < factor:
-            words += f"; batch.length {build.recipe.batch.length:,} needs only {needed:g}"
-        return Change(words, build.model.layers)
+            summary += f"; batch.length {build.recipe.batch.length:,} needs only {needed:g}"
+        return Change(summary, build.model.layers)
 
 
 def _needed(recipe: Recipe, original: int) -> float:
-    """The least factor that reaches batch.length, up to hundredths."""
+    """Returns the smallest factor that reaches batch.length, rounded up to hundredths."""
     return max(math.ceil(100 * recipe.batch.length / original) / 100, 1.0)

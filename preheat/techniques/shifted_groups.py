@@ -1,10 +1,13 @@
-"""Shifted groups: while training, tokens attend within groups; for half of the heads the groups stand half a group further (S2-Attn).
+"""Shifted groups: trains with attention within groups; half of the heads use groups shifted by half a group (S2-Attn).
 
-What: documents are cut into groups of `group` tokens and attention stays inside; half of the heads cut half a group later, so that what one
-half keeps apart the other joins, and information flows along the document from layer to layer. Evaluation and generation attend in full.
-Helps: a pretrained model is tuned to longer sequences at the cost of short ones: attention's work is length x group, with any kernel
-that keeps documents apart. Hurts: training differs from serving, so it suits tuning (with LoRA and trained embeddings and norms, as its
-authors found), not pretraining. Without LongLoRA's wrapping around of the last half group, which lets first tokens see the last.
+What: documents are split into groups of `group` tokens and attention stays inside; half of the heads split half a group
+later, so that their groups span the boundaries of the other half, and information flows along the document from layer
+to layer. Evaluation and generation use full attention.
+Helps: fine-tunes a pretrained model to longer sequences at the cost of short ones: attention costs length x group, with
+any kernel that keeps documents apart.
+Hurts: training differs from inference, so it suits fine-tuning (with LoRA and trained embeddings and norms, as its
+authors found), not pretraining. LongLoRA's wraparound of the last half group, which leaks last tokens to the first, is
+left out.
 Source: Chen et al. 2023, LongLoRA (arXiv:2309.12307).
 """
 
@@ -25,15 +28,15 @@ __all__ = ["ShiftedGroups", "add_shifted_groups"]
 
 
 def add_shifted_groups(model: PreTrainedModel, *, group: int) -> int:
-    """Makes a transformers model attend in shifted groups while it is in training mode. In place.
+    """Makes a transformers model attend in shifted groups in training mode, in place.
 
-    A model that attends by transformers' own functions is switched to preheat's kernels; padding masks go on working.
+    A model that uses transformers' own attention functions is switched to preheat's kernels; padding masks still work.
 
     Args:
-        group: tokens, at least 2; the authors take a quarter of the length.
+        group: tokens, at least 2; the authors use a quarter of the length.
 
     Returns:
-        How many layers.
+        The number of layers.
 
     Raises:
         ValueError: a group below 2, or a model whose attention cannot be replaced.
@@ -50,7 +53,7 @@ def add_shifted_groups(model: PreTrainedModel, *, group: int) -> int:
     if group < 2:
         raise ValueError(f"group: {group} must be at least 2")
 
-    # A partial, not a closure: a deep copy of the model then asks the copy whether it trains.
+    # A partial, not a closure: after a deep copy, it checks the training mode of the copy.
     return limit_layers(model, functools.partial(_while_training, model, group), attend=attend_any)
 
 
@@ -66,31 +69,35 @@ class ShiftedGroups(Technique):
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"group": 10},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN, Tag.PER_HEAD_PATTERN})
+    # Groups change the documents, which compiled layers have as data only.
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {
             Tag.ATTENTION_PATTERN,
             Tag.COMPILED_LAYERS,
-        }  # groups are made of documents, which compiled layers have as data only
+        }
     )
 
     group: Literal["auto"] | Annotated[int, Bound(2)] = "auto"
-    """Tokens of a group; auto: a quarter of batch.length."""
+    """Tokens per group; auto: a quarter of batch.length."""
 
     def _tokens(self, context: Context | Build) -> int:
         return max(2, context.recipe.batch.length // 4) if self.group == "auto" else int(self.group)
 
     def check(self, context: Context) -> list[str]:
-        why, length = [], context.recipe.batch.length
+        problems, length = [], context.recipe.batch.length
         if self._tokens(context) >= length:
-            why.append(f"group: {self._tokens(context)} of {length} tokens parts nothing; use less than batch.length")
+            problems.append(
+                f"group: {self._tokens(context)} of {length} tokens parts nothing; use less than batch.length"
+            )
         if context.model.heads % 2:
-            why.append(f"takes half of the heads, and the model has {context.model.heads}; leave it out")
-        return why
+            problems.append(f"takes half of the heads, and the model has {context.model.heads}; leave it out")
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         group = self._tokens(build)
         count = add_shifted_groups(part, group=group)
         return Change(
-            f"{count} layers attend in groups of {group} tokens while training, half of the heads shifted by {group // 2}",
+            f"{count} layers attend in groups of {group} tokens while "
+            f"training, half of the heads shifted by {group // 2}",
             count,
         )

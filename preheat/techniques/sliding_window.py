@@ -1,11 +1,13 @@
-"""Sliding windows: tokens see only so many tokens back, in all layers or in most of them.
+"""Sliding windows: tokens attend to a limited number of last tokens, in all or most layers.
 
-What: attention of a layer is limited to `window` tokens back; every n-th layer may stay full, as Gemma 3 alternates. Tokens further
-back are still reached through the layers below.
-Helps: attention's work and, when serving, its cache grow with the window and not with the length, given a kernel that skips what is hidden
-(`efficient_attention`). Hurts: another model: what it cannot reach it cannot use. The plain kernel computes all scores nonetheless. Text is generated
-without a cache here, and families without a window of their own (llama, gpt2) are exported without it.
-Source: Beltagy et al. 2020 (arXiv:2004.05150); Jiang et al. 2023 (arXiv:2310.06825); every sixth layer full: Gemma 3 (arXiv:2503.19786).
+What: limits a layer's attention to the last `window` tokens; every n-th layer may stay full, as in Gemma 3. Tokens
+further back are still reached through the layers below.
+Helps: attention cost and, at inference, its cache grow with the window and not with the length, given a kernel that
+skips masked blocks (`efficient_attention`).
+Hurts: a different model: it cannot use what it cannot reach. The plain kernel still computes all scores. Text is
+generated without a cache, and families without their own window (llama, gpt2) are exported without it.
+Source: Beltagy et al. 2020 (arXiv:2004.05150); Jiang et al. 2023 (arXiv:2310.06825); every sixth layer full: Gemma 3
+(arXiv:2503.19786).
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ __all__ = ["SlidingWindow", "add_sliding_window"]
 
 
 def add_sliding_window(model: PreTrainedModel, *, window: int, every: int | None = None) -> int:
-    """Limits the attention of a transformers model's layers to `window` tokens back, itself included. In place.
+    """Limits the attention of a transformers model's layers to the last `window` tokens, itself included, in place.
 
-    A model that attends by transformers' own functions is switched to preheat's kernels; padding masks go on working.
+    A model that uses transformers' own attention functions is switched to preheat's kernels; padding masks still work.
 
     Args:
         window: tokens, at least 1.
         every: every n-th layer stays full; None: none does.
 
     Returns:
-        How many layers are limited.
+        The number of limited layers.
 
     Raises:
         ValueError: a window below 1, `every` below 2, or a model whose attention cannot be replaced.
@@ -66,22 +68,24 @@ class SlidingWindow(Technique):
     window: Literal["auto"] | Count = "auto"
     """Tokens that a token sees, itself included; auto: a quarter of batch.length."""
     every: Annotated[int, Bound(2)] | None = None
-    """Every n-th layer stays full (Gemma 3: 6); all are limited when not stated."""
+    """Every n-th layer stays full (Gemma 3: 6); all are limited by default."""
 
     def _tokens(self, context: Context | Build) -> int:
         return max(1, context.recipe.batch.length // 4) if self.window == "auto" else int(self.window)
 
     def check(self, context: Context) -> list[str]:
-        why, length = [], context.recipe.batch.length
+        problems, length = [], context.recipe.batch.length
         if self._tokens(context) >= length:
-            why.append(
-                f"window: {self._tokens(context)} of {length} tokens hides nothing; use less than batch.length, or leave it out"
+            problems.append(
+                f"window: {self._tokens(context)} of {length} tokens hides "
+                "nothing; use less than batch.length, or leave it out"
             )
         if self.every is not None and self.every > context.model.layers:
-            why.append(
-                f"every: {self.every} of {context.model.layers} layers leaves none full; use at most {context.model.layers}"
+            problems.append(
+                f"every: {self.every} of {context.model.layers} layers "
+                f"leaves none full; use at most {context.model.layers}"
             )
-        return why
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         window = self._tokens(build)

@@ -1,11 +1,12 @@
 """Sparse weights: training that keeps zeros at zero.
 
-What: weights of the layers' linear maps that are zero take no part in training: their gradients are dropped before clipping, and after each
-update they are zero again, whatever the optimizer did. With `prune: 2:4` the two smallest of each four neighbouring inputs become zero
-first; else the zeros are those that `preheat compress --method wanda` or `magnitude` made, in the folder of `model.path`.
-Helps: recovers what pruning cost without undoing it; 2:4 is what NVIDIA's sparse matrix units run faster afterwards. Hurts: nothing becomes
-faster or smaller in training itself; a byte a weight between gradients and update. An adapter beside such weights would fill the zeros as it
-is merged, so the whole weights are trained.
+What: zeros in the weights of the layers' linear maps are not trained: their gradients are dropped before clipping, and
+after each update they are reset to zero, whatever the optimizer did. With `prune: 2:4` the two smallest of each four
+neighbouring inputs are set to zero first; otherwise the zeros are those that `preheat compress --method wanda` or
+`magnitude` made, in the folder of `model.path`.
+Helps: recovers the loss from pruning without undoing it; NVIDIA's sparse tensor cores run 2:4 faster afterwards.
+Hurts: training itself is neither faster nor smaller; one byte per weight between gradients and update. Merging an
+adapter would fill the zeros, so the full weights are trained.
 Source: Han et al. 2015 (arXiv:1506.02626), section 3.4; 2:4: Mishra et al. 2021 (arXiv:2104.08378).
 """
 
@@ -25,7 +26,7 @@ __all__ = ["KeptZeros", "SparseWeights", "zero_two_of_four"]
 
 
 class KeptZeros:
-    """Keeps the zeros of parameters, tensors of any optimizer and any sharding, around its update.
+    """Keeps the zeros of parameters at zero around an update, for any optimizer and any sharding.
 
     Example:
         >>> import torch
@@ -41,7 +42,7 @@ class KeptZeros:
         self._zeros: list[Tensor] = []
 
     def before_update(self) -> None:
-        """Notes which elements are zero, and drops their gradients, so that neither norm nor moments know of them."""
+        """Records which elements are zero and drops their gradients, so that they affect neither norm nor moments."""
         from preheat.ops.distributed.dtensor_utils import local
 
         self._zeros = [local(p.detach()) == 0 for p in self.weights]
@@ -50,7 +51,7 @@ class KeptZeros:
                 local(p.grad).masked_fill_(zeros, 0.0)
 
     def after_update(self) -> None:
-        """Sets the same elements to zero."""
+        """Resets the same elements to zero."""
         from preheat.ops.distributed.dtensor_utils import local
 
         for p, zeros in zip(self.weights, self._zeros, strict=True):
@@ -59,10 +60,10 @@ class KeptZeros:
 
 
 def zero_two_of_four(maps: Sequence[nn.Module]) -> None:
-    """Sets the two smallest of each four neighbouring inputs of linear maps (torch's or GPT-2's) to zero, in place.
+    """Sets the two smallest of each four neighbouring inputs of linear layers (torch's or GPT-2's) to zero, in place.
 
     Raises:
-        ValueError: a map has a number of inputs, or a device a share of them, that fours do not divide.
+        ValueError: the number of a layer's inputs, or of a device's shard of them, is not a multiple of 4.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -87,13 +88,14 @@ class SparseWeights(Technique):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.STEP_IN_BACKWARD})
 
     prune: Literal["none", "2:4"] = "none"
-    """What becomes zero before the first step besides what is: nothing, or the two smallest of each four neighbouring inputs."""
+    """Additional zeros before the first step: none, or the two smallest of each four neighbouring inputs."""
 
     def check(self, context: Context) -> list[str]:
         model = context.recipe.model
         if self.prune == "none" and (model.path is None or model.weights == "random"):
             return [
-                "keeps the zeros of weights that are read, and this model is drawn new, without any; name a pruned folder as model.path, or set prune: 2:4"
+                "keeps the zeros of weights that are read, and this model is drawn new, "
+                "without any; name a pruned folder as model.path, or set prune: 2:4"
             ]
         return []
 
@@ -115,11 +117,11 @@ class SparseWeights(Technique):
             zeros = sum(int((local(p.detach()) == 0).sum()) for p in weights)
             if zeros == 0 and build.mesh.world == 1:
                 raise RecipeError(
-                    f"techniques.sparse_weights: the weights of {build.recipe.model.path} have no zeros to keep; prune them first "
-                    "(preheat compress --method wanda), or set prune: 2:4"
+                    f"techniques.sparse_weights: the weights of {build.recipe.model.path} have no zeros to "
+                    "keep; prune them first (preheat compress --method wanda), or set prune: 2:4"
                 )
             share = f" ({zeros / sum(local(p).numel() for p in weights):.1%})"
-        kept = KeptZeros(weights)
-        build.hooks.finish_gradients.append((Finish.UNSCALE, lambda b: kept.before_update()))
-        build.hooks.after_update.append(lambda b: kept.after_update())
+        keeper = KeptZeros(weights)
+        build.hooks.finish_gradients.append((Finish.UNSCALE, lambda b: keeper.before_update()))
+        build.hooks.after_update.append(lambda b: keeper.after_update())
         return Change(f"zeros of {len(maps)} linear maps are kept{share}", len(maps))

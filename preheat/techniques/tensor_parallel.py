@@ -1,14 +1,17 @@
-"""Tensor parallel: each device has a share of the rows or columns of every matrix, and with it of the heads; results are summed in each layer.
+"""Tensor parallel: splits the rows or columns of every matrix, and thus the attention heads, across devices.
 
-What: transformers' plan of the model, carried out by torch's DTensor styles: the maps into attention and feed-forward are cut by outputs, the maps out of
-them by inputs, so that two sums a layer go forward and two go back. `sequence_parallel` cuts what flows between them along the sequence: the sums
-become a reduce-scatter and a gather of the same bytes, and norms and kept activations are shared out too; `regather` gathers what a block was given once more
-in backward, instead of keeping it whole. `loss_parallel` leaves each device the logits of its part of the vocabulary, some rows at a time: two numbers a row
-are sent, and no logits.
-Helps: weights, gradients, optimizer and most activations fall with the degree, at any batch size. Hurts: what is sent stands in the way of every layer and
-grows with the batch, so it wants the fastest links (within a host) and few devices; small matrices run slower. Whole on each device stay norms, and, where
-the plan of a family gathers fused or normalized projections (Phi-3, OLMo 2), attention. chunked_loss and liger's loss go with `loss_parallel: false` only.
-Source: Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053); sequence parallel: Korthikanti et al. 2022 (arXiv:2205.05198).
+What: follows transformers' plan of the model with torch's DTensor styles: input projections of attention and
+feed-forward are split by outputs, output projections by inputs, so that each layer needs two all-reduces forward and
+two backward. `sequence_parallel` splits the activations between blocks along the sequence: the all-reduces become
+reduce-scatters and all-gathers of the same bytes, and norms and saved activations are sharded too; `regather` gathers a
+block's input again in backward instead of keeping it unsharded. `loss_parallel` computes each device's shard of the
+vocabulary, some rows at a time: two numbers per row are sent, and no logits.
+Helps: weights, gradients, optimizer and most activations shrink with the degree, at any batch size.
+Hurts: communication blocks every layer and grows with the batch, so it needs the fastest links (within a host) and few
+devices; small matmuls run slower. Norms are replicated, and so is attention if the plan of a family gathers fused or
+normalized projections (Phi-3, OLMo 2). chunked_loss and liger's loss require `loss_parallel: false`.
+Source: Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053); sequence parallel: Korthikanti et al. 2022
+(arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -32,22 +35,24 @@ __all__ = ["TensorParallel", "parallelize"]
 def parallelize(
     model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vocabulary: bool = True, regather: bool = False
 ) -> int:
-    """Shares out a transformers model's matrices among the devices of a mesh, in place; on meta too. Its parameters become DTensors.
+    """Shards a transformers model's matrices across a mesh as DTensors, in place; works on meta too.
 
-    Before each update, `preheat.ops.distributed.tensor_parallel.sum_partial(model.parameters())` sums what gradients are partial.
+    Before each update, `preheat.ops.distributed.tensor_parallel.sum_partial(model.parameters())` all-reduces the
+    partial gradients.
 
     Args:
-        mesh: torch's mesh of one dimension.
-        sequence: cut activations between blocks along the sequence, whose length must divide. transformers would take position
-            ids and masks from the length of one device's piece: give position ids, and attend by kernels that make no mask.
-        vocabulary: share out the rows of embedding and head too.
-        regather: with `sequence`, keep only each device's piece of what a block was given, and gather it again in backward.
+        mesh: torch's one-dimensional mesh.
+        sequence: shard activations between blocks along the sequence, whose length must be divisible. transformers
+            would derive position ids and masks from the length of one device's shard: pass position ids, and use
+            attention kernels that create no mask.
+        vocabulary: shard the rows of embedding and head too.
+        regather: with `sequence`, save only each device's shard of a block's input, and gather it again in backward.
 
     Returns:
-        How many matrices are shared out.
+        The number of sharded matrices.
 
     Raises:
-        ValueError: the model has no plan, or something that does not divide; the words say what.
+        ValueError: the model has no plan, or a size is not divisible; the message names it.
 
     Example:
         >>> parallelize(model, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
@@ -56,9 +61,9 @@ def parallelize(
     from preheat.ops.distributed import tensor_parallel
 
     facts = hf.facts(model.config)
-    why = tp_plan.problems(facts.family, heads=facts.heads, kv_heads=facts.kv_heads, degree=mesh.size())
-    if why:
-        raise ValueError(why[0])
+    problems = tp_plan.problems(facts.family, heads=facts.heads, kv_heads=facts.kv_heads, degree=mesh.size())
+    if problems:
+        raise ValueError(problems[0])
     return tensor_parallel.parallelize(
         model, tp_plan.shares(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
     )
@@ -74,25 +79,29 @@ class TensorParallel(Searchable):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.TENSOR_PARALLEL, Tag.SEQUENCE_PARALLEL})
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {
-            Tag.MODIFIED_BASE,  # begins from whole matrices, of which each device has a share
-            Tag.QUANTIZED_BASE,  # packed weights cannot be cut
-            Tag.FP8_COMPUTE,  # scales of whole matrices
+            Tag.MODIFIED_BASE,  # needs full matrices, and each device has a shard
+            Tag.QUANTIZED_BASE,  # packed weights cannot be sharded
+            Tag.FP8_COMPUTE,  # uses scales of full matrices
             Tag.COMPILED_LAYERS,  # torch 2.13 loses the DTensor's layout between compiled layers: backward fails
-            Tag.FUSED_LAYERS,  # kernels that know no DTensor
+            Tag.FUSED_LAYERS,  # kernels without DTensor support
             Tag.STEP_IN_BACKWARD,  # an update in backward would come before partial gradients are summed
-            Tag.PER_HEAD_PATTERN,  # a pattern that differs by head would take each device's heads for all
+            Tag.PER_HEAD_PATTERN,  # a per-head pattern would take a device's heads for all heads
         }
     )
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
     degree: Whole = 0
-    """Devices that share out each matrix; 0: all that other techniques leave. It must divide the heads and the key-value heads, and should not exceed the devices of a host."""
+    """Devices that each matrix is split across; 0: all that other techniques leave. It must divide the heads and the
+    key-value heads, and should not exceed the devices of a host."""
     sequence_parallel: bool = False
-    """Cut activations between attention and feed-forward along the sequence: as much is sent, and less is kept. The length must divide by the degree."""
+    """Shard activations between attention and feed-forward along the sequence: the same communication, less memory. The
+    length must divide by the degree."""
     regather: bool = False
-    """With sequence_parallel and without checkpointing: keep each device's piece of what attention and feed-forward were given, and gather it again in backward, while gradients by it are made. A quarter more is sent."""
+    """With sequence_parallel and without checkpointing: save each device's shard of the inputs of attention and
+    feed-forward, and gather it again in backward, while their gradients are computed. A quarter more is sent."""
     loss_parallel: bool = True
-    """Each device makes the logits of its part of the vocabulary only; false gathers logits (or, for chunked_loss and liger, the head) on each device."""
+    """Each device computes the logits of its shard of the vocabulary only; false gathers logits (or, for chunked_loss
+    and liger, the head) on each device."""
     rows: Annotated[int, Bound(1)] = 512
     """With loss_parallel: rows of logits in memory at a time."""
 
@@ -117,50 +126,53 @@ class TensorParallel(Searchable):
             return [
                 "shares out matrices among devices, and there is one; start several with --nproc (or plan with --count)"
             ]
-        found = tp_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
+        problems = tp_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
         if self.regather and not self.sequence_parallel:
-            found.append(
+            problems.append(
                 "regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out"
             )
         if self.regather and Tag.FROZEN_BASE in context.tags:
-            found.append(
+            problems.append(
                 "regather: maps that are not trained keep no input, and adapters keep theirs whole; leave it out"
             )
         if self.regather and Tag.RECOMPUTATION in context.tags:
-            found.append(
-                "regather: layers that are computed again gather anew anyway, and would keep the pieces besides; leave it out"
+            problems.append(
+                "regather: layers that are computed again gather anew anyway, "
+                "and would keep the pieces besides; leave it out"
             )
         if self.sequence_parallel and recipe.batch.length % degree:
-            found.append(
-                f"sequence_parallel: batch.length {recipe.batch.length} does not divide by degree {degree}; "
-                f"use {recipe.batch.length // degree * degree}"
+            problems.append(
+                f"sequence_parallel: batch.length {recipe.batch.length} does not divide by "
+                f"degree {degree}; use {recipe.batch.length // degree * degree}"
             )
         if self.sequence_parallel and Tag.GROWING_LENGTH in context.tags:
-            found.append(
-                "sequence_parallel: the length changes from step to step, and each must divide by the degree; set it to false"
+            problems.append(
+                "sequence_parallel: the length changes from step to step, and "
+                "each must divide by the degree; set it to false"
             )
-        beside = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.owned()]
-        if self.loss_parallel and beside:
-            found.append(
-                f"loss_parallel: makes logits some rows at a time by itself; leave {beside[0]} out, or set loss_parallel: false"
+        others = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.owned()]
+        if self.loss_parallel and others:
+            problems.append(
+                "loss_parallel: makes logits some rows at a time by itself; "
+                f"leave {others[0]} out, or set loss_parallel: false"
             )
         if self.loss_parallel and Tag.CLASSIFICATION_HEAD in context.tags:
-            found.append("loss_parallel: the head is over a few classes, which are not shared out; set it to false")
+            problems.append("loss_parallel: the head is over a few classes, which are not shared out; set it to false")
         elif self.loss_parallel and model.vocabulary % degree:
-            found.append(
-                f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it to false, which keeps "
-                "embedding and head whole, or state model.vocabulary for a new model"
+            problems.append(
+                f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it "
+                "to false, which keeps embedding and head whole, or state model.vocabulary for a new model"
             )
-        makers = [
+        optimizers = [
             t.name()
             for t in recipe.techniques.values()
             if Slot.OPTIMIZER in t.owned() and Tag.ELEMENTWISE_UPDATE not in t.provided()
         ]
-        found += [
+        problems += [
             f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW"
-            for name in makers
+            for name in optimizers
         ]
-        return found
+        return problems
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models import hf
@@ -186,12 +198,12 @@ class TensorParallel(Searchable):
         finish = (Finish.REDUCE, _sum_partial)
         if finish not in build.hooks.finish_gradients:
             build.hooks.finish_gradients.append(finish)
-        words = [f"{count} matrices shared out among {degree} devices"]
-        words += ["activations between blocks cut along the sequence"] * self.sequence_parallel
-        words += ["gathered again in backward"] * self.regather
-        words += [f"logits of a {degree}th of the vocabulary each, {self.rows} rows at a time"] * self.loss_parallel
-        words += ["embedding and head whole"] * (not vocabulary)
-        return Change("; ".join(words), count)
+        parts = [f"{count} matrices shared out among {degree} devices"]
+        parts += ["activations between blocks cut along the sequence"] * self.sequence_parallel
+        parts += ["gathered again in backward"] * self.regather
+        parts += [f"logits of a {degree}th of the vocabulary each, {self.rows} rows at a time"] * self.loss_parallel
+        parts += ["embedding and head whole"] * (not vocabulary)
+        return Change("; ".join(parts), count)
 
     def options(self, context: Context) -> Iterable[Technique]:
         world = math.prod(context.sizes.values())
@@ -210,11 +222,12 @@ def _sum_partial(build: Build) -> None:
 
 
 def _without_dropout(model: Any) -> None:
-    """Raises where a module drops at random: devices would drop other places than one would."""
+    """Raises an error if a module uses dropout: the ranks would drop different elements than one device would."""
     from torch import nn
 
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             raise RecipeError(
-                f"techniques.tensor_parallel: {name} drops {module.p:g} of its input at random, on each device other places; set dropout to 0 under model.config"
+                f"techniques.tensor_parallel: {name} drops {module.p:g} of its input at random, "
+                "on each device other places; set dropout to 0 under model.config"
             )

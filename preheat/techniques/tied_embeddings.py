@@ -1,10 +1,13 @@
-"""Tied embeddings: embedding and head are one matrix.
+"""Tied embeddings: embedding and head share one matrix.
 
-What: a new model is built with one matrix for both. For weights that are read, `keep` says which of the two stays: the embedding, the
-head, or their mean; whichever goes, the model has to be trained on.
-Helps: vocabulary times width parameters less, with their gradients and optimizer state: a third of a small model. Rare pieces learn from both ends.
-Hurts: large models lose a little, since reading and predicting want different vectors; a pretrained model's loss jumps at first.
-Source: Press and Wolf 2017 (arXiv:1608.05859); Inan et al. 2017 (arXiv:1611.01462); T5: Raffel et al. 2020 (arXiv:1910.10683).
+What: a new model is built with one matrix for both. For pretrained weights, `keep` selects which of the two remains:
+the embedding, the head, or their mean; in any case the model must be trained further.
+Helps: saves vocabulary times width parameters, with their gradients and optimizer state: a third of a small model. Rare
+tokens learn from both ends.
+Hurts: large models lose a little, because reading and predicting need different vectors; a pretrained model's loss
+jumps at first.
+Source: Press and Wolf 2017 (arXiv:1608.05859); Inan et al. 2017 (arXiv:1611.01462); T5: Raffel et al. 2020
+(arXiv:1910.10683).
 """
 
 from __future__ import annotations
@@ -23,21 +26,23 @@ __all__ = ["TiedEmbeddings", "tie_embeddings"]
 
 
 def tie_embeddings(model: nn.Module, keep: str = "embedding") -> int:
-    """Ties the head of a transformers model to its embedding, in place; of T5's family, both stacks' embeddings and the head.
+    """Ties a transformers model's head to its embedding (in T5's family, to both stacks' embeddings), in place.
 
     Args:
-        keep: embedding, head or mean: the values of the one matrix. A T5 that keeps the embedding also scales the decoder's output
-            by width ** -0.5, as tied T5 models do.
+        keep: embedding, head or mean: the values of the shared matrix. A T5 that keeps the embedding also scales the
+            decoder's output by width ** -0.5, as tied T5 models do.
 
     Returns:
-        Elements that went away.
+        The number of removed elements.
 
     Raises:
-        ValueError: they are one matrix already, or of different shapes.
+        ValueError: they are tied already, or have different shapes.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=96)
+        >>> config = LlamaConfig(
+        ...     hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=96
+        ... )
         >>> tie_embeddings(LlamaForCausalLM(config))
         3072
     """
@@ -51,10 +56,10 @@ class TiedEmbeddings(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(family="llama")
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.CLASSIFICATION_HEAD})  # it has no row a piece
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.CLASSIFICATION_HEAD})  # it has no row per token
 
     keep: Literal["embedding", "head", "mean"] = "embedding"
-    """Of weights that are read: which matrix stays. A new model's are drawn once, as an embedding's are."""
+    """For pretrained weights: which matrix remains. A new model initializes one, like an embedding."""
 
     def configure(self, config: Any, recipe: Recipe) -> None:
         if config.tie_word_embeddings:
@@ -70,9 +75,9 @@ class TiedEmbeddings(Technique):
 
         weight = part.get_input_embeddings().weight
         assert part.get_output_embeddings().weight is weight
-        less = f"{weight.numel():,} parameters fewer"
+        saving = f"{weight.numel():,} parameters fewer"
         if build.weights.folder is None:
-            return Change(f"embedding and head are one matrix: {less}", 1)
+            return Change(f"embedding and head are one matrix: {saving}", 1)
         names = {id(module): name for name, module in part.named_modules()}
         embedding, head = (names[id(m)] for m in (part.get_input_embeddings(), part.get_output_embeddings()))
 
@@ -80,5 +85,5 @@ class TiedEmbeddings(Technique):
             return architecture.tied_value(value, build.weights.read(f"{head}.weight"), self.keep)
 
         build.weights.map(rf"^{embedding}\.weight$", tie)
-        kept = "the mean of both" if self.keep == "mean" else f"the {self.keep} that was read"
-        return Change(f"embedding and head are one matrix, {kept}: {less}, and the logits change", 1)
+        source = "the mean of both" if self.keep == "mean" else f"the {self.keep} that was read"
+        return Change(f"embedding and head are one matrix, {source}: {saving}, and the logits change", 1)

@@ -1,12 +1,17 @@
-"""Upcycling: a dense model becomes one with experts, each a copy of its feed-forward block, and is trained on.
+"""Upcycling: turns a dense model into a mixture of experts, each initialized from its feed-forward block.
 
-What: each layer gets `experts` copies of its feed-forward block and a new router, by which each token goes to `chosen` of them. Their weights sum to 1, so with
-copies that are all alike the model computes what the dense one did; they come apart as the router sends them different tokens. `redrawn` draws a share of each
-copy's inner channels anew, so that they differ from the start. A llama or mistral becomes a mixtral, a qwen3 a qwen3_moe: exported folders open in transformers.
-Helps: many times the parameters for the FLOPs of `chosen` blocks, without beginning from nothing: the paper passes the dense model's further training with
-about half its pretraining compute. `redrawn` near 0.5 learns faster in long runs (its loss begins higher).
-Hurts: all experts stand in memory with gradients and optimizer state; a step costs `chosen` times the block's FLOPs; too few tokens leave the experts alike.
-Source: Komatsuzaki et al. 2022 (arXiv:2212.05055); drawn anew in part: Nakamura et al. 2025, "Drop-Upcycling" (arXiv:2502.19261).
+What: each layer gets `experts` copies of its feed-forward block and a new router that sends each token to `chosen` of
+them. The weights of the chosen experts sum to 1, so with identical copies the model computes what the dense one did;
+they diverge as the router sends them different tokens. `redrawn` reinitializes a fraction of each copy's inner
+channels, so that they differ from the start. A llama or mistral becomes a mixtral, a qwen3 a qwen3_moe: exported
+folders open in transformers.
+Helps: many times the parameters for the FLOPs of `chosen` blocks, without starting from scratch: the paper passes the
+dense model's further training with about half its pretraining compute. `redrawn` near 0.5 learns faster in long runs
+(its loss starts higher).
+Hurts: all experts are in memory with gradients and optimizer state; a step costs `chosen` times the block's FLOPs; too
+few tokens leave the experts alike.
+Source: Komatsuzaki et al. 2022 (arXiv:2212.05055); partial reinitialization: Nakamura et al. 2025, "Drop-Upcycling"
+(arXiv:2502.19261).
 """
 
 from __future__ import annotations
@@ -26,27 +31,29 @@ __all__ = ["Upcycling", "upcycle"]
 
 
 def upcycle(model: nn.Module, experts: int = 8, *, chosen: int = 2, redrawn: float = 0.0, seed: int = 0) -> nn.Module:
-    """A transformers model with experts made of a dense one (llama, mistral, qwen3), which stays as it is.
+    """Returns a mixture-of-experts copy of a dense transformers model (llama, mistral, qwen3), which is unchanged.
 
     Args:
-        experts: of each layer. chosen: that a token goes to.
-        redrawn: share of each expert's inner channels whose weights are drawn anew, normal with the mean and deviation of their matrix.
-        seed: of these; the router is drawn by torch's generator, as transformers draws it.
+        experts: experts per layer.
+        chosen: experts per token.
+        redrawn: fraction of each expert's inner channels that are reinitialized, normal with the mean and deviation of
+            their matrix.
+        seed: for the reinitialization; the router uses torch's generator, as in transformers.
 
     Raises:
-        ValueError: the model is of another family, or has settings that the family with experts has not.
+        ValueError: the model is of another family, or has settings that the family with experts does not support.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 16}
-        >>> made = upcycle(LlamaForCausalLM(LlamaConfig(**sizes)), 4)
-        >>> type(made).__name__, tuple(made.model.layers[0].mlp.experts.down_proj.shape)
+        >>> sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 16}
+        >>> upcycled = upcycle(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)), 4)
+        >>> type(upcycled).__name__, tuple(upcycled.model.layers[0].mlp.experts.down_proj.shape)
         ('MixtralForCausalLM', (4, 16, 24))
     """
     from preheat.models.conversions import upcycling
 
-    made: nn.Module = upcycling.upcycle(model, experts, chosen, redrawn, seed)
-    return made
+    upcycled: nn.Module = upcycling.upcycle(model, experts, chosen, redrawn, seed)
+    return upcycled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +62,15 @@ class Upcycling(Technique):
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"experts": 4, "chosen": 1},), family="llama")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXPERTS})
-    # Frozen copies would stay alike; a block without a gate is none that experts are made of.
+    # Frozen copies would stay identical; experts need a gated block.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.QUANTIZED_BASE, Tag.UNGATED_MLP})
 
     experts: Annotated[int, Bound(2)] = 8
     """Experts of each layer, each as wide as the dense block."""
     chosen: Count = 2
-    """Experts that a token goes to."""
+    """Experts per token."""
     redrawn: Share = 0.0
-    """Share of each expert's inner channels that are drawn anew; 0: the first loss is the dense model's."""
+    """Fraction of each expert's inner channels that are reinitialized; 0: the first loss is the dense model's."""
 
     def configure(self, config: Any, recipe: Recipe) -> Any:
         from preheat.models.conversions.upcycling import expert_config
@@ -75,13 +82,16 @@ class Upcycling(Technique):
         from preheat.models.moe import routers
 
         layers, weights, seed = len(routers(part)), build.weights, build.recipe.seed
-        how = "new weights"
+        origin = "new weights"
         if weights.folder is not None:
-            found = {id(router) for router in routers(part)}
-            names = [name for name, module in part.named_modules() if id(module) in found]
+            router_ids = {id(router) for router in routers(part)}
+            names = [name for name, module in part.named_modules() if id(module) in router_ids]
             weights.compose(EXPERTS, lambda name: expert_matrices(name, weights.read, self.experts, self.redrawn, seed))
             weights.fresh(r"\.mlp\.gate\.weight$", names, part._init_weights)
-            some = f", {self.redrawn:.0%} of the inner channels drawn anew" if self.redrawn else ""
-            how = f"each the dense block that was read{some}; routers new"
-        words = f"{self.experts} experts in each of {layers} layers, {self.chosen} for a token, {how}: now a {part.config.model_type}"
-        return Change(words, layers)
+            redrawn_note = f", {self.redrawn:.0%} of the inner channels drawn anew" if self.redrawn else ""
+            origin = f"each the dense block that was read{redrawn_note}; routers new"
+        summary = (
+            f"{self.experts} experts in each of {layers} layers, {self.chosen} for a "
+            f"token, {origin}: now a {part.config.model_type}"
+        )
+        return Change(summary, layers)

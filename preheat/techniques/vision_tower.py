@@ -1,11 +1,14 @@
-"""Vision tower: which part of a model that reads images is trained where it sees: nothing, its projectors, or all of it.
+"""Vision tower: trains nothing, the projectors, or all of a vision-language model's vision tower.
 
-What: `frozen` trains the language model alone; `projectors` besides it the small networks that bring the tower's features to the text's width (Qwen3-VL's
-merger and its deepstack mergers); `all` the whole tower. This goes for weights themselves: beside adapters (`lora`), which freeze the language model, the
-tower then has no adapters. Without this technique the tower is treated as the rest: trained with it, or given adapters with it.
-Helps: a frozen tower needs no gradients, optimizer state or activations, and keeps what it learnt from far more images than a fine-tuning has. Hurts:
-images unlike those (scans, diagrams, microscopy) ask for a trained tower, or adapters in it.
-Source: Liu et al. 2023, "Visual Instruction Tuning" (arXiv:2304.08485), train projector and language model on a frozen tower.
+What: `frozen` trains the language model alone; `projectors` also the small networks that map the tower's features to
+the text's width (Qwen3-VL's merger and its deepstack mergers); `all` the whole tower. This concerns the weights
+themselves: with adapters (`lora`), which freeze the language model, the tower then has no adapters. Without this
+technique the tower is treated like the rest: trained or given adapters along with it.
+Helps: a frozen tower needs no gradients, optimizer state or activations, and keeps what it learnt from far more images
+than a fine-tuning has.
+Hurts: images unlike those (scans, diagrams, microscopy) need a trained tower, or adapters in it.
+Source: Liu et al. 2023, "Visual Instruction Tuning" (arXiv:2304.08485), train projector and language model on a frozen
+tower.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ __all__ = ["VisionTower", "train_tower"]
 def train_tower(
     tower: nn.Module, train: Literal["frozen", "projectors", "all"], projectors: tuple[str, ...]
 ) -> tuple[int, int]:
-    """Chooses which of a vision tower's parameters are trained, in place.
+    """Selects which parameters of a vision tower are trained, in place.
 
     Args:
         tower: the vision tower, such as `model.model.visual` of a Qwen3-VL.
@@ -32,7 +35,7 @@ def train_tower(
         projectors: names of its children that are projectors.
 
     Returns:
-        Numbers: parameters of the tower that are trained, and that it has.
+        The numbers of trained and of all parameters of the tower.
 
     Example:
         >>> from torch import nn
@@ -56,19 +59,21 @@ class VisionTower(Technique):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.NO_TOWER_ADAPTERS})
 
     train: Literal["frozen", "projectors", "all"] = "frozen"
-    """frozen; projectors: those to the text's width alone; all. Adapters of `lora` or `peft_adapter` leave the tower out in any case: for adapters in the tower too, leave this technique out."""
+    """frozen; projectors: only those to the text's width; all. Adapters of `lora` or `peft_adapter` leave the tower out
+    in any case: for adapters in the tower too, leave this technique out."""
 
     def check(self, context: Context) -> list[str]:
         if context.model.vision is None:
             return [f"{context.model.family} has no vision tower; leave it out"]
         if self.train != "frozen" and Tag.QUANTIZED_BASE in context.tags:
             return [
-                f"train: {self.train} trains weights that stand packed in few bits; use frozen, or leave it out for adapters in the tower"
+                f"train: {self.train} trains weights that stand packed in few bits; "
+                "use frozen, or leave it out for adapters in the tower"
             ]
         return []
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.vision import PROJECTORS, tower
 
-        trained, whole = train_tower(tower(part), self.train, PROJECTORS)  # type: ignore[arg-type]
-        return Change(f"vision tower: {trained:,} of {whole:,} parameters trained ({self.train})", whole)
+        trained, total = train_tower(tower(part), self.train, PROJECTORS)  # type: ignore[arg-type]
+        return Change(f"vision tower: {trained:,} of {total:,} parameters trained ({self.train})", total)

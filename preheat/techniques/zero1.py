@@ -1,11 +1,13 @@
-"""ZeRO-1: the optimizer's states shared out among data-parallel devices.
+"""ZeRO-1: shards the optimizer's states across data-parallel devices.
 
-What: goes with `data_parallel`. Each device keeps the states of its rows of every parameter, updates those rows, and the new weights
-are gathered. Whatever optimizer the recipe has works on its share: AdamW and its kind as they are, Muon on the whole matrix.
-Parameters are cut by rows (torch's DTensor), where torch's ZeroRedundancyOptimizer gives each to one owner: an embedding that is more than half of a
-small model would then be more than half of one device's states, and a checkpoint could not be read by another number of devices.
-Helps: AdamW's 8 bytes a parameter become 8 / n on n devices, with the gradients' buckets as they are. Hurts: the new weights travel
-once a step, besides the gradients (half as much again as data parallel sends). `fsdp` shares out gradients and weights too.
+What: used with `data_parallel`. Each device keeps the states of its rows of every parameter, updates those rows, and
+the new weights are all-gathered. Any optimizer works on its shards: AdamW and similar ones as they are, Muon on the
+full matrix. Parameters are sharded by rows (torch's DTensor), while torch's ZeroRedundancyOptimizer assigns each
+parameter to one owner: an embedding that is more than half of a small model would then be more than half of one
+device's states, and a checkpoint could not be loaded with another number of devices.
+Helps: AdamW's 8 bytes per parameter become 8 / n on n devices, with unchanged gradient buckets.
+Hurts: the new weights are sent once per step, in addition to the gradients (half as much again as data parallel sends).
+`fsdp` shards gradients and weights too.
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), stage 1.
 """
 
@@ -26,18 +28,21 @@ __all__ = ["Zero1", "share_out_optimizer"]
 def share_out_optimizer(
     make: Callable[..., Any], groups: Iterable[dict[str, Any]], mesh: Any, **settings: Any
 ) -> SharedOut:
-    """An optimizer over this device's shares of parameters that all devices have whole (`preheat.ops.optim.zero1`).
+    """Returns an optimizer over this device's shards of replicated parameters (`preheat.ops.optim.zero1`).
 
-    Gradients must be whole and the same on every device when `step` is called, as DistributedDataParallel and `data_parallel` leave them.
+    Gradients must be complete and equal on every device when `step` is called, as DistributedDataParallel and
+    `data_parallel` leave them.
 
     Args:
-        make: makes the optimizer: `make(groups, **settings)`. One of torch's, or any of preheat's.
+        make: creates the optimizer: `make(groups, **settings)`. One of torch's, or any of preheat's.
         groups: of parameters.
-        mesh: torch's mesh of one dimension.
+        mesh: torch's one-dimensional mesh.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
-        >>> optimizer = share_out_optimizer(torch.optim.AdamW, [{"params": model.parameters()}], mesh, fused=True)  # doctest: +SKIP
+        >>> optimizer = share_out_optimizer(
+        ...     torch.optim.AdamW, [{"params": model.parameters()}], mesh, fused=True
+        ... )  # doctest: +SKIP
     """
     from preheat.ops.optim.zero1 import share_out
 
@@ -50,7 +55,7 @@ class Zero1(Searchable):
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.REPLICATED_WEIGHTS})
-    # Updates in backward know no shares; states that every device needs whole are not shared out.
+    # Updates in backward do not support shards; states of whole matrices cannot be sharded.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.STEP_IN_BACKWARD, Tag.SHARDED_EXPERTS, Tag.PER_MATRIX_STATES})
 
     def search_numerics(self) -> Literal["exact"]:
@@ -60,13 +65,13 @@ class Zero1(Searchable):
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
         mesh = build.mesh.sub(*across)
 
-        def shared(make: Callable[..., Any]) -> Callable[..., Any]:
-            def made(groups: Any, **settings: Any) -> Any:
+        def sharded(make: Callable[..., Any]) -> Callable[..., Any]:
+            def make_sharded(groups: Any, **settings: Any) -> Any:
                 return share_out_optimizer(make, groups, mesh, modules=build.trained, **settings)
 
-            return made
+            return make_sharded
 
-        build.hooks.around_optimizer.append(shared)
+        build.hooks.around_optimizer.append(sharded)
         count = sum(p.requires_grad for p in part.parameters())
         return Change(
             f"optimizer states of {count} parameters, a {build.mesh.size(*across)}th of each on a device", count
