@@ -261,7 +261,7 @@ def _layer(
     import torch
 
     k, m = sizes
-    found = []
+    measured = []
     last: dict[Layout, float] = {}
     for n in sorted(grid.rows):
         flops, bytes = 2 * n * k * m, (n * k + n * m + k * m) * dtype.itemsize
@@ -276,19 +276,19 @@ def _layer(
         for layout, pairs in factors.items():
             if layout not in last or flops / last[layout] < _TOO_LONG:
                 last[layout] = flops / seconds(_Turns([partial(torch.matmul, a, b) for a, b in pairs]))
-                found.append(MatrixRate(name, layout, n, k, m, last[layout]))
-    return found
+                measured.append(MatrixRate(name, layout, n, k, m, last[layout]))
+    return measured
 
 
 def _moved(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MovedRate]:
-    found = []
+    measured = []
     table = random((grid.vocabulary, grid.width), dtype)
     for elements in grid.elements:
         sets = [_movers(random, dtype, elements, grid, table) for _ in range(_turns(2 * elements * dtype.itemsize))]
         for operator, (_, moved) in sets[0].items():
             turns = _Turns([calls[operator][0] for calls in sets[: _turns(moved)]])
-            found.append(MovedRate(operator, name, moved, moved / seconds(turns)))
-    return found
+            measured.append(MovedRate(operator, name, moved, moved / seconds(turns)))
+    return measured
 
 
 def _movers(
@@ -340,13 +340,13 @@ def _movers(
         calls["to_fp32"] = (lambda: x.to(torch.float32), 3 * one)
     logits = random((max(1, elements // grid.vocabulary), grid.vocabulary), dtype)
     logs = logits.log_softmax(dim=-1)
-    whole = logits.numel() * size
-    calls["softmax"] = (lambda: logits.softmax(dim=-1), 2 * whole)
+    nbytes = logits.numel() * size
+    calls["softmax"] = (lambda: logits.softmax(dim=-1), 2 * nbytes)
     chances = logits.softmax(dim=-1)
-    calls["softmax_"] = (lambda: torch.softmax(chances, dim=-1, out=chances), 2 * whole)
-    calls["amax"] = (lambda: logits.amax(dim=-1), whole)
-    calls["log_softmax"] = (lambda: logits.log_softmax(dim=-1), 2 * whole)
-    calls["log_softmax_backward"] = (lambda: aten._log_softmax_backward_data(logits, logs, -1, dtype), 3 * whole)
+    calls["softmax_"] = (lambda: torch.softmax(chances, dim=-1, out=chances), 2 * nbytes)
+    calls["amax"] = (lambda: logits.amax(dim=-1), nbytes)
+    calls["log_softmax"] = (lambda: logits.log_softmax(dim=-1), 2 * nbytes)
+    calls["log_softmax_backward"] = (lambda: aten._log_softmax_backward_data(logits, logs, -1, dtype), 3 * nbytes)
     at = random.rows(n, grid.vocabulary)
     calls["embedding"] = (lambda: F.embedding(at, table), 2 * one)
     calls["embedding_backward"] = (
@@ -369,7 +369,7 @@ def _attention(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    found = []
+    measured = []
     for rows, heads, length, head_dim in grid.attention:
         q, k, v = (random((rows, heads, length, head_dim), dtype).requires_grad_() for _ in range(3))
         gradient = random((rows, heads, length, head_dim), dtype)
@@ -377,9 +377,9 @@ def _attention(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype
         square = rows * heads * length**2 * head_dim
         forward = seconds(partial(scaled_dot_product_attention, q, k, v, is_causal=True))
         backward = seconds(partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True))
-        found.append(AttentionRate(name, "forward", length, heads, head_dim, 4 * square / forward))
-        found.append(AttentionRate(name, "backward", length, heads, head_dim, 10 * square / backward))
-    return found
+        measured.append(AttentionRate(name, "forward", length, heads, head_dim, 4 * square / forward))
+        measured.append(AttentionRate(name, "backward", length, heads, head_dim, 10 * square / backward))
+    return measured
 
 
 def _adamw(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -> float:
@@ -406,18 +406,18 @@ def rates(
     """
     import torch
 
-    found = load(device.name, torch.__version__, threads)
-    if progress is None and measure and found is None:
+    stored = load(device.name, torch.__version__, threads)
+    if progress is None and measure and stored is None:
         _log.warning("measuring this machine, once; some ten seconds to a minute")
-    if measure and (found is None or (found.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
+    if measure and (stored is None or (stored.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
         _measure_apart(device, threads, progress, grid or grid_of(device))
-        found = load(device.name, torch.__version__, threads)
-        assert found is not None, "the child stored rates for another machine"
-    if found is None:
+        stored = load(device.name, torch.__version__, threads)
+        assert stored is not None, "the child stored rates for another machine"
+    if stored is None:
         raise RunError(
             f"the rates of {device.name} with {threads} threads are not measured yet; run: preheat calibrate --threads {threads}"
         )
-    return found
+    return stored
 
 
 def _measure_apart(device: Device, threads: int, progress: Progress | None, grid: Grid) -> None:
@@ -431,12 +431,14 @@ def _measure_apart(device: Device, threads: int, progress: Progress | None, grid
                 what, done = json.loads(line)
                 if progress is not None:
                     progress(what, done)
-            words = child.stderr.read().strip()
+            errors = child.stderr.read().strip()
         except BaseException:
             child.kill()  # leaving the block waits for it
             raise
     if child.returncode != 0:
-        last = words.splitlines()[-1] if words and child.returncode > 0 else f"its process {ended_by(child.returncode)}"
+        last = (
+            errors.splitlines()[-1] if errors and child.returncode > 0 else f"its process {ended_by(child.returncode)}"
+        )
         raise RunError(f"measuring the rates of this machine failed: {last}")
 
 

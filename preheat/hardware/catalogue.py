@@ -168,8 +168,8 @@ _ALIASES = {
 
 def _key(name: str) -> str:
     """A name without case, punctuation and maker, as it is looked up."""
-    words = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|aws|google|intel)\b", "", name.lower())
-    return re.sub(r"[^a-z0-9]", "", words)
+    text = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|aws|google|intel)\b", "", name.lower())
+    return re.sub(r"[^a-z0-9]", "", text)
 
 
 def _number(cell: str, unit: float) -> float | None:
@@ -177,12 +177,12 @@ def _number(cell: str, unit: float) -> float | None:
 
 
 def _rows() -> dict[str, Accelerator]:
-    found = {}
+    rows = {}
     for line in _TABLE.strip().splitlines()[1:]:
         name, memory, bandwidth, bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8, link, network, *more = (
             line.partition("#")[0].split()
         )
-        found[name] = Accelerator(
+        rows[name] = Accelerator(
             name=name,
             memory=None if memory == "-" else int(memory) * 2**30,
             bandwidth=_number(bandwidth, 1e9),
@@ -199,7 +199,7 @@ def _rows() -> dict[str, Accelerator]:
             host=_number(more[2], 1e9),
             generation=more[3],
         )
-    return found
+    return rows
 
 
 def accelerators() -> dict[str, Accelerator]:
@@ -215,15 +215,15 @@ def accelerator(name: str) -> Accelerator:
     """
     rows = _rows()
     by_key = {_key(known): known for known in rows} | _ALIASES
-    found = by_key.get(_key(name))
-    if found is None:
+    match = by_key.get(_key(name))
+    if match is None:
         near = difflib.get_close_matches(
             _key(name), by_key, n=1
         )  # among keys, so that case and punctuation do not count
         raise RecipeError(
             f"no accelerator '{name}' in the catalogue; {nearest(by_key[near[0]] if near else name, list(rows))}"
         )
-    return rows[found]
+    return rows[match]
 
 
 _RATES = {

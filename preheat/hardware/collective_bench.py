@@ -196,16 +196,18 @@ def _place() -> _Place:
     name = socket.gethostname()
     mine = (os.environ.get("GROUP_RANK", name), name, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     world = dist.get_world_size()
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, mine)
-    keys = list(dict.fromkeys(key for key, _, _ in found))
-    words = {key: name if len({n for _, n, _ in found}) == len(keys) else f"{name} ({key})" for key, name, _ in found}
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, mine)
+    keys = list(dict.fromkeys(key for key, _, _ in gathered))
+    names = {
+        key: name if len({n for _, n, _ in gathered}) == len(keys) else f"{name} ({key})" for key, name, _ in gathered
+    }
     return _Place(
         dist.get_rank(),
         world,
-        sum(key == mine[0] for key, _, _ in found),
-        tuple(keys.index(key) for key, _, _ in found),
-        tuple(words[key] for key, _, _ in found),
+        sum(key == mine[0] for key, _, _ in gathered),
+        tuple(keys.index(key) for key, _, _ in gathered),
+        tuple(names[key] for key, _, _ in gathered),
     )
 
 
@@ -216,9 +218,9 @@ def _room(task: Task, place: _Place, device: torch.device) -> None:
     needs = _BUFFERS * max(task.sizes) * sharing
     if needs > 0.8 * has:
         most = int(0.8 * has / _BUFFERS / sharing)
-        asked, needed, there = (f"{size / 2**30:,.1f} GiB" for size in (max(task.sizes), needs, has))
+        largest, needed, available = (f"{size / 2**30:,.1f} GiB" for size in (max(task.sizes), needs, has))
         raise RecipeError(
-            f"--sizes: {asked} takes {_BUFFERS} buffers on each of {sharing} processes, {needed} of {there}; use at most {most // 2**20:,} MiB"
+            f"--sizes: {largest} takes {_BUFFERS} buffers on each of {sharing} processes, {needed} of {available}; use at most {most // 2**20:,} MiB"
         )
 
 
@@ -239,26 +241,26 @@ def _call(name: str, size: int, place: _Place, device: torch.device) -> Callable
         return torch.zeros(elements, dtype=torch.float32, device=device)
 
     if name == "all_reduce":
-        whole = buffer(count)
-        return lambda: dist.all_reduce(whole)
+        full = buffer(count)
+        return lambda: dist.all_reduce(full)
     # torch 2.13 gave these two other names, and warns of the old ones.
     if name == "all_gather":
-        whole, part = buffer(count), buffer(share)
+        full, part = buffer(count), buffer(share)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return lambda: gather(whole, part)
+        return lambda: gather(full, part)
     if name == "reduce_scatter":
-        whole, part = buffer(count), buffer(share)
+        full, part = buffer(count), buffer(share)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return lambda: scatter(part, whole)
+        return lambda: scatter(part, full)
     if name == "all_to_all":
         there, back = buffer(count), buffer(count)
         return lambda: dist.all_to_all_single(back, there)
     assert name == "send_recv", name
-    out, come = buffer(count), buffer(count)
+    outgoing, incoming = buffer(count), buffer(count)
     after, before = (place.rank + 1) % place.world, (place.rank - 1) % place.world
 
     def ring() -> None:
-        both = [dist.P2POp(dist.isend, out, after), dist.P2POp(dist.irecv, come, before)]
+        both = [dist.P2POp(dist.isend, outgoing, after), dist.P2POp(dist.irecv, incoming, before)]
         for work in dist.batch_isend_irecv(both):
             work.wait()
 
@@ -302,9 +304,9 @@ class _Timer:
         import torch
         import torch.distributed as dist
 
-        found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found.tolist()
+        times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        return times.tolist()
 
 
 def _spread(seconds: Sequence[float]) -> tuple[float, float, float]:
@@ -332,18 +334,18 @@ def _pairs(task: Task, place: _Place, device: torch.device, tell: Told | None, d
         around[1::2],
         around[len(around) - len(around) % 2 :],
     ]
-    found: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     for n, round_ in enumerate(pairs for pairs in rounds if pairs):
         if tell is not None and place.rank == 0:
             tell("pairs", done + (1 - done) * n / 4)
         mine = next((pair for pair in round_ if place.rank in pair), None)
-        made = [] if mine is None else _there_and_back(task, place, device, mine)
+        own = [] if mine is None else _there_and_back(task, place, device, mine)
         dist.barrier()
         gathered: list[Any] = [None] * place.world
-        dist.all_gather_object(gathered, made)
+        dist.all_gather_object(gathered, own)
         for a, b in round_:
             rows = gathered[a]
-            found.append({
+            measured.append({
                 "kind": "in a host" if place.hosts[a] == place.hosts[b] else "between hosts",
                 "ranks": [a, b],
                 "hosts": list(dict.fromkeys([place.names[a], place.names[b]])),
@@ -351,7 +353,7 @@ def _pairs(task: Task, place: _Place, device: torch.device, tell: Told | None, d
                 "bandwidth": rows[-1]["bytes"] / rows[-1]["seconds"],
                 "rows": rows,
             })  # fmt: skip
-    return found if place.rank == 0 else []
+    return measured if place.rank == 0 else []
 
 
 def _there_and_back(task: Task, place: _Place, device: torch.device, pair: tuple[int, int]) -> list[dict[str, Any]]:
@@ -359,7 +361,7 @@ def _there_and_back(task: Task, place: _Place, device: torch.device, pair: tuple
     import torch
     import torch.distributed as dist
 
-    made = []
+    rows = []
     lead, other = pair[0] == place.rank, pair[1] if pair[0] == place.rank else pair[0]
     for size in task.sizes:
         message = torch.zeros(max(1, size // 4), dtype=torch.float32, device=device)
@@ -385,7 +387,7 @@ def _there_and_back(task: Task, place: _Place, device: torch.device, pair: tuple
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append((time.perf_counter() - start) / 2)
-        kept = seconds[min(task.warmup, len(seconds) - 3) :]
-        median, low, high = _spread(kept)
-        made.append({"bytes": message.numel() * 4, "seconds": median, "low": low, "high": high})
-    return made
+        timed = seconds[min(task.warmup, len(seconds) - 3) :]
+        median, low, high = _spread(timed)
+        rows.append({"bytes": message.numel() * 4, "seconds": median, "low": low, "high": high})
+    return rows

@@ -139,24 +139,24 @@ def _cpu() -> str:
 
 
 def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: str) -> None:
-    found = compiler()
-    if found is None:
+    cxx = compiler()
+    if cxx is None:
         raise RunError(NO_COMPILER)
     # Into its place in one move: several processes may begin at once.
     try:
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out.parent, ignore_cleanup_errors=True) as folder:
-            made = Path(folder) / out.name
+            binary = Path(folder) / out.name
             link = (f"-L{torch / 'lib'}", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
-            command = [found, *_FLAGS, *flags, f"-I{torch / 'include'}", str(source), "-o", str(made), *link]
+            command = [cxx, *_FLAGS, *flags, f"-I{torch / 'include'}", str(source), "-o", str(binary), *link]
             done = subprocess.run(tethered(command), capture_output=True, text=True, check=False)
             if done.returncode:
-                said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
-                raise RunError(f"{found} could not build {source.name}: {said}")
-            made.chmod(0o700)
-            sealed = made.with_suffix(".sha256")
-            sealed.write_text(_seal(key, made.read_bytes()) + "\n", encoding="utf-8")
+                reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+                raise RunError(f"{cxx} could not build {source.name}: {reason}")
+            binary.chmod(0o700)
+            sealed = binary.with_suffix(".sha256")
+            sealed.write_text(_seal(key, binary.read_bytes()) + "\n", encoding="utf-8")
             sealed.replace(out.with_suffix(".sha256"))
-            made.replace(out)
+            binary.replace(out)
     except OSError as error:
         raise RunError(
             f"{out.parent}: cannot be written ({error.strerror}); set PREHEAT_CACHE to a folder with room"

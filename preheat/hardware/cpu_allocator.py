@@ -81,6 +81,6 @@ def _is_glibc() -> bool:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    found = library(_SOURCE)
-    found.preheat_furthest.restype = ctypes.c_size_t
-    return found
+    heap = library(_SOURCE)
+    heap.preheat_furthest.restype = ctypes.c_size_t
+    return heap

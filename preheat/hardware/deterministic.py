@@ -32,14 +32,14 @@ def be_deterministic(wanted: bool) -> None:
     """
     if not wanted and not _before:
         return
-    stated = os.environ.get(_WORKSPACES)
-    if wanted and stated not in (None, *_SERVE):
+    setting = os.environ.get(_WORKSPACES)
+    if wanted and setting not in (None, *_SERVE):
         raise RecipeError(
-            f"hardware.deterministic: {_WORKSPACES} is {quoted(stated)} in the environment, with which cuBLAS is not deterministic; "
+            f"hardware.deterministic: {_WORKSPACES} is {quoted(setting)} in the environment, with which cuBLAS is not deterministic; "
             f"set it to {_SERVE[0]}, or unset it"
         )
     if wanted:
-        os.environ[_WORKSPACES] = stated or _SERVE[0]
+        os.environ[_WORKSPACES] = setting or _SERVE[0]
     import torch
     from torch.utils import deterministic
 
@@ -74,14 +74,14 @@ def explain_lacking(error: BaseException) -> RecipeError | None:
         >>> str(explain_lacking(error)).split(";")[0]
         'hardware.deterministic: true, and put_ has no deterministic version'
     """
-    words = str(error)
-    if not isinstance(error, RuntimeError) or (_LACKS not in words and _WORKSPACES not in words):
+    message = str(error)
+    if not isinstance(error, RuntimeError) or (_LACKS not in message and _WORKSPACES not in message):
         return None
-    if _LACKS not in words:
+    if _LACKS not in message:
         return RecipeError(
             f"hardware.deterministic: cuBLAS was used in this process before {_WORKSPACES} was set; start the run in a new process"
         )
-    name = words.split(_LACKS)[0].split()[-1]
+    name = message.split(_LACKS)[0].split()[-1]
     return RecipeError(
         f"hardware.deterministic: true, and {name} has no deterministic version; "
         "set it to false, or leave out the technique that uses it"

@@ -102,7 +102,7 @@ def _bytes_by_driver() -> int | None:
         pynvml.nvmlInit()
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            found = [
+            usage = [
                 p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()
             ]
         finally:
@@ -110,4 +110,4 @@ def _bytes_by_driver() -> int | None:
     except pynvml.NVMLError:
         return None
     # In a container another process of the host may have this number: what torch holds must be in it.
-    return int(found[0]) if found and found[0] is not None and found[0] > torch.cuda.memory_reserved() else None
+    return int(usage[0]) if usage and usage[0] is not None and usage[0] > torch.cuda.memory_reserved() else None

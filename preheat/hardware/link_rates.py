@@ -154,9 +154,9 @@ def store_json(path: Path, values: Mapping[str, Any]) -> None:
         make_private(path.parent)
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=path.stem, delete=False, encoding="utf-8"
-        ) as beside:
-            beside.write(to_json(values, indent=1) + "\n")
-        os.replace(beside.name, path)  # beside has a name of its own, since two processes may measure at once
+        ) as partial:
+            partial.write(to_json(values, indent=1) + "\n")
+        os.replace(partial.name, path)  # beside has a name of its own, since two processes may measure at once
     except OSError as error:
         raise RunError(
             f"{path.parent}: cannot store the calibration there ({error.strerror}); set PREHEAT_CACHE to a folder that can be written"
@@ -177,9 +177,9 @@ def store_links(hardware: str, torch: str, links: Iterable[LinkRate]) -> Path:
     """
     new = tuple(links)
     again = {(row.collective, row.backend, row.devices, row.hosts) for row in new}
-    kept = [r for r in load_links(hardware, torch) if (r.collective, r.backend, r.devices, r.hosts) not in again]
+    others = [r for r in load_links(hardware, torch) if (r.collective, r.backend, r.devices, r.hosts) not in again]
     path = links_at(hardware, torch)
-    rows = [dataclasses.asdict(row) for row in (*kept, *new)]
+    rows = [dataclasses.asdict(row) for row in (*others, *new)]
     store_json(path, {"format": _FORMAT, "hardware": hardware, "torch": torch, "links": rows})
     return path
 

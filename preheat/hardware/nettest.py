@@ -46,10 +46,10 @@ def sizes_of(text: str) -> tuple[int, ...]:
         raise RecipeError(f"--sizes: '{text}' is no list of sizes; write it like 1KiB-64MiB or 4KiB,1MiB") from None
     if low > high:
         raise RecipeError(f"--sizes: '{text}' falls; write the smaller size first")
-    made = [low]
-    while made[-1] * 4 < high:
-        made.append(made[-1] * 4)
-    return tuple(made if made[-1] == high else [*made, high])
+    sizes = [low]
+    while sizes[-1] * 4 < high:
+        sizes.append(sizes[-1] * 4)
+    return tuple(sizes if sizes[-1] == high else [*sizes, high])
 
 
 def nettest(
@@ -72,46 +72,46 @@ def nettest(
     if processes is None:
         if int(os.environ["WORLD_SIZE"]) < 2:
             raise RecipeError("WORLD_SIZE: torchrun started 1 process, which has nobody to send to; start 2 or more")
-        made = measure(task, tell)
+        result = measure(task, tell)
     else:
         if processes < 2:
             raise RecipeError(
                 f"--nproc: {processes} process has nobody to send to; use --nproc 2 or more, or start it with torchrun on each host"
             )
-        made = _started(task, processes, port, tell)
-    if not made:
-        return made
-    made["expected"] = expected(made)
+        result = _started(task, processes, port, tell)
+    if not result:
+        return result
+    result["expected"] = expected(result)
     fields = {field.name for field in dataclasses.fields(LinkRate)}
-    rows = [LinkRate(**{key: value for key, value in row.items() if key in fields}) for row in made["rows"]]
-    made["stored"] = str(store_links(made["hardware"], made["torch"], rows)) if store else None
-    return made
+    rows = [LinkRate(**{key: value for key, value in row.items() if key in fields}) for row in result["rows"]]
+    result["stored"] = str(store_links(result["hardware"], result["torch"], rows)) if store else None
+    return result
 
 
-def expected(made: dict[str, Any]) -> dict[str, Any]:
+def expected(result: dict[str, Any]) -> dict[str, Any]:
     """What the catalogue says of the hardware's links, bytes a second in one direction, and the share of it that was reached.
 
     The bus bandwidth of a collective in one host is held against the link between neighbours there, one over several hosts against a device's share of
     the network. `None` where the catalogue has no figure, as for CPUs.
     """
     best = {
-        name: max(row["bus_bandwidth"] for row in made["rows"] if row["collective"] == name)
-        for name in _names(made["rows"])
+        name: max(row["bus_bandwidth"] for row in result["rows"] if row["collective"] == name)
+        for name in _names(result["rows"])
     }
     link = network = None
-    if made["backend"] == "nccl":
+    if result["backend"] == "nccl":
         try:
-            known = accelerator(made["hardware"])
+            known = accelerator(result["hardware"])
             link, network = known.link, known.network
             if link is not None and known.name.startswith("MI"):
-                link *= made["devices"] - 1  # each has a link to every other
+                link *= result["devices"] - 1  # each has a link to every other
         except RecipeError:
             pass  # a GPU that the catalogue lacks is measured all the same
-    held = link if made["hosts"] == 1 else network
+    reference = link if result["hosts"] == 1 else network
     return {
         "in_host": link,
         "between_hosts": network,
-        "share": {name: value / held if held else None for name, value in best.items()},
+        "share": {name: value / reference if reference else None for name, value in best.items()},
     }
 
 
@@ -127,7 +127,7 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
         command = [sys.executable, "-c", "from preheat.hardware.nettest import _child; _child()"]
         command += [json.dumps(dataclasses.asdict(task)), str(result)]
         started: list[subprocess.Popen[str]] = []
-        words = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(processes)]  # noqa: SIM115
+        error_files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(processes)]  # noqa: SIM115
         try:
             for rank in range(processes):
                 place = {
@@ -148,7 +148,7 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
                         tethered(command),
                         env=environment | local_group(),
                         stdout=subprocess.PIPE if rank == 0 else None,
-                        stderr=words[rank],
+                        stderr=error_files[rank],
                         text=True,
                         pass_fds=(listening.fileno(),) if rank == 0 else (),
                     )
@@ -157,7 +157,7 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
             _listen(started, tell)
             failed = [rank for rank, process in enumerate(started) if process.returncode]
             if failed:
-                _raise(failed[0], started[failed[0]].returncode, words[failed[0]])
+                _raise(failed[0], started[failed[0]].returncode, error_files[failed[0]])
             return dict(json.loads(result.read_text(encoding="utf-8")))
         finally:
             for process in started:
@@ -166,7 +166,7 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
                 process.wait()
                 if process.stdout is not None:
                     process.stdout.close()
-            for file in words:
+            for file in error_files:
                 file.close()
 
 
@@ -205,9 +205,9 @@ def _listen(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
     hearing.join(timeout=5)
 
 
-def _raise(rank: int, code: int, words: Any) -> None:
-    words.seek(0)
-    lines = [line for line in words.read().splitlines() if line.strip()]
+def _raise(rank: int, code: int, error_file: Any) -> None:
+    error_file.seek(0)
+    lines = [line for line in error_file.read().splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit {code}"
     for kind in (RecipeError, RunError):
         if last.startswith(f"{kind.__name__}: "):
@@ -224,9 +224,9 @@ def _child() -> None:
         sys.stdout.flush()
 
     try:
-        made = measure(task, tell)
+        result = measure(task, tell)
     except (RecipeError, RunError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(1)
-    if made:
-        Path(sys.argv[2]).write_text(to_json(made), encoding="utf-8")
+    if result:
+        Path(sys.argv[2]).write_text(to_json(result), encoding="utf-8")

@@ -53,15 +53,15 @@ def is_oom(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | CheckpointException) and bool(_WORDS.search(str(error)))
 
 
-def asked_bytes(words: str) -> int | None:
+def asked_bytes(message: str) -> int | None:
     """Bytes of the allocation that failed, as the error's words have it; None where they do not say.
 
     Example:
         >>> asked_bytes("you tried to allocate 4096 bytes"), asked_bytes("Tried to allocate 1.50 GiB.")
         (4096, 1610612736)
     """
-    found = _ASKED.search(words)
-    return int(float(found[1]) * 2 ** _UNITS[found[2].lower()]) if found else None
+    match = _ASKED.search(message)
+    return int(float(match[1]) * 2 ** _UNITS[match[2].lower()]) if match else None
 
 
 def held_bytes(kind: str) -> int:

@@ -92,9 +92,9 @@ def probe(device: str = "auto", memory: str | None = None, segments: str | None 
 
         if torch.cuda.is_available():
             facts = torch.cuda.get_device_properties(torch.cuda.current_device())
-            held = limit or facts.total_memory
+            size = limit or facts.total_memory
             grow, why = set_segments(segments) if segments else (False, "")
-            return Device("cuda", facts.name, held, (facts.major, facts.minor), expandable=grow, notice=why)
+            return Device("cuda", facts.name, size, (facts.major, facts.minor), expandable=grow, notice=why)
         if device == "cuda":
             raise RecipeError(
                 "hardware.device: cuda is asked for, but torch finds no CUDA device here; set it to auto or cpu"
@@ -125,8 +125,10 @@ def _host_memory() -> int:
 def system_memory() -> int:
     """Bytes that this process may come to hold: what it holds and what is available now, at most its control groups' limit."""
     limit = _host_memory()
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE)
-    return min(limit, resident_bytes() + int(found[1]) * 1024) if found else limit
+    available = re.search(
+        r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return min(limit, resident_bytes() + int(available[1]) * 1024) if available else limit
 
 
 def _group_limits(groups: str, root: Path) -> list[int]:
@@ -159,8 +161,8 @@ def _status(key: str) -> int | None:
         text = Path("/proc/self/status").read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    match = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 def resident_bytes() -> int:
@@ -169,12 +171,12 @@ def resident_bytes() -> int:
     Raises:
         RunError: not on Linux.
     """
-    found = _status("VmRSS")
-    if found is None:
+    size = _status("VmRSS")
+    if size is None:
         raise RunError(
             "resident memory is read from /proc/self/status, which this system lacks; measure memory on Linux"
         )
-    return found
+    return size
 
 
 def claimed_bytes() -> int:
@@ -183,17 +185,17 @@ def claimed_bytes() -> int:
     Raises:
         RunError: not on Linux.
     """
-    found = _status("VmData")
-    if found is None:
+    size = _status("VmData")
+    if size is None:
         raise RunError("claimed memory is read from /proc/self/status, which this system lacks; train on Linux")
-    return found
+    return size
 
 
 def peak_resident_bytes() -> int:
     """The most that `resident_bytes` has been since the process began, or since `reset_peak`, bytes."""
-    found = _status("VmHWM")
-    if found is not None:
-        return found
+    size = _status("VmHWM")
+    if size is not None:
+        return size
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

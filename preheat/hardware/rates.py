@@ -225,10 +225,10 @@ class Rates:
         Raises:
             RunError: it was not measured over that backend.
         """
-        found = seconds_of(self.links, collective, backend, bytes, devices, hosts)
-        if found is None:
+        seconds = seconds_of(self.links, collective, backend, bytes, devices, hosts)
+        if seconds is None:
             raise RunError(f"no {collective} over {backend} was measured on {self.hardware}; run: preheat nettest")
-        return found
+        return seconds
 
     def _some(self, points: list[Any], what: str) -> list[Any]:
         if not points:

@@ -20,17 +20,17 @@ _MAPS_PAGES = 102
 """CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of cuda.h."""
 
 
-def grows(asked: str, *, amd: bool = False) -> bool:
+def grows(setting: str, *, amd: bool = False) -> bool:
     """Whether segments of a device that is planned for from elsewhere grow, as the recipe asks and its driver most likely can.
 
     Args:
         asked: `hardware.segments`.
         amd: it is AMD's, for which torch has them only since ROCm 7.
     """
-    return asked == "expandable" or (asked == "auto" and not amd)
+    return setting == "expandable" or (setting == "auto" and not amd)
 
 
-def set_segments(asked: str) -> tuple[bool, str]:
+def set_segments(setting: str) -> tuple[bool, str]:
     """Tells torch's allocator of this process what `hardware.segments` asks for. To be called before anything is on the device.
 
     Args:
@@ -42,22 +42,24 @@ def set_segments(asked: str) -> tuple[bool, str]:
     variable = (
         "PYTORCH_ALLOC_CONF" if "PYTORCH_ALLOC_CONF" in os.environ else "PYTORCH_CUDA_ALLOC_CONF"
     )  # as torch has it
-    said = os.environ.get(variable, "")
-    stated = re.search(r"expandable_segments\s*:\s*(\w+)", said)
-    if stated or re.search(r"backend\s*:\s*cudaMallocAsync", said):  # the driver's own allocator has no segments
-        grow = stated is not None and "cudaMallocAsync" not in said and stated[1].lower() == "true"
-        before = f"{variable} of the environment goes before hardware.segments ({asked}): {quoted(said)}"
-        return grow, "" if grow == (asked != "fixed") else before
-    if asked == "auto" and (why := _unsupported()):
+    environment = os.environ.get(variable, "")
+    expandable = re.search(r"expandable_segments\s*:\s*(\w+)", environment)
+    if expandable or re.search(
+        r"backend\s*:\s*cudaMallocAsync", environment
+    ):  # the driver's own allocator has no segments
+        grow = expandable is not None and "cudaMallocAsync" not in environment and expandable[1].lower() == "true"
+        before = f"{variable} of the environment goes before hardware.segments ({setting}): {quoted(environment)}"
+        return grow, "" if grow == (setting != "fixed") else before
+    if setting == "auto" and (why := _unsupported()):
         return False, f"segments of the GPU's allocator have fixed sizes (hardware.segments: auto): {why}"
     import torch
 
-    grow = asked != "fixed"
+    grow = setting != "fixed"
     if (
         grow or "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings()
     ):  # an earlier run in this process
         settings = f"expandable_segments:{grow}"
-        torch._C._accelerator_setAllocatorSettings(f"{said},{settings}" if said else settings)
+        torch._C._accelerator_setAllocatorSettings(f"{environment},{settings}" if environment else settings)
     return grow, ""
 
 

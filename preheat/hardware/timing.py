@@ -110,8 +110,8 @@ class Random:
     def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = math.prod(shape)
         self.place = (self.place + 64 * 1009) % len(self.numbers)  # a multiple of 64, so that memory stays aligned
-        whole = self.numbers.to(dtype).repeat(-(-(self.place + count) // len(self.numbers)))
-        return whole[self.place : self.place + count].view(shape)
+        numbers = self.numbers.to(dtype).repeat(-(-(self.place + count) // len(self.numbers)))
+        return numbers[self.place : self.place + count].view(shape)
 
     def rows(self, count: int, below: int) -> Tensor:
         """`count` row numbers in random order, each once where there are enough."""

@@ -102,8 +102,8 @@ def cache_bytes(
     """
     text = config.get_text_config()
     if (latent := getattr(text, "kv_lora_rank", None)) is not None:
-        kept = min(length, window or length)
-        return float(rows * kept * text.num_hidden_layers * ((latent + text.qk_rope_head_dim) * size + 2 * scale))
+        cached = min(length, window or length)
+        return float(rows * cached * text.num_hidden_layers * ((latent + text.qk_rope_head_dim) * size + 2 * scale))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     own, most = hf.facts(config).window, min(length, window or length)
@@ -155,7 +155,7 @@ def serving(
     bandwidth: float | None = None,
     matrix_rate: float | None = None,
     kept: str = "bf16",
-    beside: int = 2**29,
+    reserved: int = 2**29,
 ) -> list[Serving]:
     """Weights, KV cache, the batch that fits and how fast it can be at best, by the weights' format.
 
@@ -178,11 +178,11 @@ def serving(
     )
     apart = min(devices, heads)
     size, scale = CACHES[kept]
-    found = []
+    servings = []
     for name, bytes in _FORMATS.items():
         weights = ((parameters - ends) * bytes + ends * 2) / devices
         cache = cache_bytes(config, length, size=size, scale=scale) / apart
-        room = memory - beside - weights
+        room = memory - reserved - weights
         rows = max(0, math.floor(room / cache))
 
         def speed(rows: int, weights: float = weights, cache: float = cache) -> float | None:
@@ -192,8 +192,8 @@ def serving(
         if bandwidth and matrix_rate and rows:
             first = max(prefill_flops(config, parameters, ends, length) / devices / matrix_rate, weights / bandwidth)
         longest = _longest(lambda n: cache_bytes(config, n, size=size, scale=scale), room * apart)
-        found.append(Serving(name, kept, weights, cache, rows, longest, speed(rows), speed(min(rows, 1)), first))
-    return found
+        servings.append(Serving(name, kept, weights, cache, rows, longest, speed(rows), speed(min(rows, 1)), first))
+    return servings
 
 
 def prefill_flops(config: Any, parameters: int, ends: int, length: int) -> float:

@@ -211,8 +211,8 @@ class Recorder(TorchDispatchMode):
         import torch.distributed as dist
 
         if operator.namespace == "c10d":
-            found = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
-            group = dist.ProcessGroup.unbox(found[0]) if found else None
+            groups = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+            group = dist.ProcessGroup.unbox(groups[0]) if groups else None
         elif operator.namespace == "_c10d_functional" and isinstance(args[-1], str):
             group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[arg-type]  # a name
         else:
@@ -232,9 +232,9 @@ class Recorder(TorchDispatchMode):
             self._enter(number, -(-(-storage.nbytes() // self.rounding) * self.rounding))
             self._on_host([t])
 
-    def _on_host(self, made: list[Tensor]) -> None:
+    def _on_host(self, outputs: list[Tensor]) -> None:
         """What operators made on the host, or of tensors that all lie there."""
-        for storage in {id(s): s for s in map(_storage, made) if id(s) not in self._numbers}.values():
+        for storage in {id(s): s for s in map(_storage, outputs) if id(s) not in self._numbers}.values():
             if id(storage) not in self._host:
                 self._host.add(id(storage))
                 weakref.finalize(storage, self._host.discard, id(storage))
@@ -296,12 +296,12 @@ class Recorder(TorchDispatchMode):
             known.name == "aten::_foreach_norm" and not self.casts
         ):  # sums of chunks, as many for each tensor as the largest has
             self._pass(4 * len(inputs) * max(-(-t.numel() // _CHUNK) for t in inputs))
-        read, made = (sum(_moved(t) for t in some) for some in (inputs, written))
+        read, wrote = (sum(_moved(t) for t in some) for some in (inputs, written))
         if self.casts and known.pointwise and where == "device" and (cast := _cast(inputs, written)):
             self._pass(cast)
-            read, made = read + cast, made + cast
+            read, wrote = read + cast, wrote + cast
         if where in ("out", "back"):  # the host's side crosses the link
-            read = made = sum(_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
+            read = wrote = sum(_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
         flops = flops_of(known.formula, args, out)
         factors = (
             inputs[1:] if flops and known.name in _ADDING else inputs
@@ -315,7 +315,7 @@ class Recorder(TorchDispatchMode):
             dtype=dtype,
             flops=flops,
             bytes_read=read,
-            bytes_written=made,
+            bytes_written=wrote,
             shapes=tuple(tuple(t.shape) for t in inputs[:4]),
             transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
             causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,

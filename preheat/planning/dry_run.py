@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from preheat.core import DATA, STEP, Axis, Batch, Build, Device, Phase, Shape, Slot, Tag
 from preheat.core.mesh import pretended
-from preheat.engine.builder import build, world_of
+from preheat.engine import builder
+from preheat.engine.builder import world_of
 from preheat.engine.step import gradients, update
 from preheat.models.hf import anatomy
 from preheat.ops.adapters.peft_layers import shares
@@ -130,106 +131,111 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     cpu = device.kind == "cpu"
     recorder = Recorder(rounding=64 if cpu else 512, spread=torch.distributed.is_initialized(), casts=cpu)
     # bodies of `with dry:` in build: allocations of parameters and optimizer state are seen too
-    made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
-    recorder.tf32 = Tag.TF32_PRODUCTS in made.tags
+    build = builder.build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
+    recorder.tf32 = Tag.TF32_PRODUCTS in build.tags
     with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered), reducing(recorder.sum_gradients):
-        known = _known(made, recorder)
-        track_phases(made, recorder)
+        known = _known(build, recorder)
+        track_phases(build, recorder)
         if by_layer:
-            _mark(made, recorder)
-        shape: Shape = made.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
-        rows = -(-shape.rows // made.mesh.size(*DATA))
+            _mark(build, recorder)
+        shape: Shape = build.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
+        rows = -(-shape.rows // build.mesh.size(*DATA))
         micros = [shape.micro] * (rows // shape.micro) + ([rows % shape.micro] if rows % shape.micro else [])
         # The first micro-batch makes the gradients, the second adds to them, and every later one is like it; but a CPU's heap takes a third to settle.
         recorder.kernels.clear()
         recorder.phase = Phase.FORWARD
-        enough = _enough(made, len(micros))
+        enough = _enough(build, len(micros))
         # A CPU's memory holds the whole global batch, and a pipeline moves all of it; a GPU has one micro-batch and the next.
-        everything = cpu or made.mesh.size(Axis.PIPELINE) > 1
-        held = [fake_batch(recipe, rows, made.model.vision) for rows in (micros if everything else micros[:enough])]
-        batches = held[:enough]
+        everything = cpu or build.mesh.size(Axis.PIPELINE) > 1
+        all_batches = [
+            fake_batch(recipe, rows, build.model.vision) for rows in (micros if everything else micros[:enough])
+        ]
+        batches = all_batches[:enough]
         marks: list[Mark] = []
-        looks: list[Counter[Kernel]] = []  # a first pass over all micro-batches takes them by number
+        first_pass: list[Counter[Kernel]] = []  # a first pass over all micro-batches takes them by number
 
         def marked(batches: list[Batch]) -> Iterator[Batch]:
             for batch in batches:
                 marks.append(recorder.mark())
                 yield batch
 
-        gradients(made, _Sequence(marked, batches, looks, recorder.kernels))
-        if made.mesh.size(Axis.PIPELINE) > 1:  # micro-batches are not taken one behind the other
+        gradients(build, _Sequence(marked, batches, first_pass, recorder.kernels))
+        if build.mesh.size(Axis.PIPELINE) > 1:  # micro-batches are not taken one behind the other
             _more_of_all(recorder, len(micros), len(batches))
-            batches = held
+            batches = all_batches
         if more := len(micros) - len(batches):
             recorder.again(
-                marks[-1], more, sums=not made.hooks.before_backward
+                marks[-1], more, sums=not build.hooks.before_backward
             )  # whoever is told of the last one sums with it alone
-        if made.model.experts and len(looks) == len(batches) > 1:  # what a first pass computes is computed again
-            first = Counter({k: n * more for k, n in (looks[-1] - looks[-2]).items()})
+        if build.model.experts and len(first_pass) == len(batches) > 1:  # what a first pass computes is computed again
+            first = Counter({k: n * more for k, n in (first_pass[-1] - first_pass[-2]).items()})
             recorder.kernels.update(first)
-            recorder.recomputed += sum(k.flops * n for k, n in (marks[0].kernels - looks[0] + first).items())
-        grads = {recorder.number(p.grad) for _, p in made.parameters() if p.grad is not None}
+            recorder.recomputed += sum(k.flops * n for k, n in (marks[0].kernels - first_pass[0] + first).items())
+        grads = {recorder.number(p.grad) for _, p in build.parameters() if p.grad is not None}
         recorder.begin(Phase.UPDATE)
-        update(made, 1e-3)
+        update(build, 1e-3)
         kernels = Counter(recorder.kernels)
-        del held
+        del all_batches
         if evaluated:
-            dry_saving(made, recorder)
-            dry_evaluation(made, recorder, recipe, shape)
-            dry_generation(made, recorder, recipe)
-            dry_dataset_passes(made, recorder, recipe, shape)
-    for beside, numbers in (("communication buffers", set(recorder.streams)), ("gathered weights", recorder.gathered)):
-        known.update(dict.fromkeys(numbers - known.keys() - grads, beside))
+            dry_saving(build, recorder)
+            dry_evaluation(build, recorder, recipe, shape)
+            dry_generation(build, recorder, recipe)
+            dry_dataset_passes(build, recorder, recipe, shape)
+    for category, numbers in (
+        ("communication buffers", set(recorder.streams)),
+        ("gathered weights", recorder.gathered),
+    ):
+        known.update(dict.fromkeys(numbers - known.keys() - grads, category))
     at, passing = _replay(recorder.log, recorder.places, known, grads, recorder.rounded)
     at[Phase.LOAD, "values"] = dry_load(
-        made, at[Phase.LOAD, ""]
+        build, at[Phase.LOAD, ""]
     )  # a place of its own, since only each by itself is affine in layers
     categories = peaks(at)
     flops: dict[str, int] = defaultdict(int)
     for kernel, count in kernels.items():
         flops[kernel.dtype] += kernel.flops * count
     return Observation(
-        peak={phase: sum(found.values()) for phase, found in categories.items()},
+        peak={phase: sum(sizes.values()) for phase, sizes in categories.items()},
         categories=categories,
         kernels=kernels,
         flops={k: v for k, v in flops.items() if v},
         model_flops=sum(flops.values()) - recorder.recomputed,
-        parameters=sum(shares(part)[1] for part in made.trained),
-        trained=sum(p.numel() for _, p in made.parameters()),
+        parameters=sum(shares(part)[1] for part in build.trained),
+        trained=sum(p.numel() for _, p in build.parameters()),
         tokens=shape.rows * shape.length,
         passing=passing,
         log=list(recorder.log),  # what stands at the end goes when Python collects it, which is nothing of the step's
-        slots=made.slots(),
-        changes=made.changes,
+        slots=build.slots(),
+        changes=build.changes,
         at=at,
         streams=recorder.streams,
-        groups={key: made.mesh.along(ranks) for key, ranks in recorder.groups.items()},
-        compiled=Tag.COMPILED_LAYERS in made.tags,
+        groups={key: build.mesh.along(ranks) for key, ranks in recorder.groups.items()},
+        compiled=Tag.COMPILED_LAYERS in build.tags,
         slowed=math.prod(t.host_overhead() for t in recipe.techniques.values()),
-        idle=made.parallel.bubble_fraction(len(micros)),
+        idle=build.parallel.bubble_fraction(len(micros)),
     )
 
 
-def _enough(made: Build, micros: int) -> int:
+def _enough(build: Build, micros: int) -> int:
     """Micro-batches to run, of which the others are like the last: a pipeline is full with as many as it has stages, and one more meets the gradients of the first."""
-    if (stages := made.mesh.size(Axis.PIPELINE)) == 1:
-        return 3 if made.device.kind == "cpu" else 2
-    alone = len(made.trained) == 1
+    if (stages := build.mesh.size(Axis.PIPELINE)) == 1:
+        return 3 if build.device.kind == "cpu" else 2
+    alone = len(build.trained) == 1
     enough = (
         stages + 1 if alone else 2 * stages
     )  # several stages a device take more before the first backward, in rounds of as many as stages
     if micros <= enough or (micros % stages and not alone):
         return micros
-    made.state.accumulation = enough
+    build.state.accumulation = enough
     return enough
 
 
-def _more_of_all(recorder: Recorder, micros: int, seen: int) -> None:
+def _more_of_all(recorder: Recorder, micros: int, run: int) -> None:
     """Counts the kernels of micro-batches that were not run: those that come as often as micro-batches, or a multiple; gradients are summed once."""
     each = recorder.kernels - recorder.sums
-    more = Counter({k: n // seen * (micros - seen) for k, n in each.items() if n % seen == 0})
+    more = Counter({k: n // run * (micros - run) for k, n in each.items() if n % run == 0})
     recorder.kernels.update(more)
-    recorder.recomputed += recorder.recomputed // seen * (micros - seen)
+    recorder.recomputed += recorder.recomputed // run * (micros - run)
 
 
 class _Both:
@@ -252,16 +258,16 @@ class _Sequence(Sequence[Batch]):
 
     def __init__(
         self,
-        taken: Callable[[list[Batch]], Iterator[Batch]],
+        iterate: Callable[[list[Batch]], Iterator[Batch]],
         batches: list[Batch],
-        looks: list[Counter[Kernel]],
+        first_pass: list[Counter[Kernel]],
         kernels: Counter[Kernel],
     ):
-        self._taken, self._batches, self._looks, self._kernels = taken, batches, looks, kernels
+        self._iterate, self._batches, self._first_pass, self._kernels = iterate, batches, first_pass, kernels
         self._counted = False
 
     def __getitem__(self, index: Any) -> Any:
-        self._looks.append(Counter(self._kernels))
+        self._first_pass.append(Counter(self._kernels))
         return self._batches[index]
 
     def __len__(self) -> int:
@@ -271,20 +277,25 @@ class _Sequence(Sequence[Batch]):
         if not self._counted:  # `gradients` first sums the weights
             self._counted = True
             return iter(self._batches)
-        return self._taken(self._batches)
+        return self._iterate(self._batches)
 
 
-def _known(made: Build, recorder: Recorder) -> dict[int, str]:
+def _known(build: Build, recorder: Recorder) -> dict[int, str]:
     """Category of what stands before the first step: number of the storage -> category."""
     known: dict[int, str] = {}
     tensors: Iterable[tuple[str, Tensor]] = [
         *(
             ("parameters", t)
-            for parts in made.parts.values()
+            for parts in build.parts.values()
             for part in parts
             for t in (*part.parameters(), *part.buffers())
         ),
-        *(("optimizer", t) for state in made.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)),
+        *(
+            ("optimizer", t)
+            for state in build.optimizer.state.values()
+            for t in state.values()
+            if isinstance(t, Tensor)
+        ),
     ]
     for category, t in tensors:
         number = recorder.number(t)
@@ -331,14 +342,14 @@ def highest(recorder: Recorder) -> dict[str, int]:
 
 def peaks(at: Mapping[tuple[str, str], dict[str, int]]) -> dict[str, dict[str, int]]:
     """Categories at the peak of each phase, from those at each of its places."""
-    found: dict[str, dict[str, int]] = {}
+    by_phase: dict[str, dict[str, int]] = {}
     for (phase, _), categories in at.items():
-        if sum(categories.values()) > sum(found.get(phase, {}).values()) or phase not in found:
-            found[phase] = categories
-    return found
+        if sum(categories.values()) > sum(by_phase.get(phase, {}).values()) or phase not in by_phase:
+            by_phase[phase] = categories
+    return by_phase
 
 
-def _mark(made: Build, recorder: Recorder) -> None:
+def _mark(build: Build, recorder: Recorder) -> None:
     """Tells the recorder which layer runs, forward and backward: the first and last two by name."""
 
     def at(place: str) -> Callable[..., None]:
@@ -357,7 +368,7 @@ def _mark(made: Build, recorder: Recorder) -> None:
 
         return hook
 
-    for part in made.trained:
+    for part in build.trained:
         layers = anatomy(part).layers  # type: ignore[arg-type]
         for n, layer in enumerate(layers):
             place = str(n) if n < 2 else str(n - len(layers)) if n >= len(layers) - 2 else "between"

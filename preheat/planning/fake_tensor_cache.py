@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 __all__ = ["call", "tensors"]
 
 
-_What = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
+_Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
 """Shape, strides, offset in its memory, type and device."""
 
 
@@ -28,7 +28,7 @@ class _Result:
 
     itself: int | None
     shares: int | None
-    what: _What | None = None
+    what: _Layout | None = None
 
     def make(self, inputs: Sequence[Any], mode: Any) -> Tensor:
         if self.itself is not None:
@@ -43,22 +43,22 @@ class _Result:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Output:
     """What an operator returned: the kind of its collection, or None for a single tensor."""
 
     kind: type | None
     results: tuple[_Result | None, ...]
 
-    def again(self, inputs: Sequence[Any], mode: Any) -> Any:
-        made = [None if result is None else result.make(inputs, mode) for result in self.results]
-        return made[0] if self.kind is None else self.kind(made)
+    def rebuild(self, inputs: Sequence[Any], mode: Any) -> Any:
+        tensors = [None if result is None else result.make(inputs, mode) for result in self.results]
+        return tensors[0] if self.kind is None else self.kind(tensors)
 
 
 class _Unknown(Exception):
     """A value whose effect on the result is not known here."""
 
 
-_made: dict[Any, _Made | None] = {}  # None: torch must do it
+_cache: dict[Any, _Output | None] = {}  # None: torch must do it
 _PLAIN = (int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 _CHANGING = {"aten::set_", "aten::set_data", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"}
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -86,15 +86,20 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Seque
     if mode is None or not _pure(func):
         return func(*args, **kwargs)
     try:
-        key = (func, torch.get_default_dtype(), *_signs(args, mode), *(_signs(kwargs.items(), mode) if kwargs else ()))
+        key = (
+            func,
+            torch.get_default_dtype(),
+            *_signature(args, mode),
+            *(_signature(kwargs.items(), mode) if kwargs else ()),
+        )
     except _Unknown:
         return func(*args, **kwargs)
-    found = _made.get(key, _Unknown)
-    if isinstance(found, _Made):
-        return found.again(inputs, mode)
+    cached = _cache.get(key, _Unknown)
+    if isinstance(cached, _Output):
+        return cached.rebuild(inputs, mode)
     out = func(*args, **kwargs)
-    if found is not None:
-        _made[key] = _described(out, inputs)
+    if cached is not None:
+        _cache[key] = _describe(out, inputs)
     return out
 
 
@@ -103,7 +108,7 @@ def _pure(func: Any) -> bool:
     return func.namespace == "aten" and func._schema.name not in _CHANGING and not _TAGS & set(func.tags)
 
 
-def _signs(values: Any, mode: Any) -> Iterator[Any]:
+def _signature(values: Any, mode: Any) -> Iterator[Any]:
     """What of some arguments decides on shapes and types of the results. Raises _Unknown."""
     for value in values:
         kind = type(value)
@@ -123,17 +128,17 @@ def _signs(values: Any, mode: Any) -> Iterator[Any]:
         elif kind is torch.Generator:
             yield None  # values do not matter
         elif isinstance(value, list | tuple):
-            yield (len(value), *_signs(value, mode))
+            yield (len(value), *_signature(value, mode))
         else:
             raise _Unknown
 
 
-def _described(out: Any, inputs: Sequence[Any]) -> _Made | None:
-    several = isinstance(out, list | tuple)
-    results = [_result(t, inputs) for t in (out if several else [out])]
+def _describe(out: Any, inputs: Sequence[Any]) -> _Output | None:
+    is_collection = isinstance(out, list | tuple)
+    results = [_result(t, inputs) for t in (out if is_collection else [out])]
     if any(result is _Unknown for result in results):
         return None
-    return _Made(type(out) if several else None, tuple(results))  # type: ignore[arg-type]
+    return _Output(type(out) if is_collection else None, tuple(results))  # type: ignore[arg-type]
 
 
 def _result(t: Any, inputs: Sequence[Any]) -> Any:
@@ -151,7 +156,7 @@ def _result(t: Any, inputs: Sequence[Any]) -> Any:
         if each is t:
             return _Result(n, None)
     storage = t.untyped_storage()
-    what: _What = (tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype, t.fake_device)
+    what: _Layout = (tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype, t.fake_device)
     for n, each in enumerate(inputs):
         if each.untyped_storage()._cdata == storage._cdata:
             return _Result(None, n, what)

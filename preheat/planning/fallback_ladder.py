@@ -84,20 +84,20 @@ class PlanContext:
         Raises:
             RecipeError: it cannot be built.
         """
-        how = {key: getattr(self, key) for key in ("vocabulary", "device", "rates", "rows", "in_use", "world")}
-        return plan(recipe, **how)
+        kwargs = {key: getattr(self, key) for key in ("vocabulary", "device", "rates", "rows", "in_use", "world")}
+        return plan(recipe, **kwargs)
 
     def rung(self, recipe: Recipe, of: Recipe) -> Fallback:
         """A recipe with its plan, as made from another; errors as of `plan`."""
-        made = self.plan(recipe)
-        need = made["phases"][self.phase] if self.phase else made["peak_gib"]
-        return Fallback(settings(of, recipe), recipe, made, need)
+        plan = self.plan(recipe)
+        need = plan["phases"][self.phase] if self.phase else plan["peak_gib"]
+        return Fallback(settings(of, recipe), recipe, plan, need)
 
     def refusal(self, recipe: Recipe) -> str | None:
         """Why a recipe's techniques cannot serve, without a dry run."""
         config = hf.configure(recipe, self.vocabulary)
-        found = conflicts_of(techniques_of(recipe), context_of(recipe, config, self.device, self.world))
-        return str(found[0]) if found else None
+        problems = conflicts_of(techniques_of(recipe), context_of(recipe, config, self.device, self.world))
+        return str(problems[0]) if problems else None
 
     def families(self, recipe: Recipe) -> Iterator[list[Recipe]]:
         """Milder and milder recipes, a list for each thing that may change."""
@@ -112,8 +112,8 @@ class PlanContext:
                 others = present.fallbacks(context)
             elif present is None and issubclass(kind, Searchable) and kind.memory_saving:
                 others = kind().options(context)
-            if found := [replace(recipe, techniques={**recipe.techniques, name: other}) for other in others]:
-                yield found
+            if milder := [replace(recipe, techniques={**recipe.techniques, name: other}) for other in others]:
+                yield milder
 
 
 def settings(before: Recipe, after: Recipe) -> tuple[str, ...]:
@@ -125,22 +125,22 @@ def settings(before: Recipe, after: Recipe) -> tuple[str, ...]:
         >>> settings(plain, override(plain, "evaluate.micro=2", "checkpoint.asynchronous=false"))
         ('evaluate.micro=2', 'checkpoint.asynchronous=false')
     """
-    found = []
+    changes = []
     if after.evaluate.micro != before.evaluate.micro:
-        found.append(f"evaluate.micro={after.evaluate.micro}")
+        changes.append(f"evaluate.micro={after.evaluate.micro}")
     if after.checkpoint.asynchronous != before.checkpoint.asynchronous:
-        found.append(f"checkpoint.asynchronous={_text(after.checkpoint.asynchronous)}")
+        changes.append(f"checkpoint.asynchronous={_text(after.checkpoint.asynchronous)}")
     if after.batch.length != before.batch.length:
-        found.append(f"batch.length={after.batch.length}")
+        changes.append(f"batch.length={after.batch.length}")
     for name, t in after.techniques.items():
         if t != before.techniques.get(name):
-            found += _of_technique(name, before.techniques.get(name), t)
-    return tuple(found)
+            changes += _of_technique(name, before.techniques.get(name), t)
+    return tuple(changes)
 
 
 def _of_technique(name: str, before: Technique | None, after: Technique) -> list[str]:
-    held, values = asdict(before or type(after)()), asdict(after)
-    changed = [key for key, value in values.items() if value != held[key]]
+    old, values = asdict(before or type(after)()), asdict(after)
+    changed = [key for key, value in values.items() if value != old[key]]
     # One that is added with its defaults is told by its first setting, where it has any.
     changed = changed or list(values)[:1]
     return [f"techniques.{name}.{key}={_text(values[key])}" for key in changed] or [f"techniques.{name}={{}}"]
@@ -164,30 +164,30 @@ def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) 
     """
     present = planner.rung(recipe, recipe)
     limit = min(_LESS * present.need, present.need if room is None else room)
-    found = Ladder(present, [], [], present)
+    ladder = Ladder(present, [], [], present)
     base = present
     while True:
         strongest = []
         for family in planner.families(base.recipe):
-            if (last := _family(family, planner, recipe, limit, found)) is not None:
+            if (last := _family(family, planner, recipe, limit, ladder)) is not None:
                 strongest.append(last)
-            if planner.phase and found.rungs:  # the first family is that of the phase alone: training stays as it is
+            if planner.phase and ladder.rungs:  # the first family is that of the phase alone: training stays as it is
                 break
-        if found.rungs:
-            found.rungs.sort(key=lambda rung: float(rung.plan["seconds_per_step"]))
-            return found
-        found.lowest = min([base, *strongest], key=lambda rung: rung.need)
-        if found.lowest.need >= _LESS * base.need:
-            return found
-        base = found.lowest
+        if ladder.rungs:
+            ladder.rungs.sort(key=lambda rung: float(rung.plan["seconds_per_step"]))
+            return ladder
+        ladder.lowest = min([base, *strongest], key=lambda rung: rung.need)
+        if ladder.lowest.need >= _LESS * base.need:
+            return ladder
+        base = ladder.lowest
 
 
-def _family(family: list[Recipe], planner: PlanContext, of: Recipe, limit: float, found: Ladder) -> Fallback | None:
+def _family(family: list[Recipe], planner: PlanContext, of: Recipe, limit: float, ladder: Ladder) -> Fallback | None:
     """Puts the mildest that suffices into `found.rungs`; gives the strongest where none does."""
     able: list[Recipe] = []
     for recipe in family:
         if reason := planner.refusal(recipe):
-            found.skipped.append({"set": settings(of, recipe), "reason": reason})
+            ladder.skipped.append({"set": settings(of, recipe), "reason": reason})
         else:
             able.append(recipe)
 
@@ -195,10 +195,10 @@ def _family(family: list[Recipe], planner: PlanContext, of: Recipe, limit: float
         try:
             rung = planner.rung(recipe, of)
         except RecipeError as error:
-            found.skipped.append({"set": settings(of, recipe), "reason": str(error).splitlines()[0]})
+            ladder.skipped.append({"set": settings(of, recipe), "reason": str(error).splitlines()[0]})
             return None
         if rung.need > limit:
-            found.skipped.append(
+            ladder.skipped.append(
                 {"set": rung.set, "reason": f"would need {rung.need:.3f} GiB, and there are {limit:.3f}"}
             )
         return rung
@@ -207,7 +207,7 @@ def _family(family: list[Recipe], planner: PlanContext, of: Recipe, limit: float
         return None
     if last.need > limit:  # the others of the family need more
         return last
-    found.rungs.append(next((rung for r in able[:-1] if (rung := tried(r)) is not None and rung.need <= limit), last))
+    ladder.rungs.append(next((rung for r in able[:-1] if (rung := tried(r)) is not None and rung.need <= limit), last))
     return None
 
 
@@ -221,9 +221,9 @@ def halve_length(recipe: Recipe, planner: PlanContext, *, room: float, of: Recip
     while recipe.batch.length >= 32:
         try:
             recipe = replace(recipe, batch=replace(recipe.batch, length=recipe.batch.length // 2))
-            made = planner.rung(recipe, of)
+            rung = planner.rung(recipe, of)
         except RecipeError:  # a curriculum that begins with longer rows, say
             return None
-        if made.need <= room:
-            return made
+        if rung.need <= room:
+            return rung
     return None

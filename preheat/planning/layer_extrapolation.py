@@ -52,12 +52,12 @@ def observe_few(
         quick: by half as many layers: what a GPU's allocator keeps is then what it keeps of those.
         see: observes several things, each by its arguments of `observe`; one after the other when not given.
     """
-    see = see or (lambda asked: [observe(**each) for each in asked])
+    see = see or (lambda calls: [observe(**each) for each in calls])
     config = hf.configure(recipe, vocabulary)
     devices = world or recipe.parallel.devices or 1
     cpu = device.kind == "cpu"
     layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config, *(FEW if quick or cpu else ENOUGH))
-    how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world}
+    kwargs: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world}
     if (
         few is None
         or (cpu and devices == 1 and heap and layers <= _ALL)
@@ -65,14 +65,14 @@ def observe_few(
         or (cpu and world is not None)
     ):
         ends = _ends(recipe, config, device, world)
-        seen = see([{"recipe": recipe, "rank": rank, **how} for rank in ends])
-        return max(seen, key=lambda one: one.peak[one.peak_phase])
+        observations = see([{"recipe": recipe, "rank": rank, **kwargs} for rank in ends])
+        return max(observations, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
-    one, two = see([{"recipe": of_layers(recipe, count), "by_layer": True, **how} for count in (fewer, more)])
-    found = _extrapolate(one, two, (layers - fewer) / (more - fewer))
+    one, two = see([{"recipe": of_layers(recipe, count), "by_layer": True, **kwargs} for count in (fewer, more)])
+    result = _extrapolate(one, two, (layers - fewer) / (more - fewer))
     if not cpu:
-        found.held = _held(one, two, found, device, layers, None if quick else (fewer, more))
-    return found
+        result.held = _held(one, two, result, device, layers, None if quick else (fewer, more))
+    return result
 
 
 def _ends(recipe: Recipe, config: Any, device: Device, world: int | None) -> list[int]:
@@ -102,7 +102,7 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
         return None
     layers = config.get_text_config().num_hidden_layers
     # The first layers of a model that reads images take features of its tower besides.
-    fewest += seen.deep if (seen := hf.facts(config).vision) else 0
+    fewest += vision.deep if (vision := hf.facts(config).vision) else 0
     apart = -(-apart // period) * period
     if layers < fewest + apart:
         return None
@@ -129,11 +129,11 @@ def _extrapolate(one: Observation, two: Observation, times: float) -> Observatio
         return round(a + (b - a) * times)
 
     at = {
-        key: {category: max(on(size, two.at[key][category]), 0) for category, size in found.items()}
-        for key, found in one.at.items()
+        key: {category: max(on(size, two.at[key][category]), 0) for category, size in sizes.items()}
+        for key, sizes in one.at.items()
     }
     categories = peaks(at)
-    peak = {phase: sum(found.values()) for phase, found in categories.items()}
+    peak = {phase: sum(sizes.values()) for phase, sizes in categories.items()}
     return Observation(
         peak=peak,
         categories=categories,
@@ -163,7 +163,7 @@ def _of_step(peak: Mapping[str, int]) -> list[int]:
 
 
 def _held(
-    one: Observation, two: Observation, all_: Observation, device: Device, layers: int, seen: tuple[int, int] | None
+    one: Observation, two: Observation, all_: Observation, device: Device, layers: int, counts: tuple[int, int] | None
 ) -> int:
     """What the allocator holds: beside the peak of all layers what it keeps of few, and more by what each layer added there.
 
@@ -174,29 +174,29 @@ def _held(
         seen: the two numbers of layers; None where they are too few and too near for a difference.
     """
     peaks = [max(_of_step(o.peak)) for o in (one, two, all_)]
-    kept = [(o.held or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
-    ahead = max(kept)
-    if seen:
-        fewer, more = seen
-        ahead = kept[1] + (kept[1] - kept[0]) * (layers - more) // (more - fewer)
-        ahead = min(max(ahead, kept[1]), kept[1] * peaks[2] // peaks[1])
+    cached = [(o.held or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
+    ahead = max(cached)
+    if counts:
+        fewer, more = counts
+        ahead = cached[1] + (cached[1] - cached[0]) * (layers - more) // (more - fewer)
+        ahead = min(max(ahead, cached[1]), cached[1] * peaks[2] // peaks[1])
     return max(*_of_training(all_.peak), peaks[2] + ahead)
 
 
 def _kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Kernel]:
-    found = Counter({kernel: on(count, two[kernel]) for kernel, count in one.items() if kernel in two})
+    kernels = Counter({kernel: on(count, two[kernel]) for kernel, count in one.items() if kernel in two})
     # Others take all layers at once, such as a norm over all gradients: their sizes grow, not their number.
     sums: dict[Any, list[list[int]]] = defaultdict(lambda: [[0] * 4, [0] * 4])
     like: dict[Any, Kernel] = {}
     for side, (mine, other) in enumerate(((one, two), (two, one))):
         for kernel in mine.keys() - other.keys():
             key, n = (kernel.operator, kernel.dtype, kernel.where, kernel.alone), mine[kernel]
-            whole = (1, kernel.flops, kernel.bytes_read, kernel.bytes_written)
-            sums[key][side] = [a + n * b for a, b in zip(sums[key][side], whole, strict=True)]
+            values = (1, kernel.flops, kernel.bytes_read, kernel.bytes_written)
+            sums[key][side] = [a + n * b for a, b in zip(sums[key][side], values, strict=True)]
             like[key] = kernel
     for key, (first, second) in sums.items():
         count, *sizes = (max(on(a, b), 0) for a, b in zip(first, second, strict=True))
         if count:
             flops, read, written = (size // count for size in sizes)
-            found[replace(like[key], flops=flops, bytes_read=read, bytes_written=written)] += count
-    return found
+            kernels[replace(like[key], flops=flops, bytes_read=read, bytes_written=written)] += count
+    return kernels

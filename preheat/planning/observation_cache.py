@@ -59,34 +59,34 @@ def observe_cached(
         RecipeError: the recipe cannot be built.
     """
     path = _where(recipe, vocabulary, device, world, how, rank)
-    found = _known.get(path.stem)
-    if found is None and not logged:
-        found = _load(path)
-    if found is None or (logged and not found.log):
+    observation = _known.get(path.stem)
+    if observation is None and not logged:
+        observation = _load(path)
+    if observation is None or (logged and not observation.log):
         gc.freeze()  # else the collector goes through all of torch again and again: a third of the time
         try:
-            found = _LOOKS[how](recipe, vocabulary=vocabulary, device=device, world=world, rank=rank)
+            observation = _LOOKS[how](recipe, vocabulary=vocabulary, device=device, world=world, rank=rank)
         finally:
             gc.unfreeze()
-        if found.log and found.held is None:
-            found.held = hold(found.log, found.streams, device)
-        values = _values(found)
+        if observation.log and observation.held is None:
+            observation.held = hold(observation.log, observation.streams, device)
+        values = _values(observation)
         store_json(path, {"sha256": _digest(values), "observation": values})
-    _known[path.stem] = found
-    return found
+    _known[path.stem] = observation
+    return observation
 
 
-def prefetch(asked: Iterable[Mapping[str, Any]]) -> None:
+def prefetch(calls: Iterable[Mapping[str, Any]]) -> None:
     """Sees to it that `observe_cached` finds all of these, each by its arguments, by as many processes as there are (`planning.worker_pool`).
 
     One that cannot be built is left out: `observe_cached` says why.
     """
 
-    def here(how: dict[str, Any]) -> None:
+    def here(kwargs: dict[str, Any]) -> None:
         with suppress(RecipeError):
-            observe_cached(**how)
+            observe_cached(**kwargs)
 
-    run_tasks([dict(how) for how in asked if not is_cached(**how)], here)
+    run_tasks([dict(kwargs) for kwargs in calls if not is_cached(**kwargs)], here)
 
 
 def observe_for_others(task: dict[str, Any]) -> None:
@@ -113,8 +113,8 @@ def _where(recipe: Recipe, vocabulary: int | None, device: Device, world: int | 
     return cache_folder() / "observations" / f"{_key(recipe, vocabulary, device, world, how, rank)}.json"
 
 
-def _few(recipe: Recipe, device: Device, rank: int, *, quick: bool = True, **how: Any) -> Observation:
-    return observe_few(recipe, device=device, heap=device.kind == "cpu", quick=quick, see=_both, **how)
+def _few(recipe: Recipe, device: Device, rank: int, *, quick: bool = True, **kwargs: Any) -> Observation:
+    return observe_few(recipe, device=device, heap=device.kind == "cpu", quick=quick, see=_both, **kwargs)
 
 
 _LOOKS: dict[str, Callable[..., Observation]] = {
@@ -126,16 +126,16 @@ _LOOKS: dict[str, Callable[..., Observation]] = {
 }
 
 
-def _both(asked: list[dict[str, Any]]) -> list[Observation]:
-    found = [{"how": "marked" if how.pop("by_layer", False) else "whole", **how} for how in asked]
-    prefetch(found)
-    return [observe_cached(**how) for how in found]
+def _both(calls: list[dict[str, Any]]) -> list[Observation]:
+    tasks = [{"how": "marked" if kwargs.pop("by_layer", False) else "whole", **kwargs} for kwargs in calls]
+    prefetch(tasks)
+    return [observe_cached(**kwargs) for kwargs in tasks]
 
 
 def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> str:
     values = {key: value for key, value in recipes.as_values(recipe).items() if key not in _UNSEEN}
     config = hf.configure(recipe, vocabulary).to_dict()
-    seen = [
+    parts = [
         _FORMAT,
         how,
         rank,
@@ -148,7 +148,7 @@ def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int | No
         world,
         _versions(),
     ]
-    return hashlib.sha256(json.dumps(seen, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 @functools.cache
@@ -158,7 +158,7 @@ def _versions() -> list[str]:
     return [source, *(importlib.metadata.version(name) for name in ("torch", "transformers"))]
 
 
-def _values(seen: Observation) -> dict[str, Any]:
+def _values(observation: Observation) -> dict[str, Any]:
     """An observation as JSON has it, without its log and what techniques did."""
     plain = (
         "peak",
@@ -176,10 +176,10 @@ def _values(seen: Observation) -> dict[str, Any]:
         "held",
     )
     return {
-        **{key: getattr(seen, key) for key in plain},
-        "kernels": _rows(seen.kernels),
-        "at": [[*key, found] for key, found in seen.at.items()],
-        "groups": [[key, axes] for key, axes in seen.groups.items()],
+        **{key: getattr(observation, key) for key in plain},
+        "kernels": _rows(observation.kernels),
+        "at": [[*key, sizes] for key, sizes in observation.at.items()],
+        "groups": [[key, axes] for key, axes in observation.groups.items()],
     }
 
 
@@ -203,7 +203,7 @@ def _load(path: Path) -> Observation | None:
     if not isinstance(values, dict) or stored.get("sha256") != _digest(values):
         return None
     kernels = _counted(values.pop("kernels"))
-    at = {(phase, place): found for phase, place, found in values.pop("at")}
+    at = {(phase, place): sizes for phase, place, sizes in values.pop("at")}
     groups = {_frozen(key): tuple(map(Axis, axes)) for key, axes in values.pop("groups")}
     return Observation(**values, kernels=kernels, at=at, groups=groups)
 

@@ -47,10 +47,10 @@ def _interval(value: float, factors: tuple[float, float]) -> list[float]:
     return [value * factor for factor in factors]
 
 
-def _known(seen: Observation, spent: Seconds, rates: Roofline) -> tuple[str, str]:
+def _known(observation: Observation, spent: Seconds, rates: Roofline) -> tuple[str, str]:
     """How much is known of such plans' memory and speed: less where the model is small or few have measured the accelerator; of speed, too, where a pipeline
     waits or the host's link is used."""
-    little = seen.parameters < _SMALL or rates.device.generation not in _OFTEN_MEASURED
+    little = observation.parameters < _SMALL or rates.device.generation not in _OFTEN_MEASURED
     names = ("catalogue", "catalogue, little known")
     return names[little], names[bool(little or spent.idle or spent.link)]
 
@@ -58,14 +58,14 @@ def _known(seen: Observation, spent: Seconds, rates: Roofline) -> tuple[str, str
 def steps_of(recipe: Recipe, rows: int | None) -> int | None:
     """Optimizer steps of the whole run; None when only the clock ends it, or when epochs need rows that are not known."""
     stop, batch = recipe.stop, recipe.batch
-    found = []
+    limits = []
     if stop.steps:
-        found.append(stop.steps)
+        limits.append(stop.steps)
     if stop.tokens:
-        found.append(math.ceil(stop.tokens / (batch.size * batch.length)))
+        limits.append(math.ceil(stop.tokens / (batch.size * batch.length)))
     if stop.epochs and rows:
-        found.append(max(1, math.ceil(stop.epochs * rows / batch.size)))
-    return min(found) if found else None
+        limits.append(max(1, math.ceil(stop.epochs * rows / batch.size)))
+    return min(limits) if limits else None
 
 
 def plan(
@@ -93,13 +93,13 @@ def plan(
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    seen = observe_few(recipe, vocabulary=vocabulary, device=device, world=world)
-    made = describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
-    near = abs(made["peak_gib"] / made["available_gib"] - 1) < _CLOSE
-    if not seen.log and (near or gives_back(seen, device)):
-        seen = observe(recipe, vocabulary=vocabulary, device=device, world=world)
-        made = describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
-    return made
+    observation = observe_few(recipe, vocabulary=vocabulary, device=device, world=world)
+    result = describe(recipe, observation, device=device, rates=rates, rows=rows, in_use=in_use)
+    near = abs(result["peak_gib"] / result["available_gib"] - 1) < _CLOSE
+    if not observation.log and (near or gives_back(observation, device)):
+        observation = observe(recipe, vocabulary=vocabulary, device=device, world=world)
+        result = describe(recipe, observation, device=device, rates=rates, rows=rows, in_use=in_use)
+    return result
 
 
 def settled(
@@ -131,30 +131,30 @@ def settled(
     return recipe
 
 
-def _memory(found: Mapping[str, int], added: int) -> dict[str, float]:
+def _memory(sizes: Mapping[str, int], added: int) -> dict[str, float]:
     """GiB by category, of an observation's bytes and those beside them."""
-    overhead = sum(found[what] for what in BESIDE) + added
-    return {category: found[category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
+    overhead = sum(sizes[what] for what in BESIDE) + added
+    return {category: sizes[category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
 
 
 def describe(
-    recipe: Recipe, seen: Observation, *, device: Device, rates: Rates | Roofline, rows: int | None, in_use: int
+    recipe: Recipe, observation: Observation, *, device: Device, rates: Rates | Roofline, rows: int | None, in_use: int
 ) -> dict[str, Any]:
     """An observation as a plan."""
-    more = process_overhead(recipe, seen, device)
+    more = process_overhead(recipe, observation, device)
     added = sum(more.values())
-    phases = {phase: _memory(found, added) for phase, found in seen.categories.items()}
-    lines = {what: seen.categories[seen.peak_phase][what] for what in BESIDE} | more
-    exported = exporting(recipe, seen, device)
+    phases = {phase: _memory(sizes, added) for phase, sizes in observation.categories.items()}
+    lines = {what: observation.categories[observation.peak_phase][what] for what in BESIDE} | more
+    exported = exporting(recipe, observation, device)
     lines = {what: size for what, size in lines.items() if size}
-    peak = (seen.peak[seen.peak_phase] + added) / GIB
+    peak = (observation.peak[observation.peak_phase] + added) / GIB
     # A limit may be below what the process holds already: nothing is left then, and a plan divides by what is left.
     available = max(device.memory - in_use, 1) / GIB
     if isinstance(rates, Roofline):
-        spent = rates.seconds(seen)
-        seconds, (of_memory, of_speed) = spent.total, _known(seen, spent, rates)
+        spent = rates.seconds(observation)
+        seconds, (of_memory, of_speed) = spent.total, _known(observation, spent, rates)
     else:
-        seconds, of_memory, of_speed = step_seconds(seen, rates), "measured", "measured"
+        seconds, of_memory, of_speed = step_seconds(observation, rates), "measured", "measured"
     tags = frozenset[Tag]().union(*(t.provided() for t in recipe.techniques.values()))
     dtype = "bf16" if Tag.BF16_COMPUTE in tags else "tf32" if Tag.TF32_PRODUCTS in tags else "fp32"
     ceiling = rates.peak_matrix_rate.get(dtype)
@@ -170,36 +170,36 @@ def describe(
         "peak_gib": peak,
         "peak_gib_interval": _interval(peak, _MEMORY[of_memory]),
         "available_gib": available,
-        "memory": phases[seen.peak_phase],
+        "memory": phases[observation.peak_phase],
         "overhead": {what: size / GIB for what, size in lines.items()},
         "overhead_sources": {what: SOURCES[what] for what in lines},
-        "allocated_gib": seen.peak[seen.peak_phase] / GIB,
-        "reserved_gib": (seen.peak[seen.peak_phase] + more["allocator"]) / GIB,
-        "phases": {phase: (size + added) / GIB for phase, size in seen.peak.items()},
+        "allocated_gib": observation.peak[observation.peak_phase] / GIB,
+        "reserved_gib": (observation.peak[observation.peak_phase] + more["allocator"]) / GIB,
+        "phases": {phase: (size + added) / GIB for phase, size in observation.peak.items()},
         "phase_memory": phases,
         "export": exported
         and _memory(exported, sum(size for what, size in more.items() if what not in ("allocator", "saving"))),
-        "peak_phase": seen.peak_phase,
+        "peak_phase": observation.peak_phase,
         "seconds_per_step": seconds,
-        "tokens_per_second": seen.tokens / seconds,
-        "tokens_per_second_interval": _interval(seen.tokens / seconds, _SPEED[of_speed]),
-        "mfu": seen.model_flops / seconds / ceiling,
+        "tokens_per_second": observation.tokens / seconds,
+        "tokens_per_second_interval": _interval(observation.tokens / seconds, _SPEED[of_speed]),
+        "mfu": observation.model_flops / seconds / ceiling,
         "matrix_rate": ceiling,
         "fp32_rate": quicker
         if dtype == "bf16" and (quicker := rates.peak_matrix_rate.get("fp32", 0.0)) > 1.2 * ceiling
         else None,
-        "flops_per_step": sum(seen.flops.values()),
-        "model_flops_per_step": seen.model_flops,
-        "tokens_per_step": seen.tokens,
-        "parameters": {"total": seen.parameters, "trained": seen.trained},
+        "flops_per_step": sum(observation.flops.values()),
+        "model_flops_per_step": observation.model_flops,
+        "tokens_per_step": observation.tokens,
+        "parameters": {"total": observation.parameters, "trained": observation.trained},
         "steps": steps,
         "seconds_to_start": start,
         "seconds_total": total,
-        "slots": seen.slots,
+        "slots": observation.slots,
         "device": {"kind": device.kind, "name": device.name, "segments": _segments(device)},
         "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,
         "pace": rates.pace,
-        "gives_back": peak <= available and gives_back(seen, device),
+        "gives_back": peak <= available and gives_back(observation, device),
         "heap": unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
     }

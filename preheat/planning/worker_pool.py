@@ -30,8 +30,8 @@ def processes() -> int:
     """How many a search takes: $PREHEAT_PROCESSES, or one a core and four at most; one where a process cannot be copied safely."""
     if not _copies_serve():
         return 1
-    stated = os.environ.get("PREHEAT_PROCESSES", "")
-    return max(int(stated), 1) if stated.isdigit() else min(len(os.sched_getaffinity(0)), _MOST)
+    setting = os.environ.get("PREHEAT_PROCESSES", "")
+    return max(int(setting), 1) if setting.isdigit() else min(len(os.sched_getaffinity(0)), _MOST)
 
 
 def _copies_serve() -> bool:

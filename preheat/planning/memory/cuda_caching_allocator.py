@@ -38,14 +38,14 @@ class _Pool:
 
     def stretch(self, need: int, page: int) -> tuple[tuple[int, int], int]:
         """With one segment that grows: a piece at its end, and by how much it grew."""
-        held = self.segments.get(0, 0)
-        last = self.holes.ending(held)
-        start = held if last is None else last
+        size = self.segments.get(0, 0)
+        last = self.holes.ending(size)
+        start = size if last is None else last
         if last is not None:
             self.holes.remove(last)
-        grown = -(-(start + need - held) // page) * page
-        self.segments[0] = held + grown
-        return (start, held + grown - start), grown
+        grown = -(-(start + need - size) // page) * page
+        self.segments[0] = size + grown
+        return (start, size + grown - start), grown
 
 
 class Caching:
@@ -161,7 +161,7 @@ def replay_caching(
         >>> replay_caching(log).reserved >> 20
         116
     """
-    held, streams = Caching(expandable=expandable, limit=limit), streams or {}
+    allocator, streams = Caching(expandable=expandable, limit=limit), streams or {}
     log = list(log)
     load = [entry for entry in log if entry[2] == Phase.LOAD]
     step = [entry for entry in log if entry[2] in STEP]
@@ -174,18 +174,18 @@ def replay_caching(
             key = (
                 block if turn == 0 or block in lasting else -1 - block
             )  # the step's own blocks, apart from those that last
-            if size > 0 and not held.holds(key):
-                if held.allocate(key, size, streams.get(block, "")):
+            if size > 0 and not allocator.holds(key):
+                if allocator.allocate(key, size, streams.get(block, "")):
                     living[key] = None
                 else:
                     fits = False
-            elif size < 0 and held.holds(key):
-                held.free(key)
+            elif size < 0 and allocator.holds(key):
+                allocator.free(key)
                 living.pop(key, None)
-            if held.reserved > reserved:
-                reserved = held.reserved
-            if held.allocated > allocated:
-                allocated = held.allocated
+            if allocator.reserved > reserved:
+                reserved = allocator.reserved
+            if allocator.allocated > allocated:
+                allocated = allocator.allocated
         for key in living if turn else ():  # what only a later phase frees
-            held.free(key)
+            allocator.free(key)
     return Reserved(reserved, allocated, fits)

@@ -35,63 +35,65 @@ SOURCES = {
 """Name of a line of `overhead` -> where its figure is from."""
 
 
-def process_overhead(recipe: Recipe, seen: Observation, device: Device) -> dict[str, int]:
+def process_overhead(recipe: Recipe, observation: Observation, device: Device) -> dict[str, int]:
     """Bytes that a process holds beside what the dry run saw, {what: bytes}."""
-    kept = max(_held(seen, device) - _alive(seen), 0)
+    cached = max(_held(observation, device) - _alive(observation), 0)
     if device.kind == "cpu":
-        products = sum(kernel.dtype == "bf16" and kernel.operator.startswith(_PRODUCTS) for kernel in seen.kernels)
+        products = sum(
+            kernel.dtype == "bf16" and kernel.operator.startswith(_PRODUCTS) for kernel in observation.kernels
+        )
         kernels = _CPU_PRODUCT * products
         return {
             "process": _CPU_BASE,
             "kernels": kernels,
-            "allocator": kept,
-            "saving": _copy_to_save(recipe, seen, device),
+            "allocator": cached,
+            "saving": _copy_to_save(recipe, observation, device),
         }
-    return {"context": CONTEXT, "workspaces": _CUBLAS, "allocator": kept}
+    return {"context": CONTEXT, "workspaces": _CUBLAS, "allocator": cached}
 
 
-def gives_back(seen: Observation, device: Device) -> bool:
+def gives_back(observation: Observation, device: Device) -> bool:
     """Whether a GPU has room for the tensors and not for all that its allocator would keep beside them.
 
     Before an allocation fails torch gives back what is free, segments of fixed sizes that are free as a whole, single pages of those that grow; that takes time,
     step after step. Source: `release_cached_blocks` in torch's CUDACachingAllocator.cpp.
     """
-    return device.kind != "cpu" and _alive(seen) <= _room(device) < _kept_at_will(seen, device)
+    return device.kind != "cpu" and _alive(observation) <= _room(device) < _kept_at_will(observation, device)
 
 
 def _room(device: Device) -> int:
     return device.memory - CONTEXT - _CUBLAS
 
 
-def _alive(seen: Observation) -> int:
+def _alive(observation: Observation) -> int:
     """Bytes of tensors, at most."""
-    return max(size for phase, size in seen.peak.items() if phase in (Phase.LOAD, *STEP))
+    return max(size for phase, size in observation.peak.items() if phase in (Phase.LOAD, *STEP))
 
 
-def _kept_at_will(seen: Observation, device: Device) -> int:
+def _kept_at_will(observation: Observation, device: Device) -> int:
     """Bytes had from the system, at most, on a device that is large enough."""
-    if seen.held is None:
-        seen.held = hold(seen.log, seen.streams, device)
-    return seen.held
+    if observation.held is None:
+        observation.held = hold(observation.log, observation.streams, device)
+    return observation.held
 
 
-def _held(seen: Observation, device: Device) -> int:
+def _held(observation: Observation, device: Device) -> int:
     """Bytes had from the system, at most. Whether segments of fixed sizes can be given back in time only a log tells."""
-    if gives_back(seen, device):
+    if gives_back(observation, device):
         limited = (
-            replay_caching(seen.log, seen.streams, expandable=device.expandable, limit=_room(device))
-            if seen.log
+            replay_caching(observation.log, observation.streams, expandable=device.expandable, limit=_room(device))
+            if observation.log
             else None
         )
         if limited.fits if limited else device.expandable:
             return limited.reserved if limited else _room(device)
-    return _kept_at_will(seen, device)
+    return _kept_at_will(observation, device)
 
 
 EXACT = 1 << 29  # weights up to which an export compares in fp64, as compress/export/verify.py has it
 
 
-def exporting(recipe: Recipe, seen: Observation, device: Device) -> dict[str, int] | None:
+def exporting(recipe: Recipe, observation: Observation, device: Device) -> dict[str, int] | None:
     """Categories at the peak of `preheat export` of the run, a command of its own that builds the recipe anew on one device.
 
     The trained model is compared with what was written in fp64 (large ones in fp32). On a CPU what was written stands there too: read again, and its
@@ -99,20 +101,24 @@ def exporting(recipe: Recipe, seen: Observation, device: Device) -> dict[str, in
     """
     if any(t.is_parallel() for t in recipe.techniques.values()) or (recipe.parallel.devices or 1) > 1:
         return None
-    found = dict.fromkeys(seen.categories[Phase.SAVING], 0) | {
-        k: seen.categories[Phase.SAVING][k] for k in ("parameters", "optimizer")
+    sizes = dict.fromkeys(observation.categories[Phase.SAVING], 0) | {
+        k: observation.categories[Phase.SAVING][k] for k in ("parameters", "optimizer")
     }
-    compared = seen.parameters * (8 if seen.parameters <= EXACT else 4)
+    compared = observation.parameters * (8 if observation.parameters <= EXACT else 4)
     if device.kind == "cpu":
-        return {**found, "temporary": compared + found["parameters"]}
-    return {**found, "temporary": max(compared - found["parameters"], 0)}  # it takes the place of the model
+        return {**sizes, "temporary": compared + sizes["parameters"]}
+    return {**sizes, "temporary": max(compared - sizes["parameters"], 0)}  # it takes the place of the model
 
 
-def _copy_to_save(recipe: Recipe, seen: Observation, device: Device) -> int:
+def _copy_to_save(recipe: Recipe, observation: Observation, device: Device) -> int:
     """On a CPU, where the host's memory is the device's; a GPU's copy is on the host."""
     if not is_async(recipe, device):
         return 0
-    held = seen.categories[Phase.SAVING]
+    sizes = observation.categories[Phase.SAVING]
     # Frozen weights that stand in a folder already are not saved again.
-    share = seen.trained / seen.parameters if recipe.model.path and recipe.model.weights == "pretrained" else 1.0
-    return held["optimizer"] + round(held["parameters"] * share)
+    share = (
+        observation.trained / observation.parameters
+        if recipe.model.path and recipe.model.weights == "pretrained"
+        else 1.0
+    )
+    return sizes["optimizer"] + round(sizes["parameters"] * share)

@@ -53,8 +53,8 @@ def words(added: Iterable[Technique], micro: int | None = None) -> str:
         if t.micro_batch_count() > 1:
             continue
         plain = type(t)()
-        said = [f"{key} {value}" for key, value in vars(t).items() if value != getattr(plain, key)]
-        parts.append(t.name() + (f" ({', '.join(said)})" if said else ""))
+        changed = [f"{key} {value}" for key, value in vars(t).items() if value != getattr(plain, key)]
+        parts.append(t.name() + (f" ({', '.join(changed)})" if changed else ""))
     return ", ".join(parts or ["nothing added"]) + (
         f"; {micro} row{'s' if micro > 1 else ''} at a time" if micro else ""
     )
@@ -83,10 +83,10 @@ class Space:
     left_open: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        stated = self.recipe.techniques
-        open_here = {name for name, t in stated.items() if isinstance(t, Searchable) and t.left_open(self.device)}
+        own = self.recipe.techniques
+        open_here = {name for name, t in own.items() if isinstance(t, Searchable) and t.left_open(self.device)}
         object.__setattr__(self, "left_open", frozenset(open_here))
-        decided = {name: t for name, t in stated.items() if name not in self.left_open}
+        decided = {name: t for name, t in own.items() if name not in self.left_open}
         object.__setattr__(self, "recipe", replace(self.recipe, techniques=decided))
         object.__setattr__(self, "config", hf.configure(self.recipe, self.vocabulary))
 
@@ -138,20 +138,20 @@ class Space:
         alone = set(self.on_one_device())
         spread = [cls for cls in self.searched() if cls not in alone and cls().micro_batch_count() == 1]
         given = list(self.recipe.techniques.values())
-        stated = any(0 in t.degrees().values() for t in given)
+        is_open = any(0 in t.degrees().values() for t in given)
         rest = [t for cls in spread if 0 in cls().degrees().values() and not _inner(cls) for t in self._options(cls)]
-        beside = [t for cls in spread if not cls.is_parallel() for t in self._options(cls)]
+        extras = [t for cls in spread if not cls.is_parallel() for t in self._options(cls)]
         inner = [[None, *self._options(cls)] for cls in spread if cls.is_parallel() and _inner(cls)]
         for cut in itertools.product(*inner):
             chosen = tuple(t for t in cut if t is not None)
-            taken = math.prod(size for t in (*given, *chosen) for size in t.degrees().values() if size)
-            if self.world % taken or any(t.degrees().get(Axis.TENSOR, 1) > self.per_host for t in chosen):
+            used = math.prod(size for t in (*given, *chosen) for size in t.degrees().values() if size)
+            if self.world % used or any(t.degrees().get(Axis.TENSOR, 1) > self.per_host for t in chosen):
                 continue
-            if taken == self.world or stated:
+            if used == self.world or is_open:
                 yield chosen
-            for t in () if stated or taken == self.world else rest:
+            for t in () if is_open or used == self.world else rest:
                 yield (*chosen, t)
-                yield from ((*chosen, t, also) for also in beside if self._serves(also, (*chosen, t)))
+                yield from ((*chosen, t, also) for also in extras if self._serves(also, (*chosen, t)))
 
     def _serves(self, t: Technique, layout: Settings) -> bool:
         """Whether something that shares nothing out by itself has its place beside a layout."""
@@ -162,11 +162,11 @@ class Space:
         return not problems_of(t, Context(self.recipe, hf.facts(self.config), self.device, tags, sizes))
 
     def _options(self, cls: type[Searchable]) -> list[Technique]:
-        made = cls()
+        default = cls()
         sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: self.world}
         tags = frozenset(tag for t in techniques_of(self.recipe) for tag in t.provided())
         context = Context(self.recipe, hf.facts(self.config), self.device, tags, sizes)
-        return [t for t in made.options(context) if self.allowed(t)]
+        return [t for t in default.options(context) if self.allowed(t)]
 
     def having(self, added: Iterable[Technique]) -> Recipe:
         """The recipe with these besides, on all devices."""
@@ -175,15 +175,17 @@ class Space:
 
     def single(self, added: Iterable[Technique]) -> Recipe:
         """The same on one device, one row at a time: without what shares out and cuts."""
-        made = self.having(added)
-        kept = {name: t for name, t in single_device(made.techniques).items() if t.micro_batch_count() == 1}
-        parallel = replace(made.parallel, devices=1)
-        model = made.model
+        recipe = self.having(added)
+        techniques = {name: t for name, t in single_device(recipe.techniques).items() if t.micro_batch_count() == 1}
+        parallel = replace(recipe.parallel, devices=1)
+        model = recipe.model
         if getattr(
             self.config.get_text_config(), "first_k_dense_replace", None
         ):  # so that a look at one layer sees experts
             model = replace(model, config={**model.config, "first_k_dense_replace": 0})
-        return replace(made, model=model, techniques=kept, parallel=parallel, batch=replace(made.batch, size=1))
+        return replace(
+            recipe, model=model, techniques=techniques, parallel=parallel, batch=replace(recipe.batch, size=1)
+        )
 
     def even(self, sizes: Mapping[Axis, int]) -> bool:
         """Whether each device has as many rows as the others."""

@@ -34,7 +34,7 @@ def longest(
     in_use: int = 0,
     seconds: float = 10.0,
     confirm: bool = True,
-    tell: Callable[[str], None] = lambda words: None,
+    tell: Callable[[str], None] = lambda message: None,
 ) -> SearchResult:
     """The longest rows that fit, as `search` finds them: doubled until they do not, up to the model's positions; tokens a batch stay what they are.
 
@@ -47,14 +47,14 @@ def longest(
     while True:
         size = max(tokens // length, space.world)
         recipe = replace(space.recipe, batch=replace(batch, length=length, size=size))
-        found = search(
+        result = search(
             replace(space, recipe=recipe), rates=rates, in_use=in_use, seconds=seconds / 3, confirm=False, tell=tell
         )
-        if not found.best.plan["fits"]:
+        if not result.best.plan["fits"]:
             if best is not None:
-                best.rejected.append((f"rows of {length:,} tokens", too_large(found.best.plan)))
-            return best or found
-        best = found
+                best.rejected.append((f"rows of {length:,} tokens", too_large(result.best.plan)))
+            return best or result
+        best = result
         if 2 * length > positions and not _scaled(space.recipe, space.vocabulary, 2 * length):
             best.rejected.append((f"rows of {2 * length:,} tokens", f"the model has {positions:,} positions"))
             return best
@@ -77,30 +77,36 @@ def longest_as_stated(
     Returns:
         {length, peak_gib, limit}: tokens (0: not even the shortest fits), its predicted peak, and why no longer, in words.
     """
-    how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "rates": rates, "in_use": in_use, "world": world}
+    kwargs: dict[str, Any] = {
+        "vocabulary": vocabulary,
+        "device": device,
+        "rates": rates,
+        "in_use": in_use,
+        "world": world,
+    }
     sizes = context_of(recipe, hf.configure(recipe, vocabulary), device, world).sizes
     rows = math.prod(sizes[axis] for axis in DATA) * math.prod(
         t.micro_batch_count() for t in recipe.techniques.values()
     )
-    made: dict[str, Any] = {"length": 0, "peak_gib": None, "limit": ""}
+    longest: dict[str, Any] = {"length": 0, "peak_gib": None, "limit": ""}
     length, doubled = recipe.batch.length, 0
     while doubled < DOUBLINGS:
         longer = replace(recipe, batch=replace(recipe.batch, length=length, size=rows))
         try:
-            found = plan(longer, **how)
+            planned = plan(longer, **kwargs)
         except RecipeError as error:  # of the length: the recipe itself was planned before
-            return {**made, "limit": f"rows of {length:,} tokens: {str(error).splitlines()[0]}"}
-        if found["fits"]:
-            made |= {"length": length, "peak_gib": found["peak_gib"]}
-            if made["limit"]:
-                return made
+            return {**longest, "limit": f"rows of {length:,} tokens: {str(error).splitlines()[0]}"}
+        if planned["fits"]:
+            longest |= {"length": length, "peak_gib": planned["peak_gib"]}
+            if longest["limit"]:
+                return longest
             length, doubled = 2 * length, doubled + 1
             continue
-        made["limit"] = f"rows of {length:,} tokens: {too_large(found)}"
-        if made["length"] or length < 2 * SHORTEST:
-            return made
+        longest["limit"] = f"rows of {length:,} tokens: {too_large(planned)}"
+        if longest["length"] or length < 2 * SHORTEST:
+            return longest
         length //= 2
-    return {**made, "limit": f"rows of {length:,} tokens were not tried"}
+    return {**longest, "limit": f"rows of {length:,} tokens were not tried"}
 
 
 def _scaled(recipe: Recipe, vocabulary: int | None, length: int) -> bool:

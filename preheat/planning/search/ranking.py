@@ -68,14 +68,16 @@ class Guess:
     tokens_per_second: float
 
 
-def seconds(seen: Observation, rates: Rates | Roofline) -> float:
+def seconds(observation: Observation, rates: Rates | Roofline) -> float:
     """Of one optimizer step, without what a CPU has from the system anew."""
-    return rates.seconds(seen).total if isinstance(rates, Roofline) else step_seconds(seen, rates)
+    return rates.seconds(observation).total if isinstance(rates, Roofline) else step_seconds(observation, rates)
 
 
-def _of_update(seen: Observation, rates: Rates | Roofline) -> float:
+def _of_update(observation: Observation, rates: Rates | Roofline) -> float:
     """Seconds of the device for the update; the host hands its kernels out while the step's others still run."""
-    only = replace(seen, kernels=Counter({kernel: n for kernel, n in seen.kernels.items() if kernel.alone}))
+    only = replace(
+        observation, kernels=Counter({kernel: n for kernel, n in observation.kernels.items() if kernel.alone})
+    )
     if isinstance(rates, Roofline):
         parts = rates.seconds(only)
         return parts.total - parts.host
@@ -101,11 +103,13 @@ def observe_layer(
     """
 
     def numbers(layers: int) -> tuple[float, ...]:
-        seen = observe_cached(of_layers(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step")
-        at = seen.categories[Phase.UPDATE]
-        update = _of_update(seen, rates)
+        observation = observe_cached(
+            of_layers(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step"
+        )
+        at = observation.categories[Phase.UPDATE]
+        update = _of_update(observation, rates)
         states = at["parameters"] + at["gradients"] + at["optimizer"]
-        return states, at["parameters"], seen.passing, max(seconds(seen, rates) - update, 0.0), update
+        return states, at["parameters"], observation.passing, max(seconds(observation, rates) - update, 0.0), update
 
     one = numbers(1)
     if layer is not None:
@@ -117,7 +121,7 @@ def observe_layer(
 
 
 def estimate(
-    seen: LayerCost,
+    cost: LayerCost,
     batch: Batch,
     model: ModelFacts,
     sizes: Mapping[Axis, int],
@@ -139,19 +143,19 @@ def estimate(
     def of_all(pair: tuple[float, float]) -> float:
         return (pair[0] * layers + pair[1]) / tensor
 
-    weights = of_all(seen.weights)
+    weights = of_all(cost.weights)
     gathered = 0.0
     if sharded > 1:  # a layer's weights and the next one's, or the ends', which are the largest group
-        gathered = (seen.weights[0] + max(seen.weights)) / tensor if Tag.RESHARD_AFTER_FORWARD in tags else weights
+        gathered = (cost.weights[0] + max(cost.weights)) / tensor if Tag.RESHARD_AFTER_FORWARD in tags else weights
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
             gathered += weights  # gradients of all weights wait for the last micro-batch
     flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals stay whole
-    alive = min(pipeline, micros) * layers * seen.kept[0] / flowing + seen.kept[1] / tensor
-    memory = of_all(seen.states) / sharded + gathered + micro * alive / context
-    working = rows * (seen.seconds[0] * layers + seen.seconds[1] / pipeline) / (tensor * context)
-    waiting, beside = _sent(batch, model, sizes, micros, micro, weights, tags, rates)
-    time = (working + waiting + max(beside - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(
-        seen.update
+    alive = min(pipeline, micros) * layers * cost.kept[0] / flowing + cost.kept[1] / tensor
+    memory = of_all(cost.states) / sharded + gathered + micro * alive / context
+    working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
+    waiting, hidden = _sent(batch, model, sizes, micros, micro, weights, tags, rates)
+    time = (working + waiting + max(hidden - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(
+        cost.update
     ) / sharded
     return Guess(memory, time, batch.size * batch.length / time)
 
@@ -183,9 +187,9 @@ def _sent(
     waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)
     half = 0.5 if Tag.BF16_ALL_GATHER in tags else 1.0
     gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1)
-    beside = gathers * once("all_gather_into_tensor", weights * half, Axis.SHARD)
-    beside += (micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1) * once(
+    overlapped = gathers * once("all_gather_into_tensor", weights * half, Axis.SHARD)
+    overlapped += (micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1) * once(
         "reduce_scatter_tensor", weights, Axis.SHARD
     )
-    beside += once("all_reduce", weights / sizes[Axis.SHARD], Axis.REPLICATE)
-    return waiting, beside
+    overlapped += once("all_reduce", weights / sizes[Axis.SHARD], Axis.REPLICATE)
+    return waiting, overlapped

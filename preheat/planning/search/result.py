@@ -102,11 +102,11 @@ def size(gib: float) -> str:
 
 def fragmentation_hint(plan: Mapping[str, Any]) -> str:
     """What to try on a GPU that has room for a plan's tensors and not for the freed memory that torch's allocator keeps in segments of fixed sizes; else empty."""
-    kept = plan["overhead"].get("allocator", 0.0)
+    cached = plan["overhead"].get("allocator", 0.0)
     if plan["device"].get("segments") != "fixed":
         return ""
     if plan.get("gives_back"):
         return "the allocator must give back freed memory in each step to make room, which takes time: --set hardware.segments=expandable has less to give back"
-    if not plan["peak_gib"] - kept <= plan["available_gib"] < plan["peak_gib"]:
+    if not plan["peak_gib"] - cached <= plan["available_gib"] < plan["peak_gib"]:
         return ""
-    return f"{kept:.1f} of it is freed memory in pieces; segments that grow give it back page by page: --set hardware.segments=expandable"
+    return f"{cached:.1f} of it is freed memory in pieces; segments that grow give it back page by page: --set hardware.segments=expandable"

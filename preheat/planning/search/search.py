@@ -74,7 +74,7 @@ def search(
     aim: Aim = "fastest",
     seconds: float = 10.0,
     confirm: bool = True,
-    tell: Callable[[str], None] = lambda words: None,
+    tell: Callable[[str], None] = lambda message: None,
 ) -> SearchResult:
     """The best recipe that fits.
 
@@ -151,9 +151,9 @@ class _Search:
             best, confirmed = self._confirm(best, "whole" if quick else "enough")
             confirmed &= quick
         guesses = self._guesses(candidates)
-        found = SearchResult(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed, guesses)
-        self._say_why_slower(found)
-        return found
+        result = SearchResult(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed, guesses)
+        self._say_why_slower(result)
+        return result
 
     # Candidates
 
@@ -173,18 +173,18 @@ class _Search:
             # Those of most rows a device first, which can be cut for a pipeline.
             for layout, _ in sorted(layouts, key=lambda pair: math.prod(pair[1][axis] for axis in DATA)):
                 if (shape := _shape(layout)) not in some:
-                    found = [k for k in best if self._go_together(k, layout)]
+                    compatible = [k for k in best if self._go_together(k, layout)]
                     firsts = (
                         next((k for k in order[::every] if self._go_together(k, layout)), None) for order in others
                     )
-                    some[shape] = found or [k for k in firsts if k is not None]
+                    some[shape] = compatible or [k for k in firsts if k is not None]
             tried = [self._of(layout, sizes, some[_shape(layout)]) for layout, sizes in layouts]
             self.guessed += sum(map(len, tried))
-            taken: Counter[tuple[str, ...]] = Counter()
+            counts: Counter[tuple[str, ...]] = Counter()
             ranked = []
-            for _, n in sorted((self._hope(made), n) for n, made in enumerate(tried)):
-                taken[names := tuple(t.name() for t in layouts[n][0])] += 1
-                if taken[names] <= _ALIKE:
+            for _, n in sorted((self._hope(of_layout), n) for n, of_layout in enumerate(tried)):
+                counts[names := tuple(t.name() for t in layouts[n][0])] += 1
+                if counts[names] <= _ALIKE:
                     ranked.append(layouts[n])
             layouts = ranked[:_LAYOUTS]
         candidates = []
@@ -219,28 +219,28 @@ class _Search:
                 yield layout, sizes
 
     def _of(self, layout: Settings, sizes: dict[Axis, int], kinds: Iterable[Combination]) -> list[Candidate]:
-        stated, batch = tuple(self.space.recipe.techniques.values()), self.space.recipe.batch
+        own, batch = tuple(self.space.recipe.techniques.values()), self.space.recipe.batch
         fixed, rows = (
-            math.prod(t.micro_batch_count() for t in stated),
+            math.prod(t.micro_batch_count() for t in own),
             batch.size // math.prod(sizes[axis] for axis in DATA),
         )
         cuts = self._ways_to_cut(layout)
-        made = []
+        candidates = []
         for kind in kinds:
-            tags = frozenset(tag for t in (*stated, *kind.settings, *layout) for tag in t.provided())
+            tags = frozenset(tag for t in (*own, *kind.settings, *layout) for tag in t.provided())
             for cut in cuts:
                 micros = cut.micro_batch_count() if cut else fixed
                 if sizes[Axis.PIPELINE] <= micros:
                     guessed = estimate(kind.look, batch, self.model, sizes, micros, tags, self.rates)
-                    made.append(Candidate(kind.settings, layout, cut, rows, guessed))
-        return made
+                    candidates.append(Candidate(kind.settings, layout, cut, rows, guessed))
+        return candidates
 
     def _ways_to_cut(self, layout: Settings) -> list[Technique | None]:
         """Ways to cut a device's rows into micro-batches, from none on, which is the only one where the recipe states how."""
-        stated = self.space.recipe.techniques.values()
-        sizes = self.space.sizes((*stated, *layout))
+        own = self.space.recipe.techniques.values()
+        sizes = self.space.sizes((*own, *layout))
         rows = self.space.recipe.batch.size // math.prod(sizes[axis] for axis in DATA) if sizes else 1
-        if rows == 1 or any(t.micro_batch_count() > 1 for t in stated):
+        if rows == 1 or any(t.micro_batch_count() > 1 for t in own):
             return [None]
         if rows not in self._cut:
             context = self.space.context(self.space.having(layout))
@@ -259,13 +259,13 @@ class _Search:
         )  # before layouts that nobody asked for
         reasons = [problem for problem in dict.fromkeys(map(self._clash.get, simplest)) if problem is not None]
         # What the recipe states itself binds; what it lacks, a search might have added.
-        stated = [
+        binding = [
             problem
             for problem in reasons
             if problem.technique in self.space.recipe.techniques and problem.code is not ProblemCode.MISSING_TAG
         ]
         if size % world == 0 and reasons:
-            return f"techniques: nothing that may be added can be planned here: {'; '.join(map(str, (stated or reasons)[:3]))}"
+            return f"techniques: nothing that may be added can be planned here: {'; '.join(map(str, (binding or reasons)[:3]))}"
         return (
             f"batch.size: {size} rows cannot be shared out evenly among {world} devices by what may be added; use a multiple of {world}"
             f" (--batch-tokens {size // world * world * self.space.recipe.batch.length or world * self.space.recipe.batch.length}), or fewer devices"
@@ -334,7 +334,7 @@ class _Search:
         looked: set[tuple[Any, ...]] = {s.added for s in self.seen}
         while time.process_time() < self.until:
             best = min((s for s in self.seen if s.plan["fits"]), key=self._rank)
-            beside = [
+            nearby = [
                 c
                 for c in candidates
                 if c.added not in looked
@@ -343,9 +343,9 @@ class _Search:
                 and self._corrected(c)[0] <= self.room * _BESIDE
                 and not self._no_better(c, best, 1 / _BESIDE)
             ]
-            if not beside:
+            if not nearby:
                 return
-            c = min(beside, key=self._promise)
+            c = min(nearby, key=self._promise)
             looked.add(c.added)
             self._look_at(c)
 
@@ -393,17 +393,17 @@ class _Search:
         self.tell(words(c.added, c.micro))
         began = time.perf_counter()
         try:
-            seen = observe_cached(
+            observation = observe_cached(
                 recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how="few"
             )
         except RecipeError as error:  # what only a build finds out
             self._reject(words(c.added), str(error).splitlines()[0])
             return None
         plan = describe(
-            recipe, seen, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use
+            recipe, observation, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use
         )
-        made = EvaluatedPlan(recipe, plan, worst(c.added), c.micro, c.added)
-        self.seen.append(made)
+        evaluated = EvaluatedPlan(recipe, plan, worst(c.added), c.micro, c.added)
+        self.seen.append(evaluated)
         self._took = time.perf_counter() - began
         scale = (plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second)
         self._scale[c.kind, c.names] = self._scale[c.names] = self._scale[None] = scale
@@ -411,10 +411,10 @@ class _Search:
             key = (c.kind, c.layout)
             self._failed[key] = min(c.micro, self._failed.get(key, c.micro))
             self._reject(words(c.added, c.micro), too_large(plan))
-        return made
+        return evaluated
 
     def _reject(self, what: str, why: str) -> None:
-        if why not in {said for _, said in self.rejected}:  # of many that fail alike the first is enough
+        if why not in {reason for _, reason in self.rejected}:  # of many that fail alike the first is enough
             self.rejected.append((what, why))
 
     # The end
@@ -423,11 +423,16 @@ class _Search:
         """The best with all its layers, or with as many as tell what an allocator keeps; where those say that it does not fit, the next best."""
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
             self.tell(f"{'all' if how == 'whole' else 'more'} layers of {words(s.added, s.micro)}")
-            seen = observe_cached(
+            observation = observe_cached(
                 s.recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how=how
             )
             plan = describe(
-                s.recipe, seen, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use
+                s.recipe,
+                observation,
+                device=self.space.device,
+                rates=self.rates,
+                rows=self.space.rows,
+                in_use=self.in_use,
             )
             confirmed = replace(s, plan=plan)
             self.seen[self.seen.index(s)] = confirmed
@@ -446,11 +451,11 @@ class _Search:
                 groups.setdefault(s.names, s)
         return list(groups.values())
 
-    def _say_why_slower(self, found: SearchResult) -> None:
-        for s in found.seen:
-            if s.plan["fits"] and s is not found.best and found.best.plan["fits"]:
-                share = s.plan["tokens_per_second"] / found.best.plan["tokens_per_second"] - 1
-                late = s.plan["seconds_to_start"] - found.best.plan["seconds_to_start"]
+    def _say_why_slower(self, result: SearchResult) -> None:
+        for s in result.seen:
+            if s.plan["fits"] and s is not result.best and result.best.plan["fits"]:
+                share = s.plan["tokens_per_second"] / result.best.plan["tokens_per_second"] - 1
+                late = s.plan["seconds_to_start"] - result.best.plan["seconds_to_start"]
                 waits = (
                     f", but {late:.0f} s later to its first step, in a run this short" if share > 0 and late > 0 else ""
                 )

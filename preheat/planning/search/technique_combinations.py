@@ -70,14 +70,14 @@ class _Kinds:
         for chosen in itertools.product(*choices):
             kind = tuple(c.setting for c in chosen if c.setting is not None)
             if not self._problems(kind):
-                made = plain
+                cost = plain
                 for c in chosen:
-                    made = made if c.setting is None else made.with_change(c.look, c.beside)
-                kinds.append((kind, made))
-        sums = [self._sums(made, kind) for kind, made in kinds]
+                    cost = cost if c.setting is None else cost.with_change(c.look, c.beside)
+                kinds.append((kind, cost))
+        sums = [self._sums(cost, kind) for kind, cost in kinds]
         return [
-            Combination(kind, made, frozenset(n for n, other in enumerate(sums) if _worse(mine, other)))
-            for (kind, made), mine in zip(kinds, sums, strict=True)
+            Combination(kind, cost, frozenset(n for n, other in enumerate(sums) if _worse(mine, other)))
+            for (kind, cost), mine in zip(kinds, sums, strict=True)
         ]
 
     def _choices(self, plain: LayerCost) -> list[list[Option]]:
@@ -90,12 +90,12 @@ class _Kinds:
             """Leaves what is worth choosing; the best becomes part of the base."""
             nonlocal base, under
             without = Option(None, under, under)
-            kept = self._worth([*choices.get(cls, [without]), *tried])
+            worthwhile = self._worth([*choices.get(cls, [without]), *tried])
             # Worse by itself, but what excludes this technique may be worth more.
-            choices[cls] = kept if kept[0].setting is None else [without, *kept]
+            choices[cls] = worthwhile if worthwhile[0].setting is None else [without, *worthwhile]
             # What brings an optimizer excludes others that do, and is slow to observe: not beside everything else.
-            light = [c for c in kept if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
-            best = min(light or kept, key=lambda c: self._cost(c.look, c.setting) / self._cost(c.beside))
+            light = [c for c in worthwhile if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
+            best = min(light or worthwhile, key=lambda c: self._cost(c.look, c.setting) / self._cost(c.beside))
             if best.setting is not None and best.beside is under:
                 base, under = (*base, best.setting), best.look
 
@@ -123,8 +123,8 @@ class _Kinds:
     def _options(self, cls: type[Searchable], base: Settings) -> list[Technique]:
         """Settings whose effect is seen in a layer; of many the first, the middle and the last."""
         context = self.space.context(self.space.single(base), 1)
-        found = [t for t in cls().options(context) if self.space.allowed(t) and t.period() == 1]
-        return found if len(found) <= 4 else [found[0], found[len(found) // 2], found[-1]]
+        settings = [t for t in cls().options(context) if self.space.allowed(t) and t.period() == 1]
+        return settings if len(settings) <= 4 else [settings[0], settings[len(settings) // 2], settings[-1]]
 
     def _problems(self, added: Settings) -> list[Problem]:
         return candidate_problems(self.space, self.space.single(added), 1)
@@ -141,9 +141,9 @@ class _Kinds:
     def _prepare(self, tried: list[Settings]) -> None:
         """Has what is about to be looked at observed by all processes at once."""
         singles = [(self.space.single(added), _of_the_ends(added)) for added in tried if not self._problems(added)]
-        how = {"vocabulary": self.space.vocabulary, "device": self.space.device, "world": 1, "how": "step"}
+        kwargs = {"vocabulary": self.space.vocabulary, "device": self.space.device, "world": 1, "how": "step"}
         prefetch(
-            {"recipe": of_layers(recipe, layers), **how}
+            {"recipe": of_layers(recipe, layers), **kwargs}
             for recipe, ends in singles
             for layers in ((1,) if ends else (1, 2))
         )
@@ -162,8 +162,8 @@ class _Kinds:
         place = self._place(t, base, choices)
         try:
             if place is not None:
-                beside = self._servable(place)  # some of it may serve only beside `t`
-                return Option(t, self._look((*place, t)), self._look(beside))
+                rest = self._servable(place)  # some of it may serve only beside `t`
+                return Option(t, self._look((*place, t)), self._look(rest))
         except RecipeError as error:  # what only a build finds out
             why = str(error).splitlines()
         if why:
@@ -187,11 +187,11 @@ class _Kinds:
 
     def _servable(self, settings: Settings) -> Settings:
         """As many of these as go together without anything else."""
-        kept = Settings()
+        servable = Settings()
         for t in settings:
-            if not self._problems((*kept, t)):
-                kept = (*kept, t)
-        return kept
+            if not self._problems((*servable, t)):
+                servable = (*servable, t)
+        return servable
 
     def _whole(self, pair: tuple[float, float]) -> float:
         return pair[0] * self._layers + pair[1]
@@ -200,23 +200,23 @@ class _Kinds:
     def _layers(self) -> int:
         return hf.facts(self.space.config).layers
 
-    def _bytes(self, seen: LayerCost) -> float:
+    def _bytes(self, cost: LayerCost) -> float:
         """Of a device with a row, where all share the states."""
-        return self._whole(seen.states) / self.space.world + self._whole(seen.kept)
+        return self._whole(cost.states) / self.space.world + self._whole(cost.kept)
 
-    def _cost(self, seen: LayerCost, added: Technique | None = None) -> float:
+    def _cost(self, cost: LayerCost, added: Technique | None = None) -> float:
         """Bytes times seconds of one row."""
-        return self._bytes(seen) * self._seconds(seen, (added,) if added else ())
+        return self._bytes(cost) * self._seconds(cost, (added,) if added else ())
 
-    def _seconds(self, seen: LayerCost, added: Settings = ()) -> float:
+    def _seconds(self, cost: LayerCost, added: Settings = ()) -> float:
         """Of a row, with its part of the update and of what `added` take to start."""
         batch = self.space.recipe.batch
-        row = self._whole(seen.seconds) + self._whole(seen.update) / batch.size * self.space.world
+        row = self._whole(cost.seconds) + self._whole(cost.update) / batch.size * self.space.world
         tokens = batch.length * self.space.world
         return tokens / self.space.over_run(tokens / row, added)
 
-    def _sums(self, seen: LayerCost, added: Settings) -> tuple[float, float, float]:
-        return self._whole(seen.states), self._whole(seen.kept), self._seconds(seen, added)
+    def _sums(self, cost: LayerCost, added: Settings) -> tuple[float, float, float]:
+        return self._whole(cost.states), self._whole(cost.kept), self._seconds(cost, added)
 
     def _worth(self, choices: list[Option]) -> list[Option]:
         """Those that are better than each other one in something; of equals the first."""
@@ -227,15 +227,15 @@ class _Kinds:
             )
             for c in choices
         ]
-        kept = []
+        worthwhile = []
         for n, (memory, time) in enumerate(sizes):
             better = (
                 m <= memory * 1.002 and s <= time * 1.002 and (m < memory * 0.99 or s < time * 0.99) for m, s in sizes
             )
             equal = (abs(m / memory - 1) < 0.01 and abs(s / time - 1) < 0.01 for m, s in sizes[:n])
             if not any(better) and not any(equal):
-                kept.append(choices[n])
-        return kept
+                worthwhile.append(choices[n])
+        return worthwhile
 
 
 def _of_the_ends(added: Settings) -> bool:

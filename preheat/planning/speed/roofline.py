@@ -229,7 +229,7 @@ class Roofline:
 
     def seconds(self, observation: Observation) -> Seconds:
         """Seconds of one optimizer step."""
-        products = attention = moved = waiting = beside = 0.0
+        products = attention = moved = waiting = overlapped = 0.0
         launches = 0
         for kernel, count in observation.kernels.items():
             if kernel.where != "device":
@@ -240,7 +240,7 @@ class Roofline:
                 if "all_to_all" in kernel.operator or "alltoall" in kernel.operator:
                     waiting += seconds  # what is exchanged within a layer, also among devices that share out rows
                 elif {*DATA, Axis.PIPELINE} & set(axes):
-                    beside += seconds
+                    overlapped += seconds
                 else:
                     waiting += seconds
                 continue
@@ -254,10 +254,10 @@ class Roofline:
                 moved += (self._moving(kernel.bytes_read + kernel.bytes_written) + _LAUNCH) * fused * count
         computing = products + attention + moved
         host = max(launches * (_HOST_COMPILED if observation.compiled else _HOST) * observation.slowed - computing, 0.0)
-        waiting += max(beside - computing, 0.0)
+        waiting += max(overlapped - computing, 0.0)
         working = computing + host + waiting
         idle, link = working * observation.idle, self._link(observation, computing)
-        return Seconds(products, attention, moved, waiting, min(beside, computing), host, idle, link)
+        return Seconds(products, attention, moved, waiting, min(overlapped, computing), host, idle, link)
 
     def _link(self, observation: Observation, computing: float) -> float:
         link = (self.device.host or _HOST_LINK) * _LINK
@@ -279,7 +279,7 @@ def link_seconds(observation: Observation, computing: float, *, to_host: float, 
         computing: seconds that the device computes.
         to_host, to_device: bytes a second.
     """
-    found: dict[tuple[str, bool], float] = defaultdict(float)
+    times: dict[tuple[str, bool], float] = defaultdict(float)
     for kernel, count in observation.kernels.items():
         if kernel.where == "host":
             seconds = (kernel.bytes_read + kernel.bytes_written) / _HOST_MEMORY
@@ -287,10 +287,10 @@ def link_seconds(observation: Observation, computing: float, *, to_host: float, 
             seconds = kernel.bytes_written / (to_host if kernel.where == "out" else to_device)
         else:
             continue
-        found[kernel.where, kernel.alone] += seconds * count
-    update = max(found["out", True], found["back", True], found["host", True])
-    beside = max(found["out", False] - computing / 3, 0.0) + max(found["back", False] - computing * 2 / 3, 0.0)
-    return update + beside + found["host", False]
+        times[kernel.where, kernel.alone] += seconds * count
+    update = max(times["out", True], times["back", True], times["host", True])
+    exposed = max(times["out", False] - computing / 3, 0.0) + max(times["back", False] - computing * 2 / 3, 0.0)
+    return update + exposed + times["host", False]
 
 
 def _last_wave(kernel: Kernel, units: int | None) -> float:
