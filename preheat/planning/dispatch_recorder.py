@@ -99,7 +99,8 @@ class Recorder(TorchDispatchMode):
     Args:
         rounding: of the allocator, bytes.
         spread: the step is one of several devices'.
-        casts: operators of single numbers cast operands of another dtype as a whole before they run, as torch does on a CPU; on a GPU they cast as they read.
+        casts: operators of single numbers cast operands of another dtype as a whole before they run, as torch does on a
+            CPU; on a GPU they cast as they read.
     """
 
     def __init__(self, rounding: int, spread: bool = False, casts: bool = False):

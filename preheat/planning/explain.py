@@ -95,8 +95,10 @@ def figures(result: SearchResult, observation: Observation, rates: Rates | Roofl
         seen: the best's observation with its log of allocations.
 
     Returns:
-        timeline: {phases: [(first event, phase)], bytes: [(event, GiB alive)]} of a step; roofline: {peak, bandwidth, points: [{operator, intensity,
-        flops, share}]}; guesses: [{what, techniques, peak_gib, tokens_per_second}] of the candidates; pareto: [{what, techniques, peak_gib, tokens_per_second, fits, best}] of all that was looked at.
+        timeline: {phases: [(first event, phase)], bytes: [(event, GiB alive)]} of a step; roofline: {peak, bandwidth,
+            points: [{operator, intensity,
+        flops, share}]}; guesses: [{what, techniques, peak_gib, tokens_per_second}] of the candidates; pareto: [{what,
+        techniques, peak_gib, tokens_per_second, fits, best}] of all that was looked at.
     """
     return {
         "timeline": _timeline(observation),

@@ -1,7 +1,8 @@
-"""Fake tensors made quickly: what an operator gave for tensors of some shapes it gives for others of the same.
+"""Cache of fake tensor outputs: a pure operator returns outputs of the same layout for inputs of the same layout.
 
-torch's `FakeTensorMode` remembers results, too, but for every kind of tensor and mode there is, which takes most of a dry run's time, and not for
-operators that give several views. Here only plain tensors and pure operators are remembered; all else goes to torch.
+torch's `FakeTensorMode` has a cache too, but it handles every kind of tensor and mode, which takes most of a dry run's
+time, and it does not cache operators that return several views. This cache handles plain tensors and pure operators
+only; torch executes everything else.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ __all__ = ["call", "tensors"]
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
-"""Shape, strides, offset in its memory, type and device."""
+"""Shape, strides, storage offset, dtype and device."""
 
 
 @dataclass(frozen=True)
 class _Result:
-    """A result: one of the inputs itself, or a new tensor, in its own memory or in that of an input."""
+    """One output of an operator: an input itself, a view of an input, or a new tensor.
+
+    Attributes:
+        itself: index of the input that the output is.
+        shares: index of the input whose storage the output shares.
+        what: layout of an output that is not an input.
+    """
 
     itself: int | None
     shares: int | None
@@ -44,7 +51,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Output:
-    """What an operator returned: the kind of its collection, or None for a single tensor."""
+    """All outputs of an operator; `kind` is the type of their collection, or None for a single tensor."""
 
     kind: type | None
     results: tuple[_Result | None, ...]
@@ -55,17 +62,17 @@ class _Output:
 
 
 class _Unknown(Exception):
-    """A value whose effect on the result is not known here."""
+    """Raised for an argument whose effect on the outputs is unknown, so that the call cannot be cached."""
 
 
-_cache: dict[Any, _Output | None] = {}  # None: torch must do it
+_cache: dict[Any, _Output | None] = {}  # None: not cacheable, torch executes it
 _PLAIN = (int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 _CHANGING = {"aten::set_", "aten::set_data", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"}
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
 def tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, in order."""
+    """Yields the tensors among an operator's arguments or outputs, in order."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -77,7 +84,7 @@ def tensors(values: Any) -> Iterator[Tensor]:
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> Any:
-    """`func(*args, **kwargs)` under a `FakeTensorMode`, from memory where that says the same.
+    """Returns `func(*args, **kwargs)` under a `FakeTensorMode`, from the cache if possible.
 
     Args:
         inputs: `tensors` of the arguments.
@@ -109,7 +116,7 @@ def _pure(func: Any) -> bool:
 
 
 def _signature(values: Any, mode: Any) -> Iterator[Any]:
-    """What of some arguments decides on shapes and types of the results. Raises _Unknown."""
+    """Yields everything about the arguments that determines the layout of the outputs; raises _Unknown if it cannot."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -124,9 +131,9 @@ def _signature(values: Any, mode: Any) -> Iterator[Any]:
         elif kind in _PLAIN:
             yield value
         elif kind is float or kind is bool:
-            yield (kind, value)  # equal to an integer, which gives another type
+            yield (kind, value)  # 1.0 and True equal 1 as keys, but give another dtype
         elif kind is torch.Generator:
-            yield None  # values do not matter
+            yield None  # fake tensors have no values
         elif isinstance(value, list | tuple):
             yield (len(value), *_signature(value, mode))
         else:
@@ -163,5 +170,5 @@ def _result(t: Any, inputs: Sequence[Any]) -> Any:
     with torch._C._DisableTorchDispatch():
         alone = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     if t.storage_offset() or alone.untyped_storage().nbytes() != storage.nbytes():
-        return _Unknown  # it is part of something larger
+        return _Unknown  # part of a larger storage
     return _Result(None, None, what)

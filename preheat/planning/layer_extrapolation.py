@@ -1,8 +1,9 @@
 """A model of many layers on many devices, observed by few of its layers: what repeats is counted on.
 
-Only the number of layers is extrapolated, never rows, lengths or devices. Bytes alive are affine in it at each place of a step (the first
-and last two layers, forward and backward, the head and its loss, the update), not at its peak, which may move from one place to
-another: so each place is carried on by itself, and the largest is the peak. Kernels are affine in their number.
+Only the number of layers is extrapolated, never rows, lengths or devices. Bytes alive are affine in it at each place of
+a step (the first and last two layers, forward and backward, the head and its loss, the update), not at its peak, which
+may move from one place to another: so each place is carried on by itself, and the largest is the peak. Kernels are
+affine in their number.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from preheat.recipe import Recipe
 
 __all__ = ["observe_few", "of_layers"]
 
-# (fewest, apart): two numbers of layers. From 4 on a step's places are affine; what a GPU's allocator keeps is from 8 on, and its noise asks for a distance.
+# (fewest, apart): two numbers of layers. From 4 on a step's places are affine; what a GPU's allocator keeps is from 8
+# on, and its noise asks for a distance.
 FEW, ENOUGH = (4, 1), (8, 4)
 _LONGEST_TURN = 6  # of layers that differ by a pattern
 _ALL = 256  # layers of a model on one CPU that are all observed: more take minutes
@@ -43,9 +45,9 @@ def observe_few(
     """`observe`, of a pipeline that end which needs more; by two models of few layers where that says the same: GPUs or several devices, many layers, all of them alike.
     One CPU too from 256 layers on, which would take minutes.
 
-    There is no log then, and what a CPU's heap keeps of freed tensors, which is not affine, is not in `held`: processes that are about to
-    run on CPUs (`world` is given) have all their layers observed. What a GPU's allocator keeps is carried on too.
-    `changes` are left out, since they would be those of the few layers.
+    There is no log then, and what a CPU's heap keeps of freed tensors, which is not affine, is not in `held`: processes
+    that are about to run on CPUs (`world` is given) have all their layers observed. What a GPU's allocator keeps is
+    carried on too. `changes` are left out, since they would be those of the few layers.
 
     Args:
         heap: False where what a CPU's heap keeps is not asked for: one is then observed by few layers too.
@@ -167,7 +169,8 @@ def _held(
 ) -> int:
     """What the allocator holds: beside the peak of all layers what it keeps of few, and more by what each layer added there.
 
-    Its segments are of fixed sizes, and each layer leaves some of them unfilled: by replays of 4 to 32 layers what is kept is affine from 8 on, but for
+    Its segments are of fixed sizes, and each layer leaves some of them unfilled: by replays of 4 to 32 layers what is
+        kept is affine from 8 on, but for
     jumps of a segment. So at least what the more layers keep, and at most as large a share of the peak.
 
     Args:

@@ -1,7 +1,8 @@
 """Observations kept by content, in memory and on disk: what was seen once of a recipe is not looked at again.
 
-The key is made of everything that a dry run may see: the recipe but for its name, seed, length and memory, the model's configuration, the device's kind, the
-number of devices, the versions of torch and transformers, and preheat's own source. The log of allocations is not kept on disk; what an allocator holds of it is.
+The key is made of everything that a dry run may see: the recipe but for its name, seed, length and memory, the model's
+configuration, the device's kind, the number of devices, the versions of torch and transformers, and preheat's own
+source. The log of allocations is not kept on disk; what an allocator holds of it is.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def observe_cached(
     """An observation of the recipe, from where it is known or else made now.
 
     Args:
-        how: `few`: by few layers where that says the same; `enough`: by more, which tell what a GPU's allocator keeps; `whole`: of all layers; `marked`: of all, told apart in `at`; `step`: without evaluation.
+        how: `few`: by few layers where that says the same; `enough`: by more, which tell what a GPU's allocator keeps;
+            `whole`: of all layers; `marked`: of all, told apart in `at`; `step`: without evaluation.
         rank: which of the devices; `few` and `enough` find that themselves.
         logged: with its log of allocations, which is not on disk.
 

@@ -1,7 +1,7 @@
 """What a run does beside its steps, under a dry run: building, saving, evaluating, writing samples; and the head apart from the layers.
 
-Each is the program's own code on fake tensors where that reads no values; where it does (drawing weights, choosing tokens), what it holds is
-asked of the code that does it, or seen of a pass that holds at least as much.
+Each is the program's own code on fake tensors where that reads no values; where it does (drawing weights, choosing
+tokens), what it holds is asked of the code that does it, or seen of a pass that holds at least as much.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
     """A micro-batch of the recipe's shape, each row one example; contents do not matter to a dry run.
 
     Args:
-        vision: how the model reads images: each row then has as many as the recipe says (`data.images`, `data.image_pixels`), or as it has room for.
+        vision: how the model reads images: each row then has as many as the recipe says (`data.images`,
+            `data.image_pixels`), or as it has room for.
     """
     length, kind = recipe.batch.length, examples_of(recipe).kind
     tokens, labels, positions = (torch.empty(rows, length, dtype=torch.int64) for _ in range(3))

@@ -24,12 +24,13 @@ __all__ = ["describe", "plan", "settled"]
 
 GIB = 2**30
 
-# Measured over predicted, of nine in ten. On a CPU of the recipes of benchmarks/results/plan_vs_measured.json and plan_vs_measured-drawn.md,
-# on accelerators of the catalogue of published runs (benchmarks/results/published.md).
+# Measured over predicted, of nine in ten. On a CPU of the recipes of benchmarks/results/plan_vs_measured.json and
+# plan_vs_measured-drawn.md, on accelerators of the catalogue of published runs (benchmarks/results/published.md).
 _MEMORY = {"measured": (0.9, 1.1), "catalogue": (0.88, 1.12), "catalogue, little known": (0.8, 1.4)}
 _SPEED = {"measured": (0.65, 1.2), "catalogue": (0.67, 1.17), "catalogue, little known": (0.53, 1.6)}
 _OFTEN_MEASURED = ("ampere", "hopper", "ada")  # generations of accelerators
-# Weights below which a step may be as long as its kernels take to be handed out, and memory what a tool holds beside the model.
+# Weights below which a step may be as long as its kernels take to be handed out, and memory what a tool holds beside
+# the model.
 _SMALL = 10**9
 
 
@@ -82,7 +83,8 @@ def plan(
 
     Args:
         vocabulary: pieces of the tokenizer.
-        rates: measured on `device` (`preheat.hardware.benchmark_rates.rates`), or what the catalogue says of one that is not here.
+        rates: measured on `device` (`preheat.hardware.benchmark_rates.rates`), or what the catalogue says of one that
+            is not here.
         rows: training rows, where known; `stop.epochs` needs it.
         in_use: bytes of the device that are taken before the run (on a CPU by the imports).
         world: devices; as many as the recipe names when not given.

@@ -74,7 +74,8 @@ def worker_pool(do: Callable[[Task], None], size: int | None = None) -> Iterator
     Args:
         do: does one task in such a process, and leaves nothing of it in memory.
 
-    They are copies of this process, which must have run no backward pass yet: torch's threads for those would be missing in them. Where
+    They are copies of this process, which must have run no backward pass yet: torch's threads for those would be
+        missing in them. Where
     CUDA is in use already there are none.
     """
     import transformers.modeling_utils  # noqa: F401  # both are needed by all: else each would import them

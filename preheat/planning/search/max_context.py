@@ -1,4 +1,4 @@
-"""The longest rows that fit: of a recipe as it stands, or with a search for each length, until none fits."""
+"""Longest sequences that fit: for a recipe as it is, or with a search at each length."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from preheat.recipe import Recipe
 __all__ = ["longest", "longest_as_stated"]
 
 DOUBLINGS = 10
-"""Of a recipe as it stands: a dry run each, and a thousand times the length is far beyond any."""
+"""For a recipe as it is: each doubling costs a dry run, and 1024 times its length is beyond any practical limit."""
 SHORTEST = 32
-"""Tokens of a row, below which nobody asks."""
+"""Tokens of the shortest sequence worth reporting."""
 
 
 def longest(
@@ -36,9 +36,10 @@ def longest(
     confirm: bool = True,
     tell: Callable[[str], None] = lambda message: None,
 ) -> SearchResult:
-    """The longest rows that fit, as `search` finds them: doubled until they do not, up to the model's positions; tokens a batch stay what they are.
+    """Finds the longest sequences that fit, with a search at each length.
 
-    Arguments and errors as of `search`.
+    The length is doubled until nothing fits, up to the model's positions; the tokens per batch stay the same. Arguments
+    and errors as of `search`.
     """
     batch = space.recipe.batch
     positions = hf.facts(space.config).positions or batch.length
@@ -70,12 +71,14 @@ def longest_as_stated(
     in_use: int = 0,
     world: int | None = None,
 ) -> dict[str, Any]:
-    """The longest rows that fit with the techniques that a recipe has, one row a micro-batch; arguments as of `planning.plan.plan`.
+    """Finds the longest sequences that fit with the recipe's own techniques and micro-batches of one sequence.
 
-    Rows are doubled from the recipe's own length on, or halved where these do not fit.
+    Starts from the recipe's length and doubles it, or halves it if it does not fit. Arguments as of
+    `planning.plan.plan`.
 
     Returns:
-        {length, peak_gib, limit}: tokens (0: not even the shortest fits), its predicted peak, and why no longer, in words.
+        {length, peak_gib, limit}: tokens (0 if not even the shortest fits), the predicted peak, and the reason why no
+        longer sequence fits.
     """
     kwargs: dict[str, Any] = {
         "vocabulary": vocabulary,
@@ -94,7 +97,7 @@ def longest_as_stated(
         longer = replace(recipe, batch=replace(recipe.batch, length=length, size=rows))
         try:
             planned = plan(longer, **kwargs)
-        except RecipeError as error:  # of the length: the recipe itself was planned before
+        except RecipeError as error:  # the length is to blame: the recipe itself was planned before
             return {**longest, "limit": f"rows of {length:,} tokens: {str(error).splitlines()[0]}"}
         if planned["fits"]:
             longest |= {"length": length, "peak_gib": planned["peak_gib"]}
@@ -110,7 +113,7 @@ def longest_as_stated(
 
 
 def _scaled(recipe: Recipe, vocabulary: int | None, length: int) -> bool:
-    """Whether the recipe itself gives the model as many positions as it needs."""
+    """True if the recipe extends the model's positions to the given length (RoPE scaling)."""
     try:
         hf.configure(replace(recipe, batch=replace(recipe.batch, length=length)), vocabulary)
     except RecipeError:

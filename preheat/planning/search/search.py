@@ -1,7 +1,8 @@
 """The search: of all that may be added to a recipe, what fits a device and serves an aim best, and why not the others.
 
-Candidates are put in order by a guess (`planning/search/ranking.py`), and looked at from the best on by a dry run; each look corrects the guesses of its kin. What
-did not fit with some micro-batch is not tried with a larger one. Verdicts come from dry runs alone, and the one that is chosen is dry-run with all its layers.
+Candidates are put in order by a guess (`planning/search/ranking.py`), and looked at from the best on by a dry run; each
+look corrects the guesses of its kin. What did not fit with some micro-batch is not tried with a larger one. Verdicts
+come from dry runs alone, and the one that is chosen is dry-run with all its layers.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def search(
         space: the recipe, what may be added to it, and on what.
         rates: of the device, measured or by the catalogue.
         in_use: bytes of the device that are taken before the run.
-        aim: fastest and cheapest: most tokens a second; largest-batch: most rows in a micro-batch; closest: least given up of the numbers.
+        aim: fastest and cheapest: most tokens a second; largest-batch: most rows in a micro-batch; closest: least given
+            up of the numbers.
         seconds: of this process's work; after so many nothing more is tried, but what is needed for a verdict.
         confirm: dry-run the best with all its layers.
         tell: is told what goes on.
@@ -163,8 +165,8 @@ class _Search:
         if len(layouts) > _LAYOUTS:
             best = [k for k in kinds if not k.better]
             others = [
-                sorted(kinds, key=lambda k: k.look.seconds[0]),
-                sorted(kinds, key=lambda k: k.look.states[0] + k.look.kept[0]),
+                sorted(kinds, key=lambda k: k.cost.seconds[0]),
+                sorted(kinds, key=lambda k: k.cost.states[0] + k.cost.kept[0]),
             ]
             every = max(len(kinds) // 10, 1)  # to try them all would take as long as looking
             some: dict[
@@ -231,7 +233,7 @@ class _Search:
             for cut in cuts:
                 micros = cut.micro_batch_count() if cut else fixed
                 if sizes[Axis.PIPELINE] <= micros:
-                    guessed = estimate(kind.look, batch, self.model, sizes, micros, tags, self.rates)
+                    guessed = estimate(kind.cost, batch, self.model, sizes, micros, tags, self.rates)
                     candidates.append(Candidate(kind.settings, layout, cut, rows, guessed))
         return candidates
 
@@ -330,7 +332,8 @@ class _Search:
 
     def _look_beside_the_best(self, candidates: list[Candidate]) -> None:
         """Looks at as many rows and more at a time in the best's layout, where they may be as good. Guesses are of one row at a time: what does not grow
-        with rows (weights that are gathered, or made from 4 bits) is less of a step where more go at once, and memory may be guessed too high."""
+        with rows (weights that are gathered, or made from 4 bits) is less of a step where more go at once, and memory
+        may be guessed too high."""
         looked: set[tuple[Any, ...]] = {s.added for s in self.seen}
         while time.process_time() < self.until:
             best = min((s for s in self.seen if s.plan["fits"]), key=self._rank)
