@@ -41,8 +41,7 @@ __all__ = ["BESIDE", "CATEGORIES", "Kernel", "Observation", "Recorder", "highest
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")
 BESIDE = ("rounding", "gathered weights", "communication buffers")
-"""Other categories of allocations: the allocator's rounding of sizes, weight shards gathered from other devices, and the
-buffers in which weights and gradients are sent and received."""
+"""Other allocations: the allocator's rounding, weight shards gathered from other devices, and communication buffers."""
 
 _PASSING = (Phase.BACKWARD, Phase.UPDATE, Phase.SAVING)
 """Phases that save nothing for a backward pass: allocations other than gradients and optimizer states are temporary."""
@@ -166,9 +165,8 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
             _more_of_all(recorder, len(micros), len(batches))
             batches = all_batches
         if more := len(micros) - len(batches):
-            recorder.again(
-                marks[-1], more, sums=not build.hooks.before_backward
-            )  # with that hook, only the last micro-batch reduces gradients
+            # With that hook, only the last micro-batch reduces gradients.
+            recorder.again(marks[-1], more, sums=not build.hooks.before_backward)
         if build.model.experts and len(first_pass) == len(batches) > 1:  # the first pass is repeated for each one
             first = Counter({k: n * more for k, n in (first_pass[-1] - first_pass[-2]).items()})
             recorder.kernels.update(first)
@@ -189,9 +187,8 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     ):
         known.update(dict.fromkeys(numbers - known.keys() - grads, category))
     at, passing = _replay(recorder.log, recorder.places, known, grads, recorder.rounded)
-    at[Phase.LOAD, "values"] = dry_load(
-        build, at[Phase.LOAD, ""]
-    )  # a separate place, because each of the two is affine in the number of layers
+    # A separate place, because each of the two is affine in the number of layers.
+    at[Phase.LOAD, "values"] = dry_load(build, at[Phase.LOAD, ""])
     categories = peaks(at)
     flops: dict[str, int] = defaultdict(int)
     for kernel, count in kernels.items():

@@ -1,4 +1,4 @@
-"""A search in words and figures: what `preheat plan` prints, draws and gives as JSON."""
+"""Output of `preheat plan`: the JSON of a search, and the data of its plots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ __all__ = ["cost_of", "energy_of", "explain", "figures"]
 
 
 def cost_of(plan: Mapping[str, Any], devices: int, price: float | None) -> dict[str, float | None] | None:
-    """What a plan costs at a price a device hour, in dollars; None where there is no price. `run` where the length of the run is known."""
+    """Returns the cost of a plan in dollars, given a price per device hour; None without a price.
+
+    `run` is None if the length of the run is unknown.
+    """
     if price is None:
         return None
     hourly = price * devices
@@ -29,9 +32,9 @@ def cost_of(plan: Mapping[str, Any], devices: int, price: float | None) -> dict[
 
 
 def energy_of(plan: Mapping[str, Any], devices: int) -> dict[str, float | None] | None:
-    """What a plan takes at most, its boards at their full power all the time, in kWh; None where no power is known. `run` where the length of the run is known.
+    """Returns an upper bound of a plan's energy in kWh, with the boards at full power; None if their power is unknown.
 
-    Hosts, network and cooling are not in it.
+    `run` is None if the length of the run is unknown. Hosts, network and cooling are not included.
     """
     if plan["watts"] is None:
         return None
@@ -41,10 +44,10 @@ def energy_of(plan: Mapping[str, Any], devices: int) -> dict[str, float | None] 
 
 
 def explain(result: SearchResult, *, devices: int, price: float | None = None) -> dict[str, Any]:
-    """What a search found, with the keys that scripts rely on: those of a plan, and cost, energy, recipe, alternatives, rejected.
+    """Returns the JSON of a search: the keys of a plan, and cost, energy, recipe, alternatives, rejected.
 
     Args:
-        price: dollars for an hour of a device.
+        price: dollars per device hour.
     """
     best = result.best
 
@@ -73,7 +76,7 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
 
 
 def _given_up(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
-    """In comparison with the best."""
+    """Describes what an alternative gives up in comparison with the best."""
     speed = s.plan["tokens_per_second"] / best.plan["tokens_per_second"] - 1
     memory = s.plan["peak_gib"] - best.plan["peak_gib"]
     parts = [f"{abs(speed):.0%} {'slower' if speed < 0 else 'faster'}"] if abs(speed) >= 0.005 else ["as fast"]
@@ -85,20 +88,20 @@ def _given_up(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
     return ", ".join(parts)
 
 
-_POINTS = 600  # of a plot
+_POINTS = 600  # points of the timeline plot
 
 
 def figures(result: SearchResult, observation: Observation, rates: Rates | Roofline) -> dict[str, Any]:
-    """What a page draws beside the plan.
+    """Returns the data of the report's plots.
 
     Args:
-        seen: the best's observation with its log of allocations.
+        observation: observation of the best candidate, with its log of allocations.
 
     Returns:
-        timeline: {phases: [(first event, phase)], bytes: [(event, GiB alive)]} of a step; roofline: {peak, bandwidth,
-            points: [{operator, intensity,
-        flops, share}]}; guesses: [{what, techniques, peak_gib, tokens_per_second}] of the candidates; pareto: [{what,
-        techniques, peak_gib, tokens_per_second, fits, best}] of all that was looked at.
+        timeline: {phases: [(first event, phase)], bytes: [(event, GiB alive)]} of a step.
+        roofline: {peak, bandwidth, points: [{operator, intensity, flops, share}]}.
+        guesses: [{what, techniques, peak_gib, tokens_per_second}] of the estimated candidates.
+        pareto: [{what, techniques, peak_gib, tokens_per_second, fits, best}] of the dry-run candidates.
     """
     return {
         "timeline": _timeline(observation),
@@ -117,7 +120,7 @@ def figures(result: SearchResult, observation: Observation, rates: Rates | Roofl
 
 
 def _timeline(observation: Observation) -> dict[str, Any]:
-    """Bytes alive over the allocations of a step, thinned to the extremes of each stretch."""
+    """Returns the allocated memory over the events of a step, downsampled to the extremes of each window."""
     alive, sizes, phases = 0, list[float](), list[tuple[int, str]]()
     for _, size, phase in observation.log:
         alive += size
@@ -129,7 +132,7 @@ def _timeline(observation: Observation) -> dict[str, Any]:
 
 
 def _long_ones(phases: Sequence[tuple[int, str]], count: int) -> list[tuple[int, str]]:
-    """Phases that take a visible part of the whole, so that micro-batches by the dozen leave no thicket."""
+    """Returns the phases that are long enough to be visible in the plot, when there are many micro-batches."""
     ends = [*(start for start, _ in phases[1:]), count]
     visible = [(start, phase) for (start, phase), end in zip(phases, ends, strict=True) if end - start > count / 50]
     return [p for n, p in enumerate(visible) if n == 0 or visible[n - 1][1] != p[1]]
@@ -145,7 +148,7 @@ def _thin(values: Sequence[float]) -> list[tuple[int, float]]:
 
 
 def _roofline(observation: Observation, rates: Rates | Roofline, peak: float) -> dict[str, Any]:
-    """Operators by what they compute for each byte that they move, under the matrix rate of the recipe's dtype; collectives are left out."""
+    """Returns operators by arithmetic intensity, under the recipe's matmul rate; without collectives."""
     flops: dict[str, float] = defaultdict(float)
     moved: dict[str, float] = defaultdict(float)
     time: dict[str, float] = defaultdict(float)

@@ -1,8 +1,8 @@
-"""Observations kept by content, in memory and on disk: what was seen once of a recipe is not looked at again.
+"""Content-addressed cache of observations, in memory and on disk.
 
-The key is made of everything that a dry run may see: the recipe but for its name, seed, length and memory, the model's
-configuration, the device's kind, the number of devices, the versions of torch and transformers, and preheat's own
-source. The log of allocations is not kept on disk; what an allocator holds of it is.
+The key covers everything that a dry run depends on: the recipe except name, seed, schedule, stop, checkpoint and
+hardware; the model's configuration; kind and number of devices; the versions of torch and transformers; and preheat's
+own source. The log of allocations is not stored on disk, only the memory that the allocator reserves for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,15 @@ from preheat.recipe import Recipe
 __all__ = ["clear", "is_cached", "observe_cached", "prefetch"]
 
 _FORMAT = 4
-_UNSEEN = ("name", "seed", "schedule", "stop", "checkpoint", "hardware")  # parts of a recipe that no dry run looks at
+# Sections of a recipe that no dry run depends on.
+_UNSEEN = (
+    "name",
+    "seed",
+    "schedule",
+    "stop",
+    "checkpoint",
+    "hardware",
+)
 _known: dict[str, Observation] = {}
 
 
@@ -49,13 +57,14 @@ def observe_cached(
     rank: int = 0,
     logged: bool = False,
 ) -> Observation:
-    """An observation of the recipe, from where it is known or else made now.
+    """Returns an observation of the recipe, from the cache or from a new dry run.
 
     Args:
-        how: `few`: by few layers where that says the same; `enough`: by more, which tell what a GPU's allocator keeps;
-            `whole`: of all layers; `marked`: of all, told apart in `at`; `step`: without evaluation.
-        rank: which of the devices; `few` and `enough` find that themselves.
-        logged: with its log of allocations, which is not on disk.
+        how: kind of dry run. `few`: extrapolated from few layers if possible; `enough`: from more layers, for the GPU
+            allocator's overhead; `whole`: all layers; `marked`: all layers, distinguished in `at`; `step`: no
+            evaluation.
+        rank: rank to observe; `few` and `enough` choose it themselves.
+        logged: include the log of allocations, which is not on disk.
 
     Raises:
         RecipeError: the recipe cannot be built.
@@ -65,7 +74,7 @@ def observe_cached(
     if observation is None and not logged:
         observation = _load(path)
     if observation is None or (logged and not observation.log):
-        gc.freeze()  # else the collector goes through all of torch again and again: a third of the time
+        gc.freeze()  # otherwise garbage collection scans all of torch repeatedly: a third of the time
         try:
             observation = _LOOKS[how](recipe, vocabulary=vocabulary, device=device, world=world, rank=rank)
         finally:
@@ -79,9 +88,9 @@ def observe_cached(
 
 
 def prefetch(calls: Iterable[Mapping[str, Any]]) -> None:
-    """Sees to it that `observe_cached` finds all of these, each by its arguments, by as many processes as there are (`planning.worker_pool`).
+    """Fills the cache for all these argument sets of `observe_cached`, in the processes of `planning.worker_pool`.
 
-    One that cannot be built is left out: `observe_cached` says why.
+    Recipes that cannot be built are skipped; `observe_cached` raises the reason later.
     """
 
     def here(kwargs: dict[str, Any]) -> None:
@@ -92,21 +101,21 @@ def prefetch(calls: Iterable[Mapping[str, Any]]) -> None:
 
 
 def observe_for_others(task: dict[str, Any]) -> None:
-    """Stores the observation of one task of a `crew` on the disk; whoever needs one that cannot be built makes it again, and says so."""
+    """Stores the observation of one worker task on disk; ignores recipes that cannot be built, as `prefetch` does."""
     with suppress(RecipeError):
         observe_cached(**task)
     clear()
 
 
 def clear() -> None:
-    """Leaves what was seen to the disk alone."""
+    """Clears the in-memory cache; the disk cache remains."""
     _known.clear()
 
 
 def is_cached(
     recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int = 0
 ) -> bool:
-    """Whether `observe_cached` would find it."""
+    """True if `observe_cached` would find the observation in the cache."""
     path = _where(recipe, vocabulary, device, world, how, rank)
     return path.stem in _known or path.exists()
 
@@ -161,7 +170,7 @@ def _versions() -> list[str]:
 
 
 def _values(observation: Observation) -> dict[str, Any]:
-    """An observation as JSON has it, without its log and what techniques did."""
+    """Returns an observation as JSON values, without its log and the changes of techniques."""
     plain = (
         "peak",
         "categories",
@@ -196,7 +205,7 @@ def _counted(rows: list[Any]) -> Counter[Kernel]:
 
 
 def _load(path: Path) -> Observation | None:
-    """What is stored there; None where there is nothing, or something damaged: it is a cache, and looking again takes seconds."""
+    """Returns the stored observation; None if it is missing or damaged, since a new dry run takes seconds."""
     try:
         stored = read_json(path) or {}
     except Damaged:

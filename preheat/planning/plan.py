@@ -1,4 +1,4 @@
-"""The plan of a recipe: what it will need and how fast it will run, from a dry run and this machine's measured rates."""
+"""Plan of a recipe: predicted memory and speed, from a dry run and the measured rates of the device."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ GIB = 2**30
 # plan_vs_measured-drawn.md, on accelerators of the catalogue of published runs (benchmarks/results/published.md).
 _MEMORY = {"measured": (0.9, 1.1), "catalogue": (0.88, 1.12), "catalogue, little known": (0.8, 1.4)}
 _SPEED = {"measured": (0.65, 1.2), "catalogue": (0.67, 1.17), "catalogue, little known": (0.53, 1.6)}
-_OFTEN_MEASURED = ("ampere", "hopper", "ada")  # generations of accelerators
-# Weights below which a step may be as long as its kernels take to be handed out, and memory what a tool holds beside
-# the model.
+_OFTEN_MEASURED = ("ampere", "hopper", "ada")  # generations with many published measurements
+# Parameters below which launch overhead may dominate a step, and fixed costs of a framework may dominate memory.
 _SMALL = 10**9
 
 
-_CLOSE = 0.02  # so near to the device's memory few layers cannot tell whether it fits: all are observed
+# Of the device's memory: closer to it, few layers do not decide whether a plan fits, and all are observed.
+_CLOSE = 0.02
 
 
 def _segments(device: Device) -> str | None:
-    """How torch's allocator takes memory, as `hardware.segments` has it; None on a CPU, whose heap is our own."""
+    """Returns the allocator's kind of segments, as in `hardware.segments`; None on a CPU, which uses our own heap."""
     if device.kind == "cpu":
         return None
     return "expandable" if device.expandable else "fixed"
@@ -49,15 +49,18 @@ def _interval(value: float, factors: tuple[float, float]) -> list[float]:
 
 
 def _known(observation: Observation, spent: Seconds, rates: Roofline) -> tuple[str, str]:
-    """How much is known of such plans' memory and speed: less where the model is small or few have measured the accelerator; of speed, too, where a pipeline
-    waits or the host's link is used."""
+    """Returns the keys of the intervals of memory and speed.
+
+    Less is known of small models and of accelerators with few measurements; of speed also if a pipeline has a bubble or
+    the host link is used.
+    """
     little = observation.parameters < _SMALL or rates.device.generation not in _OFTEN_MEASURED
     names = ("catalogue", "catalogue, little known")
     return names[little], names[bool(little or spent.idle or spent.link)]
 
 
 def steps_of(recipe: Recipe, rows: int | None) -> int | None:
-    """Optimizer steps of the whole run; None when only the clock ends it, or when epochs need rows that are not known."""
+    """Returns the optimizer steps of the whole run; None if only time limits it, or if epochs need unknown rows."""
     stop, batch = recipe.stop, recipe.batch
     limits = []
     if stop.steps:
@@ -79,15 +82,14 @@ def plan(
     in_use: int = 0,
     world: int | None = None,
 ) -> dict[str, Any]:
-    """Predicts memory and time of a recipe, for each device; by few of its layers, where that tells whether it fits.
+    """Predicts the memory per device and the speed of a recipe, extrapolated from few layers if possible.
 
     Args:
-        vocabulary: pieces of the tokenizer.
-        rates: measured on `device` (`preheat.hardware.benchmark_rates.rates`), or what the catalogue says of one that
-            is not here.
-        rows: training rows, where known; `stop.epochs` needs it.
-        in_use: bytes of the device that are taken before the run (on a CPU by the imports).
-        world: devices; as many as the recipe names when not given.
+        vocabulary: vocabulary size of the tokenizer.
+        rates: measured on `device` (`preheat.hardware.benchmark_rates.rates`), or from the catalogue.
+        rows: number of training rows if known; `stop.epochs` needs it.
+        in_use: bytes of the device in use before the run (on a CPU by the imports).
+        world: number of devices; the recipe's own number by default.
 
     Returns:
         The keys of `preheat.run_dir.PLAN_KEYS`.
@@ -114,8 +116,8 @@ def settled(
     in_use: int = 0,
     world: int | None = None,
 ) -> Recipe:
-    """The recipe with values for what its techniques leave to a dry run (`Searchable.resolve_auto`); arguments as of `plan`."""
-    # Compiled layers keep less, which decides what is recomputed and how many rows go at once.
+    """Resolves settings that techniques leave to the planner (`Searchable.resolve_auto`); arguments as of `plan`."""
+    # Compilation first: compiled layers save fewer activations, which decides recomputation and micro-batch size.
     for name in sorted(
         recipe.techniques, key=lambda name: (type(recipe.techniques[name]).stage != Stage.COMPILE, name)
     ):
@@ -134,7 +136,7 @@ def settled(
 
 
 def _memory(sizes: Mapping[str, int], added: int) -> dict[str, float]:
-    """GiB by category, of an observation's bytes and those beside them."""
+    """Returns GiB by category; `added` bytes count as overhead."""
     overhead = sum(sizes[what] for what in BESIDE) + added
     return {category: sizes[category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
 
@@ -142,7 +144,7 @@ def _memory(sizes: Mapping[str, int], added: int) -> dict[str, float]:
 def describe(
     recipe: Recipe, observation: Observation, *, device: Device, rates: Rates | Roofline, rows: int | None, in_use: int
 ) -> dict[str, Any]:
-    """An observation as a plan."""
+    """Turns an observation into a plan, with the keys of `preheat.run_dir.PLAN_KEYS`."""
     more = process_overhead(recipe, observation, device)
     added = sum(more.values())
     phases = {phase: _memory(sizes, added) for phase, sizes in observation.categories.items()}
@@ -150,7 +152,7 @@ def describe(
     exported = exporting(recipe, observation, device)
     lines = {what: size for what, size in lines.items() if size}
     peak = (observation.peak[observation.peak_phase] + added) / GIB
-    # A limit may be below what the process holds already: nothing is left then, and a plan divides by what is left.
+    # A limit may be below what the process already holds; at least 1 byte, because plans divide by this.
     available = max(device.memory - in_use, 1) / GIB
     if isinstance(rates, Roofline):
         spent = rates.seconds(observation)

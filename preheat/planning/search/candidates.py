@@ -93,7 +93,7 @@ class Space:
         object.__setattr__(self, "config", hf.configure(self.recipe, self.vocabulary))
 
     def context(self, recipe: Recipe, world: int | None = None) -> Context:
-        """Returns the context of a recipe; raises RecipeError if the mesh axes do not multiply to the number of devices."""
+        """Returns the context of a recipe; raises RecipeError if the mesh does not match the number of devices."""
         return context_of(recipe, self.config, self.device, world or self.world)
 
     def allowed(self, technique: Technique) -> bool:
@@ -115,7 +115,7 @@ class Space:
         return sorted(free, key=lambda cls: (cls.stage, cls.name()))
 
     def over_run(self, speed: float, added: Iterable[Technique]) -> float:
-        """Returns the tokens/s of the whole run, given those of its steps, including the startup time of the techniques."""
+        """Returns the tokens/s of the whole run, given those of its steps and the startup time of the techniques."""
         start = sum(t.startup_seconds(self.device) for t in added)
         stop, batch = self.recipe.stop, self.recipe.batch
         steps = steps_of(self.recipe, self.rows)
@@ -181,9 +181,8 @@ class Space:
         techniques = {name: t for name, t in single_device(recipe.techniques).items() if t.micro_batch_count() == 1}
         parallel = replace(recipe.parallel, devices=1)
         model = recipe.model
-        if getattr(
-            self.config.get_text_config(), "first_k_dense_replace", None
-        ):  # a model of one layer must contain experts
+        # A model of one layer must contain experts.
+        if getattr(self.config.get_text_config(), "first_k_dense_replace", None):
             model = replace(model, config={**model.config, "first_k_dense_replace": 0})
         return replace(
             recipe, model=model, techniques=techniques, parallel=parallel, batch=replace(recipe.batch, size=1)

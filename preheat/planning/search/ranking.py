@@ -174,7 +174,7 @@ def _sent(
     tags: frozenset[Tag],
     rates: Rates | Roofline,
 ) -> tuple[float, float]:
-    """Returns the seconds of exposed and of overlapped communication; zero for a measured machine, whose links are unknown."""
+    """Returns the seconds of exposed and of overlapped communication; zeros for a measured machine (unknown links)."""
     if not isinstance(rates, Roofline):
         return 0.0, 0.0
     order = list(Axis)

@@ -101,7 +101,7 @@ def size(gib: float) -> str:
 
 
 def fragmentation_hint(plan: Mapping[str, Any]) -> str:
-    """Suggests expandable segments if the tensors fit on a GPU but not with the allocator's fragmentation; else empty."""
+    """Suggests expandable segments if the tensors fit on a GPU but the allocator's fragmentation does not."""
     cached = plan["overhead"].get("allocator", 0.0)
     if plan["device"].get("segments") != "fixed":
         return ""

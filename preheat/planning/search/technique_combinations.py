@@ -179,7 +179,7 @@ class _Combiner:
         return None
 
     def _compatible_base(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Settings | None:
-        """Returns the part of the base that is compatible with a setting, plus one other option if it needs one (such as bf16)."""
+        """Returns the part of the base that is compatible with a setting, plus one other option if it needs one."""
         others = [
             c.setting for choice in choices for c in choice if c.setting is not None and type(c.setting) is not type(t)
         ]
