@@ -35,7 +35,8 @@ class Accelerator:
         achieved_bf16, achieved_fp8: the best rate measured over many shapes of matrix product, FLOP/s.
         link: to its neighbours in the host (MI300X and its kin: to each of them), one direction, bytes a second.
         network: its share of the usual host's network to others, one direction, bytes a second.
-        watts: of the whole board at most, by its data sheet; a Grace Hopper's is shared with its CPU and memory, so it has none.
+        watts: of the whole board at most, by its data sheet; a Grace Hopper's is shared with its CPU and memory, so it
+            has none.
         host: to the host's memory, one direction, bytes a second.
         units: processors that share out the tiles of a matrix product (SMs, CUs).
         generation: of its design; what was measured of one device holds roughly for its kin.
@@ -79,27 +80,28 @@ class Accelerator:
         }
 
 
-# Fitted to published training speeds of half the sources (benchmarks/results/published.md names them); the other half is what they are judged on.
-# Blackwell's was 0.55 by two of torchao's rows, and is between these and NVIDIA's eight since those were seen (0.62 to 0.74 are alike).
-_ACHIEVED = (
-    0.82  # of the data sheet's rate, that the best product reaches: about the median of those that have a figure
-)
-# NVIDIA's generations with TF32. Their data sheets have it at half of bf16's rate: 156 of 312 (A100), 494.7 of 989 (H100), 183 of 366 (L40S), 82.6 of 165.2
-# (RTX 4090), 1,125 of 2,250 (B200), dense.
+# Fitted to published training speeds of half the sources (benchmarks/results/published.md names them); the other half
+# is what they are judged on. Blackwell's was 0.55 by two of torchao's rows, and is between these and NVIDIA's eight
+# since those were seen (0.62 to 0.74 are alike). Of the data sheet's rate, that the best product reaches: about the
+# median of those that have a figure.
+_ACHIEVED = 0.82
+# NVIDIA's generations with TF32. Their data sheets have it at half of bf16's rate: 156 of 312 (A100), 494.7 of 989
+# (H100), 183 of 366 (L40S), 82.6 of 165.2 (RTX 4090), 1,125 of 2,250 (B200), dense.
 _TF32 = ("ampere", "ada", "hopper", "blackwell")
 _SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.65, "cdna": 0.7}
 
-# Memory, bandwidth, bf16, fp8 and link of the data-centre devices: the accelerator and network chapters of stas00/ml-engineering, but for
-# A100-40GB and A800 (vendor's data sheets), H100-96GB (torchtitan's benchmarks) and V100 (bigscience, gpt2.md).
-# A10G to RTX-4070Ti-SUPER, T4: vendors' data sheets; for GeForce dense bf16 with fp32 accumulation. A10G's bf16 is uncertain (70; an A10 has 125).
-# Network: the same network chapter, where hosts of one kind of device commonly have one rate (8 H100s: 8 x 400 Gbit/s); those of A100s have
-# 200 to 1600 Gbit/s a host, so none is given.
-# Achieved: the "maximum achievable matmul FLOPS" finder of stas00/ml-engineering: A100 torch 2.6, A100-PCIe 2.5.1, H100 to B200 2.7 (H200's
-# bf16 is stated to be H100's), B300 2.9.1, GB200 2.10, MI300X 2.5.1, MI355X 2.8.
-# fp32, units: vendors' data sheets. fp16 is bf16's rate on all that have both. T4 and V100 have no bf16 matrix unit.
-# Watts: vendors' data sheets, where they state one figure for the device (H100-96GB, A800: as their kin of that power limit).
-# Host: x16 of PCI Express by generation, 15.75, 31.5 or 63 GB/s (PCI-SIG), as the data sheets name it; GH200: NVLink-C2C, 900 GB/s both ways.
-# The memory of 141, 180, 186 ... is what the vendors print as GB; tools show about as many GiB.
+# Memory, bandwidth, bf16, fp8 and link of the data-centre devices: the accelerator and network chapters of
+# stas00/ml-engineering, but for A100-40GB and A800 (vendor's data sheets), H100-96GB (torchtitan's benchmarks) and V100
+# (bigscience, gpt2.md). A10G to RTX-4070Ti-SUPER, T4: vendors' data sheets; for GeForce dense bf16 with fp32
+# accumulation. A10G's bf16 is uncertain (70; an A10 has 125). Network: the same network chapter, where hosts of one
+# kind of device commonly have one rate (8 H100s: 8 x 400 Gbit/s); those of A100s have 200 to 1600 Gbit/s a host, so
+# none is given. Achieved: the "maximum achievable matmul FLOPS" finder of stas00/ml-engineering: A100 torch 2.6,
+# A100-PCIe 2.5.1, H100 to B200 2.7 (H200's bf16 is stated to be H100's), B300 2.9.1, GB200 2.10, MI300X 2.5.1, MI355X
+# 2.8. fp32, units: vendors' data sheets. fp16 is bf16's rate on all that have both. T4 and V100 have no bf16 matrix
+# unit. Watts: vendors' data sheets, where they state one figure for the device (H100-96GB, A800: as their kin of that
+# power limit). Host: x16 of PCI Express by generation, 15.75, 31.5 or 63 GB/s (PCI-SIG), as the data sheets name it;
+# GH200: NVLink-C2C, 900 GB/s both ways. The memory of 141, 180, 186 ... is what the vendors print as GB; tools show
+# about as many GiB.
 _TABLE = """
 name                  GiB   GB/s   bf16  fp16  fp32   fp8   bf16-achieved fp8-achieved link    network units watts host  generation  # TFLOP/s, GB/s
 A100-80GB             80    2039   312   312   19.5   -     271.2         -            300     -               108   400   31.5  ampere
@@ -217,9 +219,8 @@ def accelerator(name: str) -> Accelerator:
     by_key = {_key(known): known for known in rows} | _ALIASES
     match = by_key.get(_key(name))
     if match is None:
-        near = difflib.get_close_matches(
-            _key(name), by_key, n=1
-        )  # among keys, so that case and punctuation do not count
+        # Among keys, so that case and punctuation do not count.
+        near = difflib.get_close_matches(_key(name), by_key, n=1)
         raise RecipeError(
             f"no accelerator '{name}' in the catalogue; {nearest(by_key[near[0]] if near else name, list(rows))}"
         )

@@ -1,7 +1,7 @@
 """Processes that this one starts on this host: they end when it ends, and meet where no other host reaches them. No torch.
 
-torch's store unpickles what it is sent, so whoever reaches it runs code. Left to itself it listens on all interfaces (torch 2.13), and gloo
-on the one that the host's name resolves to.
+torch's store unpickles what it is sent, so whoever reaches it runs code. Left to itself it listens on all interfaces
+(torch 2.13), and gloo on the one that the host's name resolves to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Times collectives, as one rank among several: warm-up, repeats, the slowest rank's time of each, and their median.
 
-A sample is as many calls one after the other as take two milliseconds, begun after a barrier; the time of a sample is that of its slowest rank. How
-many samples there are is agreed by all from a first one, so that large sizes over slow links do not take minutes.
+A sample is as many calls one after the other as take two milliseconds, begun after a barrier; the time of a sample is
+that of its slowest rank. How many samples there are is agreed by all from a first one, so that large sizes over slow
+links do not take minutes.
 """
 
 from __future__ import annotations

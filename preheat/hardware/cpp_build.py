@@ -35,7 +35,8 @@ def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
 
     Args:
         source: the file; it may include torch's headers and call c10.
-        vector: for the instructions of this CPU alone, with OpenMP in the threads of torch (the very library that torch brings).
+        vector: for the instructions of this CPU alone, with OpenMP in the threads of torch (the very library that torch
+            brings).
 
     Raises:
         RunError: there is no compiler, it fails, or the cache cannot be written.

@@ -1,10 +1,11 @@
 """The heap that a run's CPU tensors live in: torch's allocator replaced by `cpu_allocator.cpp`, built here once for each torch.
 
-Why: glibc's malloc, which torch calls, cuts each aligned block out of a larger piece and hands the rest to small objects; these stay, and
-freed tensors leave holes that their like do not fit into (before glibc 2.38), so a run comes to hold a tenth to two thirds more than its
-tensors take, by chance. Blocks of 32 MiB and more are mapped anew each time, a page fault for every 4 KiB. Here tensors stand apart from small objects,
-freed ones are joined and used again by the best fit, pages are huge where the system has them, and a step after the first touches no new page. It is
-all determined by the order of allocations, so a dry run's log tells what the run will hold (`planning/memory/cpu_heap.py`).
+Why: glibc's malloc, which torch calls, cuts each aligned block out of a larger piece and hands the rest to small
+objects; these stay, and freed tensors leave holes that their like do not fit into (before glibc 2.38), so a run comes
+to hold a tenth to two thirds more than its tensors take, by chance. Blocks of 32 MiB and more are mapped anew each
+time, a page fault for every 4 KiB. Here tensors stand apart from small objects, freed ones are joined and used again by
+the best fit, pages are huge where the system has them, and a step after the first touches no new page. It is all
+determined by the order of allocations, so a dry run's log tells what the run will hold (`planning/memory/cpu_heap.py`).
 """
 
 from __future__ import annotations
@@ -29,17 +30,20 @@ _SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
 def install_heap() -> str | None:
     """Gives back what is free now, and has CPU tensors live in our heap from here on; glibc keeps the rest of what is freed.
 
-    A run's high-water mark stays what it was. Tensors made before stay where they are. For the rest of the process; a second call does nothing.
+    A run's high-water mark stays what it was. Tensors made before stay where they are. For the rest of the process; a
+    second call does nothing.
 
     Returns:
-        None, or why the heap is not used: another system than Linux with glibc, or no C++ compiler. Training is the same without
+        None, or why the heap is not used: another system than Linux with glibc, or no C++ compiler. Training is the
+            same without
         it, and takes more memory than planned.
     """
     if not _is_glibc():
         return _NO_GLIBC
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
-    # What is not a tensor, as oneDNN's scratch: by default the heap's free end goes to the system and comes back page by page.
+    # What is not a tensor, as oneDNN's scratch: by default the heap's free end goes to the system and comes back page
+    # by page.
     never = -1
     libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc's own limit
     libc.mallopt(_M_TRIM_THRESHOLD, never)

@@ -1,7 +1,7 @@
 """Kernels that give the same bits each time: torch's deterministic mode, as `hardware.deterministic` asks for it.
 
-On CPUs training has none that do not. On a GPU some kernels add in the order in which their threads happen to finish: backward passes of attention,
-gathered sums and cuBLAS's products over several streams.
+On CPUs training has none that do not. On a GPU some kernels add in the order in which their threads happen to finish:
+backward passes of attention, gathered sums and cuBLAS's products over several streams.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Memory of the current CUDA device: what torch's allocator holds, what this process holds beside it, and what others hold.
 
-Three figures are told apart, and each is compared with its own prediction: tensors (allocated), what the allocator has from the driver for them
-(reserved), and the context, which is the driver's state, loaded kernels and buffers of libraries. torch counts the first two. Of the
-third only the driver knows (NVML, by `pip install nvidia-ml-py`); without it a plan's figure stands in for it.
+Three figures are told apart, and each is compared with its own prediction: tensors (allocated), what the allocator has
+from the driver for them (reserved), and the context, which is the driver's state, loaded kernels and buffers of
+libraries. torch counts the first two. Of the third only the driver knows (NVML, by `pip install nvidia-ml-py`); without
+it a plan's figure stands in for it.
 """
 
 from __future__ import annotations

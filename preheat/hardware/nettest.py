@@ -91,8 +91,8 @@ def nettest(
 def expected(result: dict[str, Any]) -> dict[str, Any]:
     """What the catalogue says of the hardware's links, bytes a second in one direction, and the share of it that was reached.
 
-    The bus bandwidth of a collective in one host is held against the link between neighbours there, one over several hosts against a device's share of
-    the network. `None` where the catalogue has no figure, as for CPUs.
+    The bus bandwidth of a collective in one host is held against the link between neighbours there, one over several
+    hosts against a device's share of the network. `None` where the catalogue has no figure, as for CPUs.
     """
     best = {
         name: max(row["bus_bandwidth"] for row in result["rows"] if row["collective"] == name)

@@ -44,9 +44,8 @@ _UNITS = {"b": 1} | {
 
 _MOST_MEMORY = 2**60
 _CLEAR = Path("/proc/self/clear_refs")
-_highest: dict[
-    str, int
-] = {}  # kind of device, or reserved on CUDA -> the highest mark before the present one was begun
+# Kind of device, or reserved on CUDA -> the highest mark before the present one was begun.
+_highest: dict[str, int] = {}
 
 
 def parse_memory(text: str, what: str = "hardware.memory") -> int:
@@ -73,8 +72,8 @@ def probe(device: str = "auto", memory: str | None = None, segments: str | None 
 
     Args:
         device: `cpu`, `cuda`, or `auto`: cuda when there is one.
-        memory: what the run may use, such as `12GiB`; everything that the device has when not stated. On a CPU that is the
-            machine's memory or its control group's limit, whichever is less.
+        memory: what the run may use, such as `12GiB`; everything that the device has when not stated. On a CPU that is
+            the machine's memory or its control group's limit, whichever is less.
         segments: of torch's CUDA allocator, as `set_segments` takes them; None: as they are.
 
     Raises:
@@ -134,7 +133,8 @@ def system_memory() -> int:
 def _group_limits(groups: str, root: Path) -> list[int]:
     """Memory limits of the control groups in /proc/self/cgroup and of their parents, versions 1 and 2.
 
-    In a container the group's path is the host's, while `root` shows the container's own: what is missing there is passed over.
+    In a container the group's path is the host's, while `root` shows the container's own: what is missing there is
+    passed over.
     """
     limits = []
     for line in groups.splitlines():
@@ -148,9 +148,8 @@ def _group_limits(groups: str, root: Path) -> list[int]:
         parts = Path(path).parts[1:]
         for depth in range(len(parts) + 1):
             file = folder.joinpath(*parts[:depth], name)
-            if (
-                file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit()
-            ):  # version 2 says "max" for none
+            # Version 2 says "max" for none.
+            if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():
                 limits.append(int(text))
     return limits
 

@@ -1,7 +1,8 @@
 """How torch's CUDA allocator takes memory from the driver, as `hardware.segments` asks for it: in segments of fixed sizes, or in one a stream that grows.
 
-Growing segments map pages of memory as they are needed (CUDA's virtual memory management), so that freed pieces of any size serve again. torch has
-them on Linux. Not every driver maps pages: virtual GPUs may not, and on Windows' subsystem for Linux mapping is known to fail.
+Growing segments map pages of memory as they are needed (CUDA's virtual memory management), so that freed pieces of any
+size serve again. torch has them on Linux. Not every driver maps pages: virtual GPUs may not, and on Windows' subsystem
+for Linux mapping is known to fail.
 """
 
 from __future__ import annotations
@@ -39,14 +40,12 @@ def set_segments(setting: str) -> tuple[bool, str]:
     Returns:
         Whether segments grow, and why if something else than the recipe or torch's abilities decided it; else "".
     """
-    variable = (
-        "PYTORCH_ALLOC_CONF" if "PYTORCH_ALLOC_CONF" in os.environ else "PYTORCH_CUDA_ALLOC_CONF"
-    )  # as torch has it
+    # As torch has it.
+    variable = "PYTORCH_ALLOC_CONF" if "PYTORCH_ALLOC_CONF" in os.environ else "PYTORCH_CUDA_ALLOC_CONF"
     environment = os.environ.get(variable, "")
     expandable = re.search(r"expandable_segments\s*:\s*(\w+)", environment)
-    if expandable or re.search(
-        r"backend\s*:\s*cudaMallocAsync", environment
-    ):  # the driver's own allocator has no segments
+    # The driver's own allocator has no segments.
+    if expandable or re.search(r"backend\s*:\s*cudaMallocAsync", environment):
         grow = expandable is not None and "cudaMallocAsync" not in environment and expandable[1].lower() == "true"
         before = f"{variable} of the environment goes before hardware.segments ({setting}): {quoted(environment)}"
         return grow, "" if grow == (setting != "fixed") else before
@@ -55,9 +54,8 @@ def set_segments(setting: str) -> tuple[bool, str]:
     import torch
 
     grow = setting != "fixed"
-    if (
-        grow or "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings()
-    ):  # an earlier run in this process
+    # An earlier run in this process.
+    if grow or "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings():
         settings = f"expandable_segments:{grow}"
         torch._C._accelerator_setAllocatorSettings(f"{environment},{settings}" if environment else settings)
     return grow, ""

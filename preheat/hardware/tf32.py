@@ -54,7 +54,8 @@ def allow_tf32(owner: object) -> Callable[[], object]:
     products: Any = torch.backends.cuda.matmul
     _before.append(products.fp32_precision)
     if _before[-1] != "tf32":
-        # By its older name: if it is set by `fp32_precision`, torch refuses to tell by the older ones what is set, and its own compiler asks by them.
+        # By its older name: if it is set by `fp32_precision`, torch refuses to tell by the older ones what is set, and
+        # its own compiler asks by them.
         products.allow_tf32 = True
     end = weakref.finalize(owner, _disown)
     end.atexit = False

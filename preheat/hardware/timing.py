@@ -96,7 +96,8 @@ def threads_of(count: int) -> Iterator[None]:
 class Random:
     """Tensors of normal numbers, from a generator of its own: a caller's draws stay what they were.
 
-    Drawing takes longer than most of what is measured, so a million numbers are drawn and repeated, from another place each time.
+    Drawing takes longer than most of what is measured, so a million numbers are drawn and repeated, from another place
+    each time.
     """
 
     def __init__(self, device: str):

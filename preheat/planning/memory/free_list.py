@@ -37,7 +37,7 @@ class Holes:
         return start, size
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """Removes and returns the smallest free block of at least `size`, unsplit: (start, size); None if there is none."""
+        """Removes and returns the smallest free block of at least `size`, unsplit: (start, size); None without one."""
         at = bisect_left(self._free, (size, -1))
         if at == len(self._free):
             return None
