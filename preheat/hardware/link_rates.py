@@ -1,4 +1,4 @@
-"""Measured times of collectives: `preheat nettest` writes them, `Rates.links` provides them for planning. No torch import.
+"""Measured times of collectives: written by `preheat nettest`, read by planning as `Rates.links`. No torch import.
 
 Sizes and bandwidths are those of nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): the algorithm
 bandwidth is size over time; the bus bandwidth multiplies it by a factor that makes it comparable to the link for any
@@ -101,7 +101,7 @@ class LinkRate:
 def seconds_of(
     links: Iterable[LinkRate], collective: str, backend: str, bytes: int, devices: int, hosts: int = 1
 ) -> float | None:
-    """Interpolates the seconds of a collective: linear between measured sizes, constant below, constant bandwidth above.
+    """Interpolates the seconds of a collective: linear between sizes, constant below, constant bandwidth above.
 
     Uses the measurement with the nearest number of hosts, then of devices, at equal bus bandwidth. None if there is
     none.
@@ -144,9 +144,8 @@ def make_private(folder: Path) -> None:
     """Creates a folder and its missing parents with mode 0700; existing folders keep their mode."""
     for missing in (*reversed(folder.parents), folder):
         if not missing.is_dir():
-            missing.mkdir(
-                mode=0o700, exist_ok=True
-            )  # one by one, because mkdir(parents=True) applies the mode to the last folder only
+            # One by one, because mkdir(parents=True) applies the mode to the last folder only.
+            missing.mkdir(mode=0o700, exist_ok=True)
 
 
 def store_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`nettest` from one process: starts the others on this host, or is one of those that torchrun started; holds what was measured against the catalogue."""
+"""`preheat nettest`: runs the benchmark of collectives on this host or under torchrun, and compares it with the catalogue."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def started_by_torchrun() -> bool:
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
-    """Sizes from a list, or from a range by fours.
+    """Parses a list of sizes, or a range in steps of 4x.
 
     >>> sizes_of("1KiB-64KiB"), sizes_of("1MiB,4KiB")
     ((1024, 4096, 16384, 65536), (4096, 1048576))
 
     Raises:
-        RecipeError: one is no size, or the range falls.
+        RecipeError: an entry is not a size, or the range is descending.
     """
     try:
         if "-" not in text:
@@ -55,19 +55,19 @@ def sizes_of(text: str) -> tuple[int, ...]:
 def nettest(
     task: Task, *, processes: int | None, port: int | None, tell: Told | None = None, store: bool = True
 ) -> dict[str, Any]:
-    """Measures collectives among processes.
+    """Measures collectives between processes.
 
     Args:
-        processes: to start on this host; None: this is one of those that torchrun started.
-        port: of the rendezvous; a free one when None.
-        tell: told what comes next.
-        store: keep the figures beside the calibration, for planning.
+        processes: number of processes to start on this host; None if torchrun started this one.
+        port: port of the rendezvous; a free one if None.
+        tell: progress callback.
+        store: store the measurements for planning.
 
     Returns:
-        As `collective_bench.measure`, with `expected` and `stored`; {} on other ranks than 0.
+        The result of `collective_bench.measure`, with `expected` and `stored`; {} on ranks other than 0.
 
     Raises:
-        RecipeError, RunError: one process only, sizes beyond memory, a port in use, a rendezvous that is not reached.
+        RecipeError, RunError: only one process, sizes beyond memory, a port in use, or an unreachable rendezvous.
     """
     if processes is None:
         if int(os.environ["WORLD_SIZE"]) < 2:
@@ -76,7 +76,8 @@ def nettest(
     else:
         if processes < 2:
             raise RecipeError(
-                f"--nproc: {processes} process has nobody to send to; use --nproc 2 or more, or start it with torchrun on each host"
+                f"--nproc: {processes} process has nobody to send to; "
+                "use --nproc 2 or more, or start it with torchrun on each host"
             )
         result = _started(task, processes, port, tell)
     if not result:
@@ -89,10 +90,10 @@ def nettest(
 
 
 def expected(result: dict[str, Any]) -> dict[str, Any]:
-    """What the catalogue says of the hardware's links, bytes a second in one direction, and the share of it that was reached.
+    """Returns the catalogue's link bandwidths in bytes/s in one direction, and the fraction of them that was measured.
 
-    The bus bandwidth of a collective in one host is held against the link between neighbours there, one over several
-    hosts against a device's share of the network. `None` where the catalogue has no figure, as for CPUs.
+    Bus bandwidth within a host is compared with the link between devices, across hosts with the network bandwidth per
+    device. None if the catalogue has no figure, as for CPUs.
     """
     best = {
         name: max(row["bus_bandwidth"] for row in result["rows"] if row["collective"] == name)
@@ -104,9 +105,9 @@ def expected(result: dict[str, Any]) -> dict[str, Any]:
             known = accelerator(result["hardware"])
             link, network = known.link, known.network
             if link is not None and known.name.startswith("MI"):
-                link *= result["devices"] - 1  # each has a link to every other
+                link *= result["devices"] - 1  # each device has a link to every other
         except RecipeError:
-            pass  # a GPU that the catalogue lacks is measured all the same
+            pass  # GPUs that are not in the catalogue have no expected figures
     reference = link if result["hosts"] == 1 else network
     return {
         "in_host": link,
@@ -120,7 +121,7 @@ def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _started(task: Task, processes: int, port: int | None, tell: Told | None) -> dict[str, Any]:
-    """Starts the processes, listens to the first, and ends all when one fails."""
+    """Starts the processes, forwards the progress of rank 0, and kills all if one fails."""
     with _listening(port) as listening, tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
         port = listening.getsockname()[1]
         result = Path(folder) / "result.json"
@@ -153,7 +154,7 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
                         pass_fds=(listening.fileno(),) if rank == 0 else (),
                     )
                 )
-            listening.close()  # rank 0 has it now
+            listening.close()  # rank 0 inherited it
             _listen(started, tell)
             failed = [rank for rank, process in enumerate(started) if process.returncode]
             if failed:
@@ -171,7 +172,7 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
 
 
 def _listening(port: int | None) -> socket.socket:
-    """The socket of the rendezvous, on which rank 0 serves the store: the port is taken from now on."""
+    """Opens the socket of the rendezvous, on which rank 0 serves the store; this reserves the port."""
     try:
         return listen(port or 0)
     except OSError as error:
@@ -181,7 +182,7 @@ def _listening(port: int | None) -> socket.socket:
 
 
 def _listen(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
-    """Until all have ended, or one has failed."""
+    """Forwards the progress until all processes have ended or one has failed."""
     import threading
 
     first = started[0].stdout
@@ -198,7 +199,7 @@ def _listen(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
     while any(process.poll() is None for process in started) and not any(process.returncode for process in started):
         time.sleep(0.05)
     if any(process.returncode for process in started):
-        time.sleep(0.5)  # whoever failed for the same reason may still say so
+        time.sleep(0.5)  # gives processes that fail for the same reason time to report it
         for process in started:
             if process.poll() is None:
                 process.kill()

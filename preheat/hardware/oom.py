@@ -68,7 +68,7 @@ def asked_bytes(message: str) -> int | None:
 
 
 def held_bytes(kind: str) -> int:
-    """Returns the bytes that this process has reserved on a device: on a CPU virtual private memory, on CUDA with torch's cache."""
+    """Returns the bytes that this process has reserved: private virtual memory on a CPU, with torch's cache on CUDA."""
     if kind == "cuda":
         import torch
 

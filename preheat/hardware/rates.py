@@ -81,8 +81,7 @@ MOVERS: dict[str, str] = {
     "look_up": "numbers of a table of 256 by their 32-bit places: the bytes of the places and of what comes out",
     "where": "x or y, whole, by one flag",
 }
-"""Memory-bound operators. The time of a call is the bytes of operands read and results written, over the rate; every tensor counts
-once, broadcast operands at their own size, index tensors not at all."""
+"""Memory-bound operators. The time of a call is the bytes of operands read and results written over the rate. Each counts once, broadcast operands at their own size, index tensors not at all."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class MovedRate:
 
 @dataclass(frozen=True)
 class AttentionRate:
-    """FLOP/s of causal attention, counted without the mask: rows heads length^2 head_dim, times 4 forward, 10 backward."""
+    """FLOP/s of causal attention, counted without the mask: 4 (backward 10) rows heads length^2 head_dim."""
 
     dtype: str
     direction: Literal["forward", "backward"]
@@ -220,7 +219,7 @@ class Rates:
         return _between(self._some(points, f"attention in {dtype}"), length)
 
     def collective_seconds(self, collective: str, backend: str, bytes: int, devices: int, hosts: int = 1) -> float:
-        """Returns the seconds of a collective of `bytes` (counted as in nccl-tests), from the measurements of `nettest`.
+        """Returns the seconds of a collective of `bytes` (counted as in nccl-tests), as measured by `nettest`.
 
         Raises:
             RunError: it was not measured over that backend.
@@ -250,7 +249,7 @@ class Rates:
 
 
 _FORMAT, _FORMAT_GPU = 7, 10
-"""File format versions of CPU and GPU measurements; increased when the measurements change, which invalidates older files."""
+"""File format versions of CPU and GPU measurements; increase them when the measurements change."""
 _OF_GPU = ("to_host", "to_device")
 """Fields measured on GPUs only."""
 
