@@ -1,4 +1,4 @@
-"""Child processes on this host: they end with their parent, and rendezvous on the loopback interface. Does not import torch.
+"""Child processes on this host, which end with their parent and rendezvous on the loopback interface. No torch import.
 
 torch's store unpickles messages, so anybody who can connect to it can run code. By default it listens on all interfaces
 (torch
@@ -100,7 +100,7 @@ def store_address() -> str:
 
 
 def launched_store(timeout: float) -> Store:
-    """Connects to the store of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; single-host runs use the loopback interface.
+    """Connects to the store of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, on one host by the loopback interface.
 
     Raises:
         OSError: the port is in use.

@@ -306,7 +306,7 @@ class _Timer:
         return self.slowest([self.once(call, times) for _ in range(samples)])
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Returns the time of the slowest rank of each sample; identical on all ranks, so all take the same decisions."""
+        """Returns the time of the slowest rank of each sample, identical on all ranks, so that they decide alike."""
         import torch
         import torch.distributed as dist
 
@@ -364,7 +364,7 @@ def _pairs(task: Task, place: _Place, device: torch.device, tell: Told | None, d
 
 
 def _there_and_back(task: Task, place: _Place, device: torch.device, pair: tuple[int, int]) -> list[dict[str, Any]]:
-    """Measures half the round-trip time by size; the first rank of the pair decides when to stop and signals the other."""
+    """Measures half the round-trip time by size; the first rank of the pair tells the other when to stop."""
     import torch
     import torch.distributed as dist
 

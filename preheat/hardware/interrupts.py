@@ -64,7 +64,7 @@ class _Raising:
         raise Interrupted(number)
 
     def unraisable(self, lost: Any) -> None:
-        """Raises the exception again if Python dropped it (in a weakref callback, a `__del__`, or a callback from C)."""
+        """Raises the exception again if Python dropped it: in a weakref callback, `__del__`, or a callback from C."""
         if not isinstance(lost.exc_value, Interrupted):
             self.hook(lost)
         elif signal.getsignal(lost.exc_value.number) == self.handle:
@@ -80,7 +80,7 @@ _current: _Raising | None = None
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Context manager: the first signal raises `Interrupted` in the main thread, a second one ends the process at once."""
+    """Context manager: the first signal raises `Interrupted` in the main thread, a second one ends the process."""
     global _current
     if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread only
         yield

@@ -1,4 +1,4 @@
-"""`preheat nettest`: runs the benchmark of collectives on this host or under torchrun, and compares it with the catalogue."""
+"""`preheat nettest`: benchmarks collectives on this host or under torchrun, and compares them with the catalogue."""
 
 from __future__ import annotations
 

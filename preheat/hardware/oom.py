@@ -22,7 +22,8 @@ _MESSAGES = re.compile(
             # torch's allocators ("CUDA out of memory", "HIP out of memory", "CUDA error: out of memory", also for
             # pinned memory) and NCCL ("Cuda failure 2 'out of memory'"); on a CPU torch, oneDNN, the C library and PyO3
             r"out of memory",
-            r"DefaultCPUAllocator|can't allocate memory|cannot allocate memory|bad_alloc|MemoryError|PyObject pointer is null",
+            r"DefaultCPUAllocator|can't allocate memory|cannot allocate memory|bad_alloc|MemoryError|"
+            r"PyObject pointer is null",
             r"can't start new thread",
             # CUBLAS_, CUDNN_, CUSOLVER_, CUSPARSE_, CUSPARSELT_, HIPBLAS_ and HIPSOLVER_STATUS_ALLOC_FAILED,
             # CUFFT_ALLOC_FAILED, miopenStatusAllocFailed

@@ -81,7 +81,11 @@ MOVERS: dict[str, str] = {
     "look_up": "numbers of a table of 256 by their 32-bit places: the bytes of the places and of what comes out",
     "where": "x or y, whole, by one flag",
 }
-"""Memory-bound operators. The time of a call is the bytes of operands read and results written over the rate. Each counts once, broadcast operands at their own size, index tensors not at all."""
+"""Memory-bound operators.
+
+The time of a call is the bytes of operands read and results written over the rate. Each tensor counts once, a broadcast
+operand at its own size, index tensors not at all.
+"""
 
 
 @dataclass(frozen=True)
