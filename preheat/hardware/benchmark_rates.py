@@ -123,8 +123,12 @@ _FIRST, _PATIENCE = 256, 4.0
 _TOO_LONG = 0.06
 """Seconds: matmuls expected to take longer are extrapolated from the layer with fewer rows."""
 _COLD = 64 << 20
-"""Bytes of operands and results that a measurement cycles through: in a step, tensors are not in cache, as they would be when an operator is repeated on the same tensors. On two cores with 4 MiB of own cache and a share of 105
-MiB, matmuls take 1.3 times as long with cold operands, memory-bound operators twice as long."""
+"""Bytes of operands and results that a measurement cycles through.
+
+In a step, tensors are not in cache, as they would be if an operator were repeated on the same ones. On two cores with 4
+MiB of own cache and a share of 105 MiB, matmuls take 1.3 times as long with cold operands, memory-bound operators twice
+as long.
+"""
 _TURNS = 16
 """Limit of operand sets: small tensors of a step are in cache, because they were just produced."""
 

@@ -112,7 +112,7 @@ def _distrusted(built: Path, key: str) -> str | None:
 
 
 def quick_library(source: Path, without: str) -> ctypes.CDLL | None:
-    """Loads a library optimized for this CPU; if it cannot be built, warns with its cost (`without`) and returns None."""
+    """Loads a library optimized for this CPU; if that fails, warns of the cost (`without`) and returns None."""
     try:
         return library(source, vector=True)
     except RunError as error:

@@ -57,7 +57,7 @@ def install_heap() -> str | None:
 
 
 def unavailable_reason() -> str | None:
-    """Returns why `install_heap` would not work here, without importing torch or compiling; None if nothing is known."""
+    """Returns why `install_heap` would not work here, without importing torch or compiling; None if it should."""
     if not _is_glibc():
         return _NO_GLIBC
     return None if is_built(_SOURCE) or compiler() else NO_COMPILER

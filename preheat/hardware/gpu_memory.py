@@ -1,4 +1,4 @@
-"""Memory of the current CUDA device: allocated, reserved and context memory of this process, and that of other processes.
+"""Memory of the current CUDA device: allocated, reserved and context memory of this process, and other processes.
 
 Each of the three figures has its own prediction: tensors (allocated), the allocator's segments (reserved), and the
 context, which is the driver's state, loaded kernels and library buffers. torch counts the first two. Only the driver
@@ -90,7 +90,7 @@ def limit_memory(device: Device) -> None:
 
 
 def _bytes_by_driver() -> int | None:
-    """Returns this process's memory on the device by NVML; None without pynvml or if NVML does not list this process."""
+    """Returns this process's memory on the device by NVML; None without pynvml or if NVML does not list it."""
     import torch
 
     try:

@@ -1,8 +1,7 @@
-"""How torch's CUDA allocator takes memory from the driver, as `hardware.segments` asks for it: in segments of fixed sizes, or in one a stream that grows.
+"""Segments of torch's CUDA allocator (`hardware.segments`): fixed sizes, or one expandable segment per stream.
 
-Growing segments map pages of memory as they are needed (CUDA's virtual memory management), so that freed pieces of any
-size serve again. torch has them on Linux. Not every driver maps pages: virtual GPUs may not, and on Windows' subsystem
-for Linux mapping is known to fail.
+Expandable segments map pages on demand (CUDA virtual memory management), so that freed blocks of any size can be
+reused. torch supports them on Linux. Not every driver does: virtual GPUs may not, and they are known to fail on WSL.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ _MAPS_PAGES = 102
 
 
 def grows(setting: str, *, amd: bool = False) -> bool:
-    """Whether segments of a device that is planned for from elsewhere grow, as the recipe asks and its driver most likely can.
+    """True if segments are expandable on a device that is planned for but not present.
 
     Args:
-        asked: `hardware.segments`.
-        amd: it is AMD's, for which torch has them only since ROCm 7.
+        setting: value of `hardware.segments`.
+        amd: True for AMD devices, for which torch supports them only since ROCm 7.
     """
     return setting == "expandable" or (setting == "auto" and not amd)
 
 
 def set_segments(setting: str) -> tuple[bool, str]:
-    """Tells torch's allocator of this process what `hardware.segments` asks for. To be called before anything is on the device.
+    """Configures torch's allocator as `hardware.segments` asks; call it before the first allocation on the device.
 
     Args:
-        asked: auto, fixed or expandable; `PYTORCH_ALLOC_CONF` of the environment goes before it.
+        setting: auto, fixed or expandable; `PYTORCH_ALLOC_CONF` in the environment has precedence.
 
     Returns:
-        Whether segments grow, and why if something else than the recipe or torch's abilities decided it; else "".
+        Whether segments are expandable, and the reason if something other than the recipe decided it; else "".
     """
     # As torch has it.
     variable = "PYTORCH_ALLOC_CONF" if "PYTORCH_ALLOC_CONF" in os.environ else "PYTORCH_CUDA_ALLOC_CONF"
@@ -62,7 +61,7 @@ def set_segments(setting: str) -> tuple[bool, str]:
 
 
 def _unsupported() -> str:
-    """Why growing segments are not taken unasked here; else ""."""
+    """Returns why `auto` does not use expandable segments here; else ""."""
     import torch
 
     if sys.platform != "linux":
@@ -75,7 +74,7 @@ def _unsupported() -> str:
 
 
 def _maps_pages(index: int) -> bool:
-    """Whether the driver has CUDA's virtual memory management for a device."""
+    """True if the driver supports CUDA virtual memory management for a device."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -30,7 +30,7 @@ def has_tf32(device: Device) -> bool:
 
 
 def allow_tf32(owner: object) -> Callable[[], object]:
-    """Runs fp32 matmuls on CUDA in TF32 while `owner`, or the owner of another call, is alive; then restores torch's setting.
+    """Runs fp32 matmuls on CUDA in TF32 while an owner is alive, then restores torch's setting.
 
     The switch is process-wide: it also affects autograd's threads and other models.
 

@@ -14,7 +14,7 @@ __all__ = ["to_device"]
 
 
 def to_device(values: numpy.ndarray | Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    """Copies host values to the device asynchronously; torch keeps the pinned source memory alive until the copy ends."""
+    """Copies host values to the device asynchronously; torch keeps the pinned source alive until the copy ends."""
     host = values if isinstance(values, Tensor) else torch.from_numpy(numpy.asarray(values))
     if device.type == "cpu":
         return host
