@@ -70,7 +70,7 @@ class Accelerator:
         return {dtype: rate for dtype, rate in rates.items() if rate}
 
     def sustained(self) -> dict[str, float]:
-        """Returns {dtype: FLOP/s} of large matmuls in training, below the best measured rate because power lowers clocks."""
+        """Returns {dtype: FLOP/s} of large matmuls in training, where power limits lower the clocks."""
         achieved = {"bf16": self.achieved_bf16, "fp16": self.achieved_bf16, "float8": self.achieved_fp8}
         share = _SUSTAINED.get(self.generation, 0.75)
         return {
@@ -79,28 +79,32 @@ class Accelerator:
         }
 
 
-# Fitted to published training speeds of half the sources (benchmarks/results/published.md names them); the other half
-# is what they are judged on. Blackwell's was 0.55 by two of torchao's rows, and is between these and NVIDIA's eight
-# since those were seen (0.62 to 0.74 are alike). Of the data sheet's rate, that the best product reaches: about the
-# median of those that have a figure.
+# Fraction of the data sheet's rate that the best matmul reaches: about the median of the devices with a figure.
 _ACHIEVED = 0.82
-# NVIDIA's generations with TF32. Their data sheets have it at half of bf16's rate: 156 of 312 (A100), 494.7 of 989
-# (H100), 183 of 366 (L40S), 82.6 of 165.2 (RTX 4090), 1,125 of 2,250 (B200), dense.
+# NVIDIA generations with TF32, at half the bf16 rate by their data sheets: 156 of 312 (A100), 494.7 of 989 (H100),
+# 183 of 366 (L40S), 82.6 of 165.2 (RTX 4090), 1,125 of 2,250 (B200), all dense.
 _TF32 = ("ampere", "ada", "hopper", "blackwell")
+# Fraction of the best measured rate that large matmuls sustain in training. Fitted to the published training speeds of
+# half the sources in benchmarks/results/published.md; the other half is held out. Blackwell's is between two torchao
+# results (0.55) and eight of NVIDIA's; 0.62 to 0.74 fit about equally well.
 _SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.65, "cdna": 0.7}
 
-# Memory, bandwidth, bf16, fp8 and link of the data-centre devices: the accelerator and network chapters of
-# stas00/ml-engineering, but for A100-40GB and A800 (vendor's data sheets), H100-96GB (torchtitan's benchmarks) and V100
-# (bigscience, gpt2.md). A10G to RTX-4070Ti-SUPER, T4: vendors' data sheets; for GeForce dense bf16 with fp32
-# accumulation. A10G's bf16 is uncertain (70; an A10 has 125). Network: the same network chapter, where hosts of one
-# kind of device commonly have one rate (8 H100s: 8 x 400 Gbit/s); those of A100s have 200 to 1600 Gbit/s a host, so
-# none is given. Achieved: the "maximum achievable matmul FLOPS" finder of stas00/ml-engineering: A100 torch 2.6,
-# A100-PCIe 2.5.1, H100 to B200 2.7 (H200's bf16 is stated to be H100's), B300 2.9.1, GB200 2.10, MI300X 2.5.1, MI355X
-# 2.8. fp32, units: vendors' data sheets. fp16 is bf16's rate on all that have both. T4 and V100 have no bf16 matrix
-# unit. Watts: vendors' data sheets, where they state one figure for the device (H100-96GB, A800: as their kin of that
-# power limit). Host: x16 of PCI Express by generation, 15.75, 31.5 or 63 GB/s (PCI-SIG), as the data sheets name it;
-# GH200: NVLink-C2C, 900 GB/s both ways. The memory of 141, 180, 186 ... is what the vendors print as GB; tools show
-# about as many GiB.
+# Sources:
+# - Memory, bandwidth, bf16, fp8 and link of data-centre devices: the accelerator and network chapters of
+#   stas00/ml-engineering; A100-40GB and A800: data sheets; H100-96GB: torchtitan's benchmarks; V100: bigscience,
+#   gpt2.md.
+# - A10G to RTX-4070Ti-SUPER, T4: data sheets; GeForce: dense bf16 with fp32 accumulation. A10G's bf16 is uncertain (70;
+#   an A10 has 125).
+# - Network: the same chapter, if hosts of a kind of device commonly have one rate (8 H100s: 8 x 400 Gbit/s); A100 hosts
+#   have 200 to 1600 Gbit/s, so they have no figure.
+# - Achieved: the "maximum achievable matmul FLOPS" finder of stas00/ml-engineering: A100 torch 2.6, A100-PCIe 2.5.1,
+#   H100 to B200 2.7 (H200's bf16 is stated to be H100's), B300 2.9.1, GB200 2.10, MI300X 2.5.1, MI355X 2.8.
+# - fp32, units: data sheets. fp16 equals bf16 on devices with both; T4 and V100 have no bf16 matrix units.
+# - Watts: data sheets with one figure for the device; H100-96GB and A800: similar devices of that power limit.
+# - Host: PCIe x16 by generation, 15.75, 31.5 or 63 GB/s (PCI-SIG), by the data sheets; GH200: NVLink-C2C, 900 GB/s in
+#   both directions together.
+# - Memory of 141, 180, 186 ... is GB in the vendors' prints; tools show about as many GiB.
+#
 # Rates in TFLOP/s, bandwidths in GB/s; bf16* and fp8* are the achieved rates. A800 is the A100 for export,
 # H100-SXM-96GB has HBM2e and 500 W, the 96 GB GH200 has 4.0 TB/s, V100s reach 30 to 60 TFLOP/s in training, and
 # MI300X's link is to each peer.
@@ -221,7 +225,7 @@ def accelerator(name: str) -> Accelerator:
     by_key = {_key(known): known for known in rows} | _ALIASES
     match = by_key.get(_key(name))
     if match is None:
-        # Among keys, so that case and punctuation do not count.
+        # Normalized keys, so that case and punctuation do not count.
         near = difflib.get_close_matches(_key(name), by_key, n=1)
         raise RecipeError(
             f"no accelerator '{name}' in the catalogue; {nearest(by_key[near[0]] if near else name, list(rows))}"

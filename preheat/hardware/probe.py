@@ -44,7 +44,7 @@ _UNITS = {"b": 1} | {
 
 _MOST_MEMORY = 2**60
 _CLEAR = Path("/proc/self/clear_refs")
-# Kind of device, or reserved on CUDA -> the highest mark before the present one was begun.
+# Kind of device, or `reserved` on CUDA -> high-water mark before the last reset.
 _highest: dict[str, int] = {}
 
 
@@ -147,7 +147,7 @@ def _group_limits(groups: str, root: Path) -> list[int]:
         parts = Path(path).parts[1:]
         for depth in range(len(parts) + 1):
             file = folder.joinpath(*parts[:depth], name)
-            # Version 2 says "max" for none.
+            # cgroup v2 writes "max" for no limit.
             if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():
                 limits.append(int(text))
     return limits
@@ -260,7 +260,7 @@ def peak_reserved_bytes() -> int:
 
 
 def quick_half() -> torch.dtype:
-    """Returns bf16, or fp32 on a CPU without bf16 kernels: below AVX512 a matmul takes 10 to 20 times as long in bf16."""
+    """Returns bf16, or fp32 on CPUs without bf16 kernels: below AVX512 bf16 matmuls take 10 to 20 times as long."""
     import torch
 
     return torch.float32 if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2") else torch.bfloat16

@@ -147,9 +147,8 @@ def _device_seconds(kernel: Kernel, rates: Rates) -> float:
             mover = "copy"
     elif name in ("mul", "sum"):
         mover = _broadcast(kernel)
-    elif (
-        name == "index_select" and len(kernel.shapes[0]) == 1
-    ):  # table lookup, whose cost is per element and not per byte
+    elif name == "index_select" and len(kernel.shapes[0]) == 1:
+        # A table lookup costs per element, not per byte.
         mover, dtype, moved = "look_up", "fp32", 8 * math.prod(kernel.shapes[1])
     elif name == "where":
         dtype, moved = "fp32", 12 * max(map(math.prod, kernel.shapes))
