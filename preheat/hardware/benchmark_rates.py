@@ -1,8 +1,8 @@
-"""Measures what this machine does a second at the operators that training spends its time in: once, in some ten seconds.
+"""Calibration: measures the throughput of this machine at the operators of training, once, in about ten seconds.
 
-A time is the least of repeated runs on random data, after a first run that is left out: other processes can only add to it.
-Whether they wanted the same cores is kept with the rates (`Rates.contended`): threads that meet at a barrier wait whole time slices for one
-that is not running, which no choice of sample repairs.
+A time is the median of repeated runs on random data, after a warm-up run. `Rates.contended` records if other processes
+used the same cores meanwhile: threads at a barrier then wait whole time slices for one that is not scheduled, which no
+statistic repairs.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 __all__ = ["FULL", "GPU", "Grid", "Progress", "Rates", "calibrate", "grid_of", "rates"]
 
 Progress = Callable[[str, float], None]
-"""Called with what is measured next and the share (0 to 1) that is done."""
+"""Called with the name of the next measurement and the progress (0 to 1)."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes to measure at. The defaults are those of training models of 5 M to 1 B parameters."""
+    """Sizes to measure at; the defaults cover the training of models of 5M to 1B parameters."""
 
     rows: tuple[int, ...] = (64, 256, 1024, 4096)
-    """Rows of a matrix product: the tokens of a micro-batch, or of a chunk of the loss."""
+    """Rows of a matmul: tokens of a micro-batch, or of a chunk of the loss."""
     layers: tuple[tuple[int, int], ...] = (
         (128, 128),
         (256, 256),
@@ -57,21 +57,21 @@ class Grid:
         (512, 8),
         (8, 512),
     )
-    """(inputs, outputs) of a linear layer; the last two are an adapter's."""
+    """(inputs, outputs) of a linear layer; the last two are those of LoRA adapters."""
     products: tuple[int, ...] = (2048, 4096)
-    """Sizes of the square products that give the peak."""
+    """Sizes of the square matmuls for the peak rate."""
     elements: tuple[int, ...] = (2**16, 2**20, 2**22, 3 * 2**21, 2**24)
-    """Elements of the tensors of operators that move memory: in a core's cache, in the shared one, and beyond."""
+    """Elements of the tensors of memory-bound operators: in a core's cache, in the shared cache, and in memory."""
     width: int = 512
     vocabulary: int = 32000
     attention: tuple[tuple[int, int, int, int], ...] = ((8, 6, 256, 48), (2, 12, 1024, 64))
     """(rows, heads, length, head_dim)."""
     parameters: int = 2**23
-    """Of the AdamW step."""
+    """Parameters of the AdamW step."""
     large: int = 2**27
-    """Bytes of the copy that gives the bandwidth."""
+    """Bytes of the copy for the bandwidth."""
     most: int = 5 * 2**29
-    """Bytes of a product's factors and result; larger ones are left out, and the same layer with fewer rows stands for them."""
+    """Limit in bytes of a matmul's operands and result; larger ones are extrapolated from the layer with fewer rows."""
 
 
 FULL = Grid()
@@ -98,13 +98,13 @@ GPU = Grid(
     parameters=2**26,
     large=2**30,
 )
-"""The sizes of models of 1 B to 8 B parameters, in micro-batches and rows of up to 16k tokens."""
+"""Sizes of models of 1B to 8B parameters, with micro-batches and sequences of up to 16k tokens."""
 _SMALL_GPU = 20 * 2**30
-"""Bytes of a GPU's memory below which the largest of these, some ten at a time, would not fit beside a desktop."""
+"""Bytes of GPU memory below which the largest tensors, about ten at a time, might not fit next to a desktop session."""
 
 
 def grid_of(device: Device) -> Grid:
-    """What is measured on a device.
+    """Returns the sizes to measure on a device.
 
     Example:
         >>> grid_of(Device("cpu", "a processor", 2**34)) == FULL
@@ -119,25 +119,28 @@ def grid_of(device: Device) -> Grid:
 
 _log = logging.getLogger(__name__)
 _FIRST, _PATIENCE = 256, 4.0
-"""Size of the first square product, and seconds that the next one may take by its rate."""
+"""Size of the first square matmul, and the seconds that the next one may take at its rate."""
 _TOO_LONG = 0.06
-"""Seconds: a product that is expected to take longer is left out, and the same layer with fewer rows stands for it."""
+"""Seconds: matmuls expected to take longer are extrapolated from the layer with fewer rows."""
 _COLD = 64 << 20
-"""Bytes of operands, and of results, that an operator is measured over, in turns: a step finds its weights and saved activations, and the
-room for what it makes, further away than an operator that is repeated with the same ones. On two cores with 4 MiB of cache of their own and a
-share of 105, products take 1.3 times as long, what only moves memory twice."""
+"""Bytes of operands and results that a measurement cycles through.
+
+In a step, tensors are not in cache, as they would be if an operator were repeated on the same ones. On two cores with 4
+MiB of own cache and a share of 105 MiB, matmuls take 1.3 times as long with cold operands, memory-bound operators twice
+as long.
+"""
 _TURNS = 16
-"""At most so many operands: a step's small tensors are near, since what made them came just before."""
+"""Limit of operand sets: small tensors of a step are in cache, because they were just produced."""
 
 
 def calibrate(device: Device, threads: int, progress: Progress | None = None, *, grid: Grid | None = None) -> Rates:
-    """Measures this machine, in this process. Leaves the random generators and the number of threads as they were.
+    """Measures this machine in this process; restores the random generators and the number of threads.
 
     Args:
-        device: what to measure, from `probe`.
+        device: device to measure, from `probe`.
         threads: CPU threads to use.
-        progress: told what comes next.
-        grid: the sizes to measure at; by the device if not given.
+        progress: progress callback.
+        grid: sizes to measure at; by default those of the device.
     """
     import torch
 
@@ -208,13 +211,12 @@ def _turns(bytes: int) -> int:
 
 
 class _Turns:
-    """Calls one after the other, over and over; as many results as there are calls stay alive, so that room for the next is not warm either."""
+    """Cycles through calls and keeps as many results alive, so that neither operands nor outputs are in cache."""
 
     def __init__(self, calls: Sequence[Callable[[], object]]):
         self._calls, self._kept = itertools.cycle(calls), deque[object](maxlen=len(calls))
-        for _ in range(
-            len(calls) + 1
-        ):  # all their memory is had from the system here, and that of one more: a result goes when the next is there
+        # Allocates all memory up front, with one more: a result is freed only after the next one exists.
+        for _ in range(len(calls) + 1):
             self()
 
     def __call__(self) -> None:
@@ -222,13 +224,13 @@ class _Turns:
 
 
 def _contended(others: OtherProcesses, threads: int, watch: float = 0.0) -> bool:
-    """Whether other processes have kept more cores busy than these threads leave to them; looked at for `watch` more seconds."""
+    """True if other processes use more cores than these threads leave them; observes for `watch` more seconds."""
     time.sleep(watch)
     return others.cores() > (os.cpu_count() or 1) - threads + 0.25
 
 
 def _host_link(seconds: Stopwatch, source: Tensor) -> tuple[float, float]:
-    """Bytes a second from a GPU's memory to pinned memory of the host, and back."""
+    """Returns the bytes/s from GPU memory to pinned host memory, and back."""
     import torch
 
     piece = source[: 2**26]
@@ -243,7 +245,10 @@ def _square(seconds: Stopwatch, random: Random, dtype: torch.dtype, size: int) -
 
 
 def _peak(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -> float:
-    """FLOP/s of the best square product; a small one says first whether a large one would take too long, as in bf16 on a CPU without AVX512 (a minute)."""
+    """Returns the FLOP/s of the best square matmul.
+
+    A small one decides first if a large one would take too long (a minute in bf16 on a CPU without AVX512).
+    """
     best, longest = _square(seconds, random, dtype, min(_FIRST, *grid.products)), _PATIENCE
     for size in sorted(grid.products):
         if 2 * size**3 / best < longest:
@@ -261,7 +266,7 @@ def _layer(
     import torch
 
     k, m = sizes
-    found = []
+    measured = []
     last: dict[Layout, float] = {}
     for n in sorted(grid.rows):
         flops, bytes = 2 * n * k * m, (n * k + n * m + k * m) * dtype.itemsize
@@ -276,25 +281,25 @@ def _layer(
         for layout, pairs in factors.items():
             if layout not in last or flops / last[layout] < _TOO_LONG:
                 last[layout] = flops / seconds(_Turns([partial(torch.matmul, a, b) for a, b in pairs]))
-                found.append(MatrixRate(name, layout, n, k, m, last[layout]))
-    return found
+                measured.append(MatrixRate(name, layout, n, k, m, last[layout]))
+    return measured
 
 
 def _moved(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MovedRate]:
-    found = []
+    measured = []
     table = random((grid.vocabulary, grid.width), dtype)
     for elements in grid.elements:
         sets = [_movers(random, dtype, elements, grid, table) for _ in range(_turns(2 * elements * dtype.itemsize))]
         for operator, (_, moved) in sets[0].items():
             turns = _Turns([calls[operator][0] for calls in sets[: _turns(moved)]])
-            found.append(MovedRate(operator, name, moved, moved / seconds(turns)))
-    return found
+            measured.append(MovedRate(operator, name, moved, moved / seconds(turns)))
+    return measured
 
 
 def _movers(
     random: Random, dtype: torch.dtype, elements: int, grid: Grid, table: Tensor
 ) -> dict[str, tuple[Callable[[], object], int]]:
-    """The calls of `MOVERS` on tensors of so many elements, with the bytes that each moves."""
+    """Returns the calls of `MOVERS` on tensors of the given size, with the bytes that each moves."""
     import torch
     from torch.nn import functional as F
 
@@ -305,9 +310,8 @@ def _movers(
     positive = x.abs() + 1
     out = torch.empty_like(x)
     row, column = random((grid.width,), dtype), random((n, 1), dtype)
-    later = (
-        torch.arange(grid.width, device=x.device)[None] >= grid.width // 2
-    )  # as a causal mask's: with one drawn at random a CPU guesses wrongly
+    # Causal, because branch prediction fails on a random mask.
+    later = torch.arange(grid.width, device=x.device)[None] >= grid.width // 2
     heads = x.view(1, -1, 4, grid.width // 4)
     left, right = x.chunk(2, dim=-1)
     left, right = left.contiguous(), right.contiguous()
@@ -340,13 +344,13 @@ def _movers(
         calls["to_fp32"] = (lambda: x.to(torch.float32), 3 * one)
     logits = random((max(1, elements // grid.vocabulary), grid.vocabulary), dtype)
     logs = logits.log_softmax(dim=-1)
-    whole = logits.numel() * size
-    calls["softmax"] = (lambda: logits.softmax(dim=-1), 2 * whole)
+    nbytes = logits.numel() * size
+    calls["softmax"] = (lambda: logits.softmax(dim=-1), 2 * nbytes)
     chances = logits.softmax(dim=-1)
-    calls["softmax_"] = (lambda: torch.softmax(chances, dim=-1, out=chances), 2 * whole)
-    calls["amax"] = (lambda: logits.amax(dim=-1), whole)
-    calls["log_softmax"] = (lambda: logits.log_softmax(dim=-1), 2 * whole)
-    calls["log_softmax_backward"] = (lambda: aten._log_softmax_backward_data(logits, logs, -1, dtype), 3 * whole)
+    calls["softmax_"] = (lambda: torch.softmax(chances, dim=-1, out=chances), 2 * nbytes)
+    calls["amax"] = (lambda: logits.amax(dim=-1), nbytes)
+    calls["log_softmax"] = (lambda: logits.log_softmax(dim=-1), 2 * nbytes)
+    calls["log_softmax_backward"] = (lambda: aten._log_softmax_backward_data(logits, logs, -1, dtype), 3 * nbytes)
     at = random.rows(n, grid.vocabulary)
     calls["embedding"] = (lambda: F.embedding(at, table), 2 * one)
     calls["embedding_backward"] = (
@@ -369,7 +373,7 @@ def _attention(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    found = []
+    measured = []
     for rows, heads, length, head_dim in grid.attention:
         q, k, v = (random((rows, heads, length, head_dim), dtype).requires_grad_() for _ in range(3))
         gradient = random((rows, heads, length, head_dim), dtype)
@@ -377,13 +381,13 @@ def _attention(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype
         square = rows * heads * length**2 * head_dim
         forward = seconds(partial(scaled_dot_product_attention, q, k, v, is_causal=True))
         backward = seconds(partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True))
-        found.append(AttentionRate(name, "forward", length, heads, head_dim, 4 * square / forward))
-        found.append(AttentionRate(name, "backward", length, heads, head_dim, 10 * square / backward))
-    return found
+        measured.append(AttentionRate(name, "forward", length, heads, head_dim, 4 * square / forward))
+        measured.append(AttentionRate(name, "backward", length, heads, head_dim, 10 * square / backward))
+    return measured
 
 
 def _adamw(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -> float:
-    """Seconds a parameter of one step, gradients and both moments in the parameters' dtype."""
+    """Returns the seconds per parameter of one step, with gradients and both moments in the parameters' dtype."""
     import torch
 
     parameters = [torch.nn.Parameter(random((grid.parameters // 8,), dtype)) for _ in range(8)]
@@ -396,28 +400,29 @@ def _adamw(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -
 def rates(
     device: Device, threads: int, measure: bool = True, progress: Progress | None = None, *, grid: Grid | None = None
 ) -> Rates:
-    """The stored rates of this machine; measured and stored first where there are none, and again where others kept the cores
-    busy meanwhile (such rates may be 50 x too low) and do so no longer.
+    """Returns the stored rates of this machine; measures and stores them first if there are none.
 
-    Measuring is done by a child process: it leaves this one's memory, high-water mark and allocator as they are.
+    Contended rates (which may be 50x too low) are measured again once the cores are free. A child process measures, so
+    this one's memory, high-water mark and allocator stay as they are.
 
     Raises:
-        RunError: there are none and `measure` is False, or measuring failed, or they cannot be stored.
+        RunError: there are no rates and `measure` is False, or measuring failed, or the rates cannot be stored.
     """
     import torch
 
-    found = load(device.name, torch.__version__, threads)
-    if progress is None and measure and found is None:
+    stored = load(device.name, torch.__version__, threads)
+    if progress is None and measure and stored is None:
         _log.warning("measuring this machine, once; some ten seconds to a minute")
-    if measure and (found is None or (found.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
+    if measure and (stored is None or (stored.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
         _measure_apart(device, threads, progress, grid or grid_of(device))
-        found = load(device.name, torch.__version__, threads)
-        assert found is not None, "the child stored rates for another machine"
-    if found is None:
+        stored = load(device.name, torch.__version__, threads)
+        assert stored is not None, "the child stored rates for another machine"
+    if stored is None:
         raise RunError(
-            f"the rates of {device.name} with {threads} threads are not measured yet; run: preheat calibrate --threads {threads}"
+            f"the rates of {device.name} with {threads} threads are not measured yet; "
+            f"run: preheat calibrate --threads {threads}"
         )
-    return found
+    return stored
 
 
 def _measure_apart(device: Device, threads: int, progress: Progress | None, grid: Grid) -> None:
@@ -431,12 +436,14 @@ def _measure_apart(device: Device, threads: int, progress: Progress | None, grid
                 what, done = json.loads(line)
                 if progress is not None:
                     progress(what, done)
-            words = child.stderr.read().strip()
+            errors = child.stderr.read().strip()
         except BaseException:
-            child.kill()  # leaving the block waits for it
+            child.kill()  # Popen.__exit__ waits for it
             raise
     if child.returncode != 0:
-        last = words.splitlines()[-1] if words and child.returncode > 0 else f"its process {ended_by(child.returncode)}"
+        last = (
+            errors.splitlines()[-1] if errors and child.returncode > 0 else f"its process {ended_by(child.returncode)}"
+        )
         raise RunError(f"measuring the rates of this machine failed: {last}")
 
 

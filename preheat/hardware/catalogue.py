@@ -1,4 +1,4 @@
-"""Accelerators by name: memory, peak and achieved rates. Facts only; no torch.
+"""Catalogue of accelerators: memory, bandwidth, peak and achieved rates. Does not import torch.
 
 >>> accelerator("H100").bandwidth / 1e12
 3.35
@@ -25,20 +25,20 @@ __all__ = ["Accelerator", "accelerator", "accelerators", "stated"]
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What one device has. None: it has no such unit, or no figure is known.
+    """Specification of one device; None if it has no such unit, or no figure is known.
 
     Attributes:
-        memory: bytes as marketed; driver and context keep 1 to 2 % of it.
-        bandwidth: of the memory, bytes a second.
-        bf16, fp16, fp8: dense peak of the matrix units, FLOP/s, without sparsity.
-        fp32: peak of plain fp32, FLOP/s, without TF32.
-        achieved_bf16, achieved_fp8: the best rate measured over many shapes of matrix product, FLOP/s.
-        link: to its neighbours in the host (MI300X and its kin: to each of them), one direction, bytes a second.
-        network: its share of the usual host's network to others, one direction, bytes a second.
-        watts: of the whole board at most, by its data sheet; a Grace Hopper's is shared with its CPU and memory, so it has none.
-        host: to the host's memory, one direction, bytes a second.
-        units: processors that share out the tiles of a matrix product (SMs, CUs).
-        generation: of its design; what was measured of one device holds roughly for its kin.
+        memory: bytes as marketed; driver and context use 1 to 2 % of it.
+        bandwidth: memory bandwidth, bytes/s.
+        bf16, fp16, fp8: dense peak of the matrix units, FLOP/s.
+        fp32: peak without TF32, FLOP/s.
+        achieved_bf16, achieved_fp8: best rate measured over many matmul shapes, FLOP/s.
+        link: bandwidth to the other devices in the host (AMD: to each of them), one direction, bytes/s.
+        network: network bandwidth per device in a typical host, one direction, bytes/s.
+        watts: maximum board power by the data sheet; None for Grace Hopper, which shares it with CPU and memory.
+        host: bandwidth to host memory, one direction, bytes/s.
+        units: number of SMs or CUs.
+        generation: architecture; measurements of one device roughly apply to others of its generation.
     """
 
     name: str
@@ -59,18 +59,18 @@ class Accelerator:
 
     @property
     def link_each(self) -> bool:
-        """Whether `link` is to each neighbour by itself, so that all of them together are faster."""
+        """True if `link` is the bandwidth to each peer, so that the total is higher."""
         return self.generation == "cdna"
 
     def peaks(self) -> dict[str, float]:
-        """dtype -> FLOP/s of the data sheet."""
+        """Returns {dtype: peak FLOP/s} of the data sheet."""
         rates = {"bf16": self.bf16 or self.fp16, "fp16": self.fp16 or self.bf16, "fp32": self.fp32, "float8": self.fp8}
         if self.bf16 and self.generation in _TF32:
             rates["tf32"] = self.bf16 / 2
         return {dtype: rate for dtype, rate in rates.items() if rate}
 
     def sustained(self) -> dict[str, float]:
-        """dtype -> FLOP/s of large products within a training step: of the best rate that was measured a share, since clocks fall with power."""
+        """Returns {dtype: FLOP/s} of large matmuls in training, where power limits lower the clocks."""
         achieved = {"bf16": self.achieved_bf16, "fp16": self.achieved_bf16, "float8": self.achieved_fp8}
         share = _SUSTAINED.get(self.generation, 0.75)
         return {
@@ -79,66 +79,74 @@ class Accelerator:
         }
 
 
-# Fitted to published training speeds of half the sources (benchmarks/results/published.md names them); the other half is what they are judged on.
-# Blackwell's was 0.55 by two of torchao's rows, and is between these and NVIDIA's eight since those were seen (0.62 to 0.74 are alike).
-_ACHIEVED = (
-    0.82  # of the data sheet's rate, that the best product reaches: about the median of those that have a figure
-)
-# NVIDIA's generations with TF32. Their data sheets have it at half of bf16's rate: 156 of 312 (A100), 494.7 of 989 (H100), 183 of 366 (L40S), 82.6 of 165.2
-# (RTX 4090), 1,125 of 2,250 (B200), dense.
+# Fraction of the data sheet's rate that the best matmul reaches: about the median of the devices with a figure.
+_ACHIEVED = 0.82
+# NVIDIA generations with TF32, at half the bf16 rate by their data sheets: 156 of 312 (A100), 494.7 of 989 (H100),
+# 183 of 366 (L40S), 82.6 of 165.2 (RTX 4090), 1,125 of 2,250 (B200), all dense.
 _TF32 = ("ampere", "ada", "hopper", "blackwell")
+# Fraction of the best measured rate that large matmuls sustain in training. Fitted to the published training speeds of
+# half the sources in benchmarks/results/published.md; the other half is held out. Blackwell's is between two torchao
+# results (0.55) and eight of NVIDIA's; 0.62 to 0.74 fit about equally well.
 _SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.65, "cdna": 0.7}
 
-# Memory, bandwidth, bf16, fp8 and link of the data-centre devices: the accelerator and network chapters of stas00/ml-engineering, but for
-# A100-40GB and A800 (vendor's data sheets), H100-96GB (torchtitan's benchmarks) and V100 (bigscience, gpt2.md).
-# A10G to RTX-4070Ti-SUPER, T4: vendors' data sheets; for GeForce dense bf16 with fp32 accumulation. A10G's bf16 is uncertain (70; an A10 has 125).
-# Network: the same network chapter, where hosts of one kind of device commonly have one rate (8 H100s: 8 x 400 Gbit/s); those of A100s have
-# 200 to 1600 Gbit/s a host, so none is given.
-# Achieved: the "maximum achievable matmul FLOPS" finder of stas00/ml-engineering: A100 torch 2.6, A100-PCIe 2.5.1, H100 to B200 2.7 (H200's
-# bf16 is stated to be H100's), B300 2.9.1, GB200 2.10, MI300X 2.5.1, MI355X 2.8.
-# fp32, units: vendors' data sheets. fp16 is bf16's rate on all that have both. T4 and V100 have no bf16 matrix unit.
-# Watts: vendors' data sheets, where they state one figure for the device (H100-96GB, A800: as their kin of that power limit).
-# Host: x16 of PCI Express by generation, 15.75, 31.5 or 63 GB/s (PCI-SIG), as the data sheets name it; GH200: NVLink-C2C, 900 GB/s both ways.
-# The memory of 141, 180, 186 ... is what the vendors print as GB; tools show about as many GiB.
+# Sources:
+# - Memory, bandwidth, bf16, fp8 and link of data-centre devices: the accelerator and network chapters of
+#   stas00/ml-engineering; A100-40GB and A800: data sheets; H100-96GB: torchtitan's benchmarks; V100: bigscience,
+#   gpt2.md.
+# - A10G to RTX-4070Ti-SUPER, T4: data sheets; GeForce: dense bf16 with fp32 accumulation. A10G's bf16 is uncertain (70;
+#   an A10 has 125).
+# - Network: the same chapter, if hosts of a kind of device commonly have one rate (8 H100s: 8 x 400 Gbit/s); A100 hosts
+#   have 200 to 1600 Gbit/s, so they have no figure.
+# - Achieved: the "maximum achievable matmul FLOPS" finder of stas00/ml-engineering: A100 torch 2.6, A100-PCIe 2.5.1,
+#   H100 to B200 2.7 (H200's bf16 is stated to be H100's), B300 2.9.1, GB200 2.10, MI300X 2.5.1, MI355X 2.8.
+# - fp32, units: data sheets. fp16 equals bf16 on devices with both; T4 and V100 have no bf16 matrix units.
+# - Watts: data sheets with one figure for the device; H100-96GB and A800: similar devices of that power limit.
+# - Host: PCIe x16 by generation, 15.75, 31.5 or 63 GB/s (PCI-SIG), by the data sheets; GH200: NVLink-C2C, 900 GB/s in
+#   both directions together.
+# - Memory of 141, 180, 186 ... is GB in the vendors' prints; tools show about as many GiB.
+#
+# Rates in TFLOP/s, bandwidths in GB/s; bf16* and fp8* are the achieved rates. A800 is the A100 for export,
+# H100-SXM-96GB has HBM2e and 500 W, the 96 GB GH200 has 4.0 TB/s, V100s reach 30 to 60 TFLOP/s in training, and
+# MI300X's link is to each peer.
 _TABLE = """
-name                  GiB   GB/s   bf16  fp16  fp32   fp8   bf16-achieved fp8-achieved link    network units watts host  generation  # TFLOP/s, GB/s
-A100-80GB             80    2039   312   312   19.5   -     271.2         -            300     -               108   400   31.5  ampere
-A100-40GB             40    1555   312   312   19.5   -     -             -            300     -               108   400   31.5  ampere
-A100-PCIe-80GB        80    1940   312   312   19.5   -     252.9         -            31      -               108   300   31.5  ampere
-A800-80GB             80    2039   312   312   19.5   -     -             -            200     -               108   400   31.5  ampere  # A100 for export
-H100                  80    3350   989   989   67     1979  794.5         1402.6       450     50              132   700   63    hopper
-H100-SXM-96GB         96    2400   989   989   67     1979  -             -            450     50              132   500   63    hopper  # HBM2e, 500 W
-H100-PCIe             80    2000   756   756   51     1513  -             -            63      -               114   350   63    hopper
-H200                  141   4800   989   989   67     1979  794.5         1453.4       450     50              132   700   63    hopper
-GH200-SXM             141   4800   989   989   67     1979  828.6         1535.0       450     -               132   -     450   hopper  # the 96 GB one has 4.0 TB/s
-B200                  180   8000   2250  2250  75     4500  1745.0        3432.5       900     50              148   1000  63    blackwell
-B300                  288   8000   2250  2250  75     4500  1769.0        3353.3       900     100             148   -     -     blackwell
-GB200                 186   8000   2500  2500  80     5000  1822.0        3615.6       900     -               148   -     -     blackwell
-GB300                 288   8000   2500  2500  80     5000  -             -            900     -               148   -     -     blackwell
-L40S                  48    864    362   362   91.6   733   -             -            31      -               142   350   31.5  ada
-A10G-24GB             24    600    70    70    31.2   -     -             -            31      -               72    -     31.5  ampere
-A6000-48GB            48    768    155   155   38.7   -     -             -            56      -               84    300   31.5  ampere
-A6000-Ada-48GB        48    960    364   364   91.1   728   -             -            31      -               142   300   31.5  ada
-A5000-24GB            24    768    111   111   27.8   -     -             -            56      -               64    230   31.5  ampere
-RTX-3090              24    936    71    71    35.6   -     -             -            56      -               82    350   31.5  ampere
-RTX-4090              24    1008   165   165   82.6   330   -             -            31      -               128   450   31.5  ada
-RTX-4070Ti-SUPER      16    672    88    88    44.1   176   -             -            31      -               66    285   31.5  ada
-T4                    16    320    -     65    8.1    -     -             -            16      -               40    70    15.75 turing
-V100-32GB             32    900    -     125   15.7   -     -             -            150     -               80    300   15.75 volta  # 30 to 60 TFLOP/s in training
-MI250X                128   3280   383   383   47.9   -     -             -            50      -               220   560   -     cdna
-MI300X                192   5300   1307  1307  163.4  2610  668.4         -            64      -               304   750   63    cdna  # link: to each peer
-MI325X                256   6000   1300  1300  163.4  2610  784.9         -            64      -               304   1000  63    cdna
-MI355X                288   8000   2500  2500  157.3  5000  1565.0        -            76.5    -               256   1400  63    cdna
-Gaudi2                96    2460   432   432   -      865   418.7         826.5        300     -               -     600   -     other
-Gaudi3                128   3700   1677  1677  -      1677  1243.0        1289.5       600     -               -     900   -     other
-TPU-v4                32    1200   275   -     -      -     -             -            -       -               -     -     -     other
-TPU-v5p               95    2760   459   -     -      -     -             -            -       -               -     -     -     other
-TPU-v5e               16    820    197   -     -      -     -             -            -       -               -     -     -     other
-TPU-v6e               -     -      918   -     -      918   -             -            -       -               -     -     -     other
-Trainium2             96    2900   667   667   181    1299  -             -            640     -               -     -     -     other
+name              GiB  GB/s  bf16  fp16  fp32   fp8   bf16*   fp8*    link  network  units  watts  host   generation
+A100-80GB         80   2039  312   312   19.5   -     271.2   -       300   -        108    400    31.5   ampere
+A100-40GB         40   1555  312   312   19.5   -     -       -       300   -        108    400    31.5   ampere
+A100-PCIe-80GB    80   1940  312   312   19.5   -     252.9   -       31    -        108    300    31.5   ampere
+A800-80GB         80   2039  312   312   19.5   -     -       -       200   -        108    400    31.5   ampere
+H100              80   3350  989   989   67     1979  794.5   1402.6  450   50       132    700    63     hopper
+H100-SXM-96GB     96   2400  989   989   67     1979  -       -       450   50       132    500    63     hopper
+H100-PCIe         80   2000  756   756   51     1513  -       -       63    -        114    350    63     hopper
+H200              141  4800  989   989   67     1979  794.5   1453.4  450   50       132    700    63     hopper
+GH200-SXM         141  4800  989   989   67     1979  828.6   1535.0  450   -        132    -      450    hopper
+B200              180  8000  2250  2250  75     4500  1745.0  3432.5  900   50       148    1000   63     blackwell
+B300              288  8000  2250  2250  75     4500  1769.0  3353.3  900   100      148    -      -      blackwell
+GB200             186  8000  2500  2500  80     5000  1822.0  3615.6  900   -        148    -      -      blackwell
+GB300             288  8000  2500  2500  80     5000  -       -       900   -        148    -      -      blackwell
+L40S              48   864   362   362   91.6   733   -       -       31    -        142    350    31.5   ada
+A10G-24GB         24   600   70    70    31.2   -     -       -       31    -        72     -      31.5   ampere
+A6000-48GB        48   768   155   155   38.7   -     -       -       56    -        84     300    31.5   ampere
+A6000-Ada-48GB    48   960   364   364   91.1   728   -       -       31    -        142    300    31.5   ada
+A5000-24GB        24   768   111   111   27.8   -     -       -       56    -        64     230    31.5   ampere
+RTX-3090          24   936   71    71    35.6   -     -       -       56    -        82     350    31.5   ampere
+RTX-4090          24   1008  165   165   82.6   330   -       -       31    -        128    450    31.5   ada
+RTX-4070Ti-SUPER  16   672   88    88    44.1   176   -       -       31    -        66     285    31.5   ada
+T4                16   320   -     65    8.1    -     -       -       16    -        40     70     15.75  turing
+V100-32GB         32   900   -     125   15.7   -     -       -       150   -        80     300    15.75  volta
+MI250X            128  3280  383   383   47.9   -     -       -       50    -        220    560    -      cdna
+MI300X            192  5300  1307  1307  163.4  2610  668.4   -       64    -        304    750    63     cdna
+MI325X            256  6000  1300  1300  163.4  2610  784.9   -       64    -        304    1000   63     cdna
+MI355X            288  8000  2500  2500  157.3  5000  1565.0  -       76.5  -        256    1400   63     cdna
+Gaudi2            96   2460  432   432   -      865   418.7   826.5   300   -        -      600    -      other
+Gaudi3            128  3700  1677  1677  -      1677  1243.0  1289.5  600   -        -      900    -      other
+TPU-v4            32   1200  275   -     -      -     -       -       -     -        -      -      -      other
+TPU-v5p           95   2760  459   -     -      -     -       -       -     -        -      -      -      other
+TPU-v5e           16   820   197   -     -      -     -       -       -     -        -      -      -      other
+TPU-v6e           -    -     918   -     -      918   -       -       -     -        -      -      -      other
+Trainium2         96   2900  667   667   181    1299  -       -       640   -        -      -      -      other
 """
 
-# What people and drivers say for a row above, without the words that `_key` drops.
+# Other names of the rows above, as drivers and users write them, normalized by `_key`.
 _ALIASES = {
     "a100": "A100-80GB",
     "a100sxm480gb": "A100-80GB",
@@ -167,9 +175,9 @@ _ALIASES = {
 
 
 def _key(name: str) -> str:
-    """A name without case, punctuation and maker, as it is looked up."""
-    words = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|aws|google|intel)\b", "", name.lower())
-    return re.sub(r"[^a-z0-9]", "", words)
+    """Normalizes a name for lookup: removes case, punctuation and vendor."""
+    text = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|aws|google|intel)\b", "", name.lower())
+    return re.sub(r"[^a-z0-9]", "", text)
 
 
 def _number(cell: str, unit: float) -> float | None:
@@ -177,12 +185,12 @@ def _number(cell: str, unit: float) -> float | None:
 
 
 def _rows() -> dict[str, Accelerator]:
-    found = {}
+    rows = {}
     for line in _TABLE.strip().splitlines()[1:]:
         name, memory, bandwidth, bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8, link, network, *more = (
             line.partition("#")[0].split()
         )
-        found[name] = Accelerator(
+        rows[name] = Accelerator(
             name=name,
             memory=None if memory == "-" else int(memory) * 2**30,
             bandwidth=_number(bandwidth, 1e9),
@@ -199,31 +207,30 @@ def _rows() -> dict[str, Accelerator]:
             host=_number(more[2], 1e9),
             generation=more[3],
         )
-    return found
+    return rows
 
 
 def accelerators() -> dict[str, Accelerator]:
-    """Every accelerator of the catalogue by name."""
+    """Returns all accelerators of the catalogue by name."""
     return _rows()
 
 
 def accelerator(name: str) -> Accelerator:
-    """The accelerator that is meant by `name`: as in the catalogue, as people say it (`A100`) or as the driver does.
+    """Looks up an accelerator by its catalogue name, a short name (`A100`) or the driver's name.
 
     Raises:
-        RecipeError: none is; names the nearest.
+        RecipeError: the name is unknown; the message suggests the closest one.
     """
     rows = _rows()
     by_key = {_key(known): known for known in rows} | _ALIASES
-    found = by_key.get(_key(name))
-    if found is None:
-        near = difflib.get_close_matches(
-            _key(name), by_key, n=1
-        )  # among keys, so that case and punctuation do not count
+    match = by_key.get(_key(name))
+    if match is None:
+        # Normalized keys, so that case and punctuation do not count.
+        near = difflib.get_close_matches(_key(name), by_key, n=1)
         raise RecipeError(
             f"no accelerator '{name}' in the catalogue; {nearest(by_key[near[0]] if near else name, list(rows))}"
         )
-    return rows[found]
+    return rows[match]
 
 
 _RATES = {
@@ -240,12 +247,12 @@ _RATES = {
 
 
 def stated(text: str) -> Accelerator:
-    """An accelerator in the user's own figures: `name=X,memory=24GiB,bandwidth=1008,bf16=165`, in GB/s and TFLOP/s as data sheets have them.
+    """Parses a user-defined accelerator: `name=X,memory=24GiB,bandwidth=1008,bf16=165`, in GB/s and TFLOP/s.
 
-    Others: fp16, fp32, fp8; link (to neighbours), network, host (to its memory) in GB/s; watts.
+    Other keys: fp16, fp32, fp8 (TFLOP/s); link (to other devices), network, host (to host memory) in GB/s; watts.
 
     Raises:
-        RecipeError: a key that is not known or not a number, or memory, bandwidth or a matrix rate is missing.
+        RecipeError: a key is unknown, a value is not a number, or memory, bandwidth or a matmul rate is missing.
 
     Example:
         >>> stated("memory=24GiB,bandwidth=1008,bf16=165").bf16 / 1e12

@@ -1,7 +1,8 @@
-"""Processes that this one starts on this host: they end when it ends, and meet where no other host reaches them. No torch.
+"""Child processes on this host, which end with their parent and rendezvous on the loopback interface. No torch import.
 
-torch's store unpickles what it is sent, so whoever reaches it runs code. Left to itself it listens on all interfaces (torch 2.13), and gloo
-on the one that the host's name resolves to.
+torch's store unpickles messages, so anybody who can connect to it can run code. By default it listens on all interfaces
+(torch
+2.13), and gloo on the interface that the host's name resolves to.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 
-# Runs before the command itself, in its process: the death signal outlives exec. The parent may be gone already.
+# Runs in the child before exec, which preserves the death signal. The parent may have ended before prctl ran.
 _TETHER = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -47,14 +48,14 @@ except OSError as error:
 
 
 def tethered(command: Sequence[str]) -> list[str]:
-    """The command as one that Linux kills when the thread that starts it ends, by `kill -9` too; elsewhere as it is."""
+    """Wraps a command so that Linux kills it when the starting thread ends, even by `kill -9`; unchanged elsewhere."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _TETHER, str(os.getpid()), *command]
 
 
 def end_with_parent(parent: int) -> None:
-    """Ties this process, a fork of `parent` that has not become another program, to it in the same way."""
+    """Makes Linux kill this process, a fork of `parent`, when the parent ends."""
     if sys.platform == "linux":
         import ctypes
 
@@ -64,7 +65,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def ended_by(code: int) -> str:
-    """How a process ended, by its return code.
+    """Describes how a process ended, from its return code.
 
     Example:
         >>> ended_by(3), ended_by(-15)
@@ -80,13 +81,13 @@ def ended_by(code: int) -> str:
 
 
 def local_group() -> dict[str, str]:
-    """Environment of processes that all run on this host: gloo and NCCL use the loopback interface, whatever is set for several hosts."""
+    """Returns the environment that makes gloo and NCCL use the loopback interface, for processes on one host."""
     name = "lo" if sys.platform == "linux" else "lo0"
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
 def all_here() -> bool:
-    """Whether all processes that RANK and WORLD_SIZE number run on this host, by what their launcher set."""
+    """True if all ranks run on this host, according to the launcher's environment variables."""
     address, local = os.environ.get("MASTER_ADDR", ""), os.environ.get("LOCAL_WORLD_SIZE")
     if not local:
         return _is_loopback(address)
@@ -94,17 +95,17 @@ def all_here() -> bool:
 
 
 def store_address() -> str:
-    """The address of the store of these processes: MASTER_ADDR, or the loopback interface if the first of them serves it to this host alone."""
+    """Returns the address of the store: MASTER_ADDR, or the loopback interface if rank 0 serves this host only."""
     return LOOPBACK if _served_here() else os.environ.get("MASTER_ADDR", "")
 
 
 def launched_store(timeout: float) -> Store:
-    """torch's store of the processes that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; on one host no other reaches it.
+    """Connects to the store of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, on one host by the loopback interface.
 
     Raises:
         OSError: the port is in use.
-        ValueError: one of the variables is missing or no number.
-        DistNetworkError, DistStoreError: of torch: the store was not reached in time, or cannot be served.
+        ValueError: one of the variables is missing or not a number.
+        DistNetworkError, DistStoreError: the store was not reached in time, or cannot be served (from torch).
     """
     from datetime import timedelta
 
@@ -117,7 +118,7 @@ def launched_store(timeout: float) -> Store:
 
 
 def _served_here() -> bool:
-    """Whether the first process serves the store, not an agent as torchrun has it, and only this host has to reach it."""
+    """True if rank 0 serves the store (not torchrun's agent), and only this host needs to reach it."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return not agent and (_is_loopback(os.environ.get("MASTER_ADDR", "")) or all_here())
 
@@ -130,7 +131,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_here(address: str) -> bool:
-    """Whether a name or an address is one of this host's: only those can be bound."""
+    """True if a name or address belongs to this host: only those can be bound."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as trial:
@@ -141,7 +142,7 @@ def _is_here(address: str) -> bool:
 
 
 def listen(port: int = 0) -> socket.socket:
-    """A socket that listens on the loopback interface, on a free port where none is named: from now on nobody else gets that port.
+    """Opens a socket that listens on the loopback interface, which reserves the port; 0 picks a free one.
 
     Raises:
         OSError: the port is in use.
@@ -158,10 +159,10 @@ def listen(port: int = 0) -> socket.socket:
 
 
 def local_store(port: int, *, listening: int | None = None, timeout: float = 300.0) -> TCPStore:
-    """torch's store among processes of this host.
+    """Creates the store of the processes of this host.
 
     Args:
-        listening: descriptor of the socket of `listen`, which the process that serves the store takes over.
+        listening: file descriptor of the socket of `listen`, passed by the process that serves the store.
     """
     from datetime import timedelta
 

@@ -1,7 +1,7 @@
-"""Times collectives, as one rank among several: warm-up, repeats, the slowest rank's time of each, and their median.
+"""Benchmark of collectives, run by every rank: warm-up, samples timed by the slowest rank, and their median.
 
-A sample is as many calls one after the other as take two milliseconds, begun after a barrier; the time of a sample is that of its slowest rank. How
-many samples there are is agreed by all from a first one, so that large sizes over slow links do not take minutes.
+A sample starts after a barrier and repeats the call for about two milliseconds. All ranks agree on the number of
+samples from a first one, so that large sizes over slow links do not take minutes.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 __all__ = ["LISTENING", "Task", "Told", "measure"]
 
 Told = Callable[[str, float], None]
-"""Called on rank 0 with what is measured next and the share (0 to 1) that is done."""
+"""Called on rank 0 with the name of the next measurement and the progress (0 to 1)."""
 
 LISTENING = "PREHEAT_LISTENING"
-"""Where all processes are of one host: the descriptor of the socket on which rank 0 serves the store; empty for the others."""
+"""Environment variable of a single-host run: file descriptor of the socket of rank 0's store; empty on other ranks."""
 _SAMPLE = 2e-3
-"""Seconds of a sample at least: a call of microseconds is not timed by itself."""
-_BUFFERS = 2  # what goes out and what comes in
+"""Minimum seconds of a sample, because a call of microseconds is too short for the clock."""
+_BUFFERS = 2  # send and receive buffer
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure.
+    """Settings of a benchmark.
 
     Attributes:
         collectives: names of `link_rates.COLLECTIVES`.
-        sizes: bytes, rising.
-        backend: gloo (over CPUs) or nccl.
-        repeats: samples at most.
-        warmup: calls before the first.
-        budget: seconds that the samples of one size may take; at least five are taken.
+        sizes: bytes, ascending.
+        backend: gloo (between CPUs) or nccl.
+        repeats: maximum number of samples.
+        warmup: warm-up calls.
+        budget: maximum seconds for the samples of one size; at least five are taken.
         timeout: seconds to wait for the other processes.
     """
 
@@ -62,7 +62,7 @@ class Task:
 
 @dataclass(frozen=True)
 class _Place:
-    """This process among the others; `host` is the number of its host."""
+    """Rank and hosts of the process group; `host` is the index of this process's host."""
 
     rank: int
     world: int
@@ -76,14 +76,16 @@ class _Place:
 
 
 def measure(task: Task, tell: Told | None = None) -> dict[str, Any]:
-    """Measures with the processes of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (as torchrun sets them); all of them must call it.
+    """Runs the benchmark among the ranks of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (as set by torchrun).
+
+    All ranks must call it.
 
     Returns:
-        On rank 0 {hardware, torch, devices, hosts, names, rows: LinkRates as values, pairs}; elsewhere {}.
+        On rank 0 {hardware, torch, devices, hosts, names, rows: LinkRates as values, pairs}; on other ranks {}.
 
     Raises:
-        RecipeError: sizes beyond memory, or fewer GPUs than processes.
-        RunError: the other processes were not reached, or one stopped answering.
+        RecipeError: sizes exceed memory, or there are fewer GPUs than processes.
+        RunError: the other processes are unreachable, or one stopped responding.
     """
     import torch
     import torch.distributed as dist
@@ -142,14 +144,15 @@ def _device(task: Task) -> torch.device:
     wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if wanted > torch.cuda.device_count():
         raise RecipeError(
-            f"--backend nccl: {wanted} processes on a host with {torch.cuda.device_count()} GPUs; NCCL needs a GPU each: start fewer, or use --backend gloo"
+            f"--backend nccl: {wanted} processes on a host with {torch.cuda.device_count()} GPUs; "
+            "NCCL needs a GPU each: start fewer, or use --backend gloo"
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
 
 def _join(task: Task, device: torch.device) -> None:
-    """The process group; what goes wrong is told with the address and the time."""
+    """Initializes the process group; errors name the address and the timeout."""
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
@@ -173,15 +176,17 @@ def _join(task: Task, device: torch.device) -> None:
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise RunError(
-                f"rendezvous {address}:{port}: the port is in use; name another (--port, or MASTER_PORT where you set it)"
+                f"rendezvous {address}:{port}: the port is in use; "
+                "name another (--port, or MASTER_PORT where you set it)"
             ) from None
         raise RunError(
-            f"rendezvous {address}:{port}: rank {rank} of {world} did not meet the others within {task.timeout:g} s ({_first(error)}); "
-            "see that all are started and that the address is reached from every host"
+            f"rendezvous {address}:{port}: rank {rank} of {world} did not meet the others within {task.timeout:g} s "
+            f"({_first(error)}); see that all are started and that the address is reached from every host"
         ) from None
-    except (RuntimeError, ValueError) as error:  # gloo and the store say by these that they found nobody
+    except (RuntimeError, ValueError) as error:  # raised by gloo and the store on timeouts
         raise RunError(
-            f"rendezvous {address}:{port}: rank {rank} of {world} could not join within {task.timeout:g} s: {_first(error)}"
+            f"rendezvous {address}:{port}: rank {rank} of {world} could not join within {task.timeout:g} s: "
+            f"{_first(error)}"
         ) from None
 
 
@@ -190,45 +195,48 @@ def _first(error: BaseException) -> str:
 
 
 def _place() -> _Place:
-    """Hosts are told apart by torchrun's number of each, or by their names where it was not torchrun that started us."""
+    """Gathers ranks and hosts; hosts are identified by torchrun's GROUP_RANK, or by their names without torchrun."""
     import torch.distributed as dist
 
     name = socket.gethostname()
     mine = (os.environ.get("GROUP_RANK", name), name, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     world = dist.get_world_size()
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, mine)
-    keys = list(dict.fromkeys(key for key, _, _ in found))
-    words = {key: name if len({n for _, n, _ in found}) == len(keys) else f"{name} ({key})" for key, name, _ in found}
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, mine)
+    keys = list(dict.fromkeys(key for key, _, _ in gathered))
+    names = {
+        key: name if len({n for _, n, _ in gathered}) == len(keys) else f"{name} ({key})" for key, name, _ in gathered
+    }
     return _Place(
         dist.get_rank(),
         world,
-        sum(key == mine[0] for key, _, _ in found),
-        tuple(keys.index(key) for key, _, _ in found),
-        tuple(words[key] for key, _, _ in found),
+        sum(key == mine[0] for key, _, _ in gathered),
+        tuple(keys.index(key) for key, _, _ in gathered),
+        tuple(names[key] for key, _, _ in gathered),
     )
 
 
 def _room(task: Task, place: _Place, device: torch.device) -> None:
-    """Refuses sizes beyond memory, on every rank alike, before anything is allocated."""
+    """Rejects sizes that exceed memory, consistently on all ranks, before anything is allocated."""
     has = probe(device.type).memory
     sharing = place.local if device.type == "cpu" else 1
     needs = _BUFFERS * max(task.sizes) * sharing
     if needs > 0.8 * has:
         most = int(0.8 * has / _BUFFERS / sharing)
-        asked, needed, there = (f"{size / 2**30:,.1f} GiB" for size in (max(task.sizes), needs, has))
+        largest, needed, available = (f"{size / 2**30:,.1f} GiB" for size in (max(task.sizes), needs, has))
         raise RecipeError(
-            f"--sizes: {asked} takes {_BUFFERS} buffers on each of {sharing} processes, {needed} of {there}; use at most {most // 2**20:,} MiB"
+            f"--sizes: {largest} takes {_BUFFERS} buffers on each of {sharing} processes, {needed} of {available}; "
+            f"use at most {most // 2**20:,} MiB"
         )
 
 
 def _real(size: int, place: _Place) -> int:
-    """A size as whole floats that all devices share out evenly."""
+    """Rounds a size down to fp32 elements that divide evenly across the ranks."""
     return max(1, size // (4 * place.world)) * 4 * place.world
 
 
 def _call(name: str, size: int, place: _Place, device: torch.device) -> Callable[[], Any]:
-    """One call of a collective on buffers of its own."""
+    """Returns a function that calls the collective once, on its own buffers."""
     import torch
     import torch.distributed as dist
 
@@ -239,26 +247,26 @@ def _call(name: str, size: int, place: _Place, device: torch.device) -> Callable
         return torch.zeros(elements, dtype=torch.float32, device=device)
 
     if name == "all_reduce":
-        whole = buffer(count)
-        return lambda: dist.all_reduce(whole)
-    # torch 2.13 gave these two other names, and warns of the old ones.
+        full = buffer(count)
+        return lambda: dist.all_reduce(full)
+    # torch 2.13 renamed these two and deprecates the old names.
     if name == "all_gather":
-        whole, part = buffer(count), buffer(share)
+        full, part = buffer(count), buffer(share)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return lambda: gather(whole, part)
+        return lambda: gather(full, part)
     if name == "reduce_scatter":
-        whole, part = buffer(count), buffer(share)
+        full, part = buffer(count), buffer(share)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return lambda: scatter(part, whole)
+        return lambda: scatter(part, full)
     if name == "all_to_all":
         there, back = buffer(count), buffer(count)
         return lambda: dist.all_to_all_single(back, there)
     assert name == "send_recv", name
-    out, come = buffer(count), buffer(count)
+    outgoing, incoming = buffer(count), buffer(count)
     after, before = (place.rank + 1) % place.world, (place.rank - 1) % place.world
 
     def ring() -> None:
-        both = [dist.P2POp(dist.isend, out, after), dist.P2POp(dist.irecv, come, before)]
+        both = [dist.P2POp(dist.isend, outgoing, after), dist.P2POp(dist.irecv, incoming, before)]
         for work in dist.batch_isend_irecv(both):
             work.wait()
 
@@ -266,7 +274,7 @@ def _call(name: str, size: int, place: _Place, device: torch.device) -> Callable
 
 
 class _Timer:
-    """Samples of a call that all ranks make together, in seconds a call."""
+    """Times a collective call on all ranks: samples in seconds per call."""
 
     def __init__(self, task: Task, place: _Place, device: torch.device):
         self.task, self.place, self.device = task, place, device
@@ -298,25 +306,26 @@ class _Timer:
         return self.slowest([self.once(call, times) for _ in range(samples)])
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Of each sample the time of the slowest rank; all ranks learn the same, and so decide alike."""
+        """Returns the time of the slowest rank of each sample, identical on all ranks, so that they decide alike."""
         import torch
         import torch.distributed as dist
 
-        found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found.tolist()
+        times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        return times.tolist()
 
 
 def _spread(seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Median, and the tenths at both ends."""
+    """Returns the median, 10th and 90th percentile."""
     ordered = sorted(seconds)
     return statistics.median(ordered), ordered[int(0.1 * (len(ordered) - 1))], ordered[round(0.9 * (len(ordered) - 1))]
 
 
 def _pairs(task: Task, place: _Place, device: torch.device, tell: Told | None, done: float) -> list[dict[str, Any]]:
-    """Point to point, there and back: a pair in each host, then from host to host around the ring. On rank 0 all of them, elsewhere none.
+    """Measures point-to-point round trips: a pair in each host, then between hosts around a ring.
 
-    Pairs of a round have no device in common, and hosts send in one round and receive in another.
+    Returns all pairs on rank 0, an empty list on other ranks. The pairs of a round have no device in common, so they
+    run in parallel; in a ring each host is in at most one pair per round.
     """
     import torch.distributed as dist
 
@@ -332,18 +341,18 @@ def _pairs(task: Task, place: _Place, device: torch.device, tell: Told | None, d
         around[1::2],
         around[len(around) - len(around) % 2 :],
     ]
-    found: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     for n, round_ in enumerate(pairs for pairs in rounds if pairs):
         if tell is not None and place.rank == 0:
             tell("pairs", done + (1 - done) * n / 4)
         mine = next((pair for pair in round_ if place.rank in pair), None)
-        made = [] if mine is None else _there_and_back(task, place, device, mine)
+        own = [] if mine is None else _there_and_back(task, place, device, mine)
         dist.barrier()
         gathered: list[Any] = [None] * place.world
-        dist.all_gather_object(gathered, made)
+        dist.all_gather_object(gathered, own)
         for a, b in round_:
             rows = gathered[a]
-            found.append({
+            measured.append({
                 "kind": "in a host" if place.hosts[a] == place.hosts[b] else "between hosts",
                 "ranks": [a, b],
                 "hosts": list(dict.fromkeys([place.names[a], place.names[b]])),
@@ -351,15 +360,15 @@ def _pairs(task: Task, place: _Place, device: torch.device, tell: Told | None, d
                 "bandwidth": rows[-1]["bytes"] / rows[-1]["seconds"],
                 "rows": rows,
             })  # fmt: skip
-    return found if place.rank == 0 else []
+    return measured if place.rank == 0 else []
 
 
 def _there_and_back(task: Task, place: _Place, device: torch.device, pair: tuple[int, int]) -> list[dict[str, Any]]:
-    """Half the time of a message that comes back, by size. The first of the pair decides how often, and tells the other with each message."""
+    """Measures half the round-trip time by size; the first rank of the pair tells the other when to stop."""
     import torch
     import torch.distributed as dist
 
-    made = []
+    rows = []
     lead, other = pair[0] == place.rank, pair[1] if pair[0] == place.rank else pair[0]
     for size in task.sizes:
         message = torch.zeros(max(1, size // 4), dtype=torch.float32, device=device)
@@ -385,7 +394,7 @@ def _there_and_back(task: Task, place: _Place, device: torch.device, pair: tuple
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append((time.perf_counter() - start) / 2)
-        kept = seconds[min(task.warmup, len(seconds) - 3) :]
-        median, low, high = _spread(kept)
-        made.append({"bytes": message.numel() * 4, "seconds": median, "low": low, "high": high})
-    return made
+        timed = seconds[min(task.warmup, len(seconds) - 3) :]
+        median, low, high = _spread(timed)
+        rows.append({"bytes": message.numel() * 4, "seconds": median, "low": low, "high": high})
+    return rows

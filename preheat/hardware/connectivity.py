@@ -1,4 +1,4 @@
-"""What this machine can reach. No torch."""
+"""Network connectivity. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["hub_reachable"]
 
 
 def hub_reachable() -> bool:
-    """Whether the Hugging Face hub can be asked. Without this look its client tries again for half a minute."""
+    """True if the Hugging Face Hub is reachable. Without this check its client retries for half a minute."""
     import urllib.parse
     import urllib.request
 
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
-        return True  # offline mode answers at once from its cache; a proxy resolves names itself
+        return True  # offline mode reads the cache only; a proxy resolves names itself
     address = urllib.parse.urlparse(constants.ENDPOINT)
     try:
         with socket.create_connection(

@@ -1,4 +1,4 @@
-"""C++ of ours: built here once for each torch, kept in the cache, and called through ctypes."""
+"""Builds our C++ libraries: compiled once per torch version, cached, and loaded with ctypes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _VECTOR = ("-O3", "-march=native", "-fopenmp")
 
 @functools.cache
 def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
-    """What a file of C++ exports, built when it is not in the cache yet.
+    """Loads the library of a C++ file, and builds it if it is not cached.
 
     Args:
-        source: the file; it may include torch's headers and call c10.
-        vector: for the instructions of this CPU alone, with OpenMP in the threads of torch (the very library that torch brings).
+        source: source file; it may include torch's headers and call c10.
+        vector: optimize for this CPU's instructions, with OpenMP (torch's own runtime, so that both share threads).
 
     Raises:
-        RunError: there is no compiler, it fails, or the cache cannot be written.
+        RunError: there is no compiler, it fails, or the cache is not writable.
     """
     import torch
 
@@ -57,10 +57,10 @@ def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
 
 
 def _folder() -> Path:
-    """Where the libraries lie: a folder of the cache that nobody else can write to, since what lies there is run.
+    """Returns the folder of the libraries, which only this user can write to, because its files are executed.
 
     Raises:
-        RunError: it cannot be made.
+        RunError: the folder cannot be created.
     """
     folder = cache_folder() / "native"
     try:
@@ -80,7 +80,7 @@ def _folder() -> Path:
 
 @functools.cache
 def _own_folder(other: Path) -> Path:
-    """A private folder for this process alone, in place of one that others can write to."""
+    """Creates a private temporary folder, used if others can write to the cache."""
     folder = Path(tempfile.mkdtemp(prefix="preheat-native-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     _log.warning(
@@ -98,7 +98,7 @@ def _seal(key: str, binary: bytes) -> str:
 
 
 def _distrusted(built: Path, key: str) -> str | None:
-    """Why a library in the cache is not to be loaded; None if it is the very one that was built here of this source."""
+    """Returns why a cached library must not be loaded; None if it was built here from this source."""
     try:
         facts = built.lstat()
         if not stat.S_ISREG(facts.st_mode):
@@ -112,7 +112,7 @@ def _distrusted(built: Path, key: str) -> str | None:
 
 
 def quick_library(source: Path, without: str) -> ctypes.CDLL | None:
-    """What a file of C++ exports for this CPU alone; None where it cannot be had, which a warning tells: `without` says what that costs."""
+    """Loads a library optimized for this CPU; if that fails, warns of the cost (`without`) and returns None."""
     try:
         return library(source, vector=True)
     except RunError as error:
@@ -121,7 +121,7 @@ def quick_library(source: Path, without: str) -> ctypes.CDLL | None:
 
 
 def is_built(source: Path) -> bool:
-    """Whether the cache has it, maybe for another torch; without torch."""
+    """True if the cache has the library, possibly for another torch version; does not import torch."""
     return any((cache_folder() / "native").glob(f"{source.stem}-*.so"))
 
 
@@ -130,7 +130,7 @@ def compiler() -> str | None:
 
 
 def _cpu() -> str:
-    """This CPU's instructions: a cache may lie in a home that several machines share."""
+    """Returns the instruction set of this CPU, because several machines may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -139,24 +139,24 @@ def _cpu() -> str:
 
 
 def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: str) -> None:
-    found = compiler()
-    if found is None:
+    cxx = compiler()
+    if cxx is None:
         raise RunError(NO_COMPILER)
-    # Into its place in one move: several processes may begin at once.
+    # Build in a temporary folder and move atomically, because several processes may build at once.
     try:
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out.parent, ignore_cleanup_errors=True) as folder:
-            made = Path(folder) / out.name
+            binary = Path(folder) / out.name
             link = (f"-L{torch / 'lib'}", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
-            command = [found, *_FLAGS, *flags, f"-I{torch / 'include'}", str(source), "-o", str(made), *link]
+            command = [cxx, *_FLAGS, *flags, f"-I{torch / 'include'}", str(source), "-o", str(binary), *link]
             done = subprocess.run(tethered(command), capture_output=True, text=True, check=False)
             if done.returncode:
-                said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
-                raise RunError(f"{found} could not build {source.name}: {said}")
-            made.chmod(0o700)
-            sealed = made.with_suffix(".sha256")
-            sealed.write_text(_seal(key, made.read_bytes()) + "\n", encoding="utf-8")
+                reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+                raise RunError(f"{cxx} could not build {source.name}: {reason}")
+            binary.chmod(0o700)
+            sealed = binary.with_suffix(".sha256")
+            sealed.write_text(_seal(key, binary.read_bytes()) + "\n", encoding="utf-8")
             sealed.replace(out.with_suffix(".sha256"))
-            made.replace(out)
+            binary.replace(out)
     except OSError as error:
         raise RunError(
             f"{out.parent}: cannot be written ({error.strerror}); set PREHEAT_CACHE to a folder with room"
@@ -164,7 +164,7 @@ def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: st
 
 
 def uncompiled(kind: str) -> str:
-    """What torch.compile lacks here for a kind of device, and how to get it; else ""."""
+    """Returns what torch.compile lacks for a kind of device and how to install it; "" if nothing."""
     if kind == "cuda":
         return (
             ""

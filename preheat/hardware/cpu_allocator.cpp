@@ -1,5 +1,6 @@
-// torch's allocator for CPU tensors: one heap that grows, is never given back while a run lasts, and hands freed pieces out by the best fit.
-// `preheat/planning/memory/cpu_heap.py` is the same algorithm over a dry run's log; change both together. Built and installed by cpu_allocator.py.
+// CPU allocator for torch tensors: one growing heap with best fit and coalescing, which is not released during a run.
+// `preheat/planning/memory/cpu_heap.py` models the same algorithm on the log of a dry run; change both together.
+// Built and installed by cpu_allocator.py.
 
 #include <c10/core/CPUAllocator.h>
 
@@ -17,10 +18,11 @@
 
 namespace {
 
-constexpr size_t kSmall = 64 << 10;    // smaller blocks are malloc's
-constexpr size_t kAlignment = 64;      // as torch's own; sizes are rounded up to it
+constexpr size_t kSmall = 64 << 10;    // smaller blocks come from malloc
+constexpr size_t kAlignment = 64;      // same as torch's; sizes are rounded up to it
 constexpr size_t kHuge = 2 << 20;      // the heap grows by huge pages
-constexpr uintptr_t kFirst = uintptr_t{1} << 44;  // where it begins, far from what the system maps: so it can grow in place
+// Start of the heap, far from the system's mappings, so that it can grow in place.
+constexpr uintptr_t kFirst = uintptr_t{1} << 44;
 
 size_t rounded(size_t size, size_t to) { return (size + to - 1) / to * to; }
 
@@ -45,7 +47,7 @@ class Heap {
     return reinterpret_cast<void*>(start);
   }
 
-  // False: not a block of this heap.
+  // Returns false if the pointer is not a block of this heap.
   bool free(void* pointer) {
     std::lock_guard<std::mutex> guard(mutex);
     auto block = blocks_.find(reinterpret_cast<uintptr_t>(pointer));
@@ -100,7 +102,7 @@ class Heap {
     return size;
   }
 
-  // Maps as much as `size` lacks behind the end, or, where something lies in the way or addresses end, begins anew elsewhere.
+  // Extends the mapping so that `size` fits at the end; if the addresses are taken, continues at a new address.
   bool grow(size_t size) {
     size_t more = rounded(top_ + size - mapped_, kHuge);
     uintptr_t at = map(mapped_, more);
@@ -108,12 +110,12 @@ class Heap {
       mapped_ += more;
       return true;
     }
-    if (at) munmap(reinterpret_cast<void*>(at), more);  // a kernel before 4.17 takes the place for a hint
+    if (at) munmap(reinterpret_cast<void*>(at), more);  // kernels before 4.17 treat the address as a hint
     more = rounded(size, kHuge) + kHuge;
     at = map(0, more);
     if (!at) return false;
     if (top_ < mapped_) enter(top_, mapped_ - top_);
-    first_ = rounded(at, kHuge) - (top_ - first_);  // what was spanned before counts on
+    first_ = rounded(at, kHuge) - (top_ - first_);  // keeps the spanned size
     top_ = rounded(at, kHuge);
     mapped_ = at + more;
     return true;
@@ -123,7 +125,7 @@ class Heap {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | (at ? MAP_FIXED_NOREPLACE : 0);
     void* found = mmap(reinterpret_cast<void*>(at), size, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (found == MAP_FAILED) return 0;
-    madvise(found, size, MADV_HUGEPAGE);  // fewer faults and fewer misses of the address cache
+    madvise(found, size, MADV_HUGEPAGE);  // fewer page faults and TLB misses
     return reinterpret_cast<uintptr_t>(found);
   }
 
@@ -137,12 +139,13 @@ class Heap {
   std::map<uintptr_t, size_t> holes_;
   std::set<std::pair<size_t, uintptr_t>> by_size_;
   std::unordered_map<uintptr_t, size_t> blocks_;
-  uintptr_t first_ = kFirst, top_ = kFirst, mapped_ = kFirst;  // where it began, end of what is handed out, and of what is mapped
+  // Start of the heap, end of the used blocks, end of the mapping.
+  uintptr_t first_ = kFirst, top_ = kFirst, mapped_ = kFirst;
   size_t furthest_ = 0;
 };
 
 Heap& heap() {
-  static Heap* only = new Heap;  // never destroyed: tensors may outlive everything else
+  static Heap* only = new Heap;  // never destroyed, because tensors may outlive static destructors
   return *only;
 }
 
@@ -181,13 +184,13 @@ void preheat_install() {
   static HeapAllocator* allocator = nullptr;
   if (allocator) return;
   allocator = new HeapAllocator;
-  // A worker forked while another thread allocates must not find the heap locked.
+  // A process forked while another thread allocates must not inherit a locked heap.
   pthread_atfork([] { heap().mutex.lock(); }, [] { heap().mutex.unlock(); }, [] { heap().mutex.unlock(); });
   c10::SetCPUAllocator(allocator, 1);
 }
 
 void preheat_trim() { heap().trim(); }
 
-// The most bytes that the heap has come to span, holes included.
+// Peak of the bytes that the heap spans, holes included.
 size_t preheat_furthest() { return heap().furthest(); }
 }

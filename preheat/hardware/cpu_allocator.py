@@ -1,10 +1,14 @@
-"""The heap that a run's CPU tensors live in: torch's allocator replaced by `cpu_allocator.cpp`, built here once for each torch.
+"""CPU allocator for tensors: replaces torch's by the heap of `cpu_allocator.cpp`, compiled once per torch version.
 
-Why: glibc's malloc, which torch calls, cuts each aligned block out of a larger piece and hands the rest to small objects; these stay, and
-freed tensors leave holes that their like do not fit into (before glibc 2.38), so a run comes to hold a tenth to two thirds more than its
-tensors take, by chance. Blocks of 32 MiB and more are mapped anew each time, a page fault for every 4 KiB. Here tensors stand apart from small objects,
-freed ones are joined and used again by the best fit, pages are huge where the system has them, and a step after the first touches no new page. It is
-all determined by the order of allocations, so a dry run's log tells what the run will hold (`planning/memory/cpu_heap.py`).
+glibc's malloc, torch's default, cuts each aligned block out of a larger one and gives the remainder to small objects.
+These stay alive, and freed tensors leave holes that equal tensors do not fit into (before glibc 2.38), so the resident
+memory of a run exceeds its tensors by 10 to 67 %, unpredictably. Blocks of 32 MiB and more are mapped anew each time,
+with a page fault per
+4 KiB.
+
+This heap separates tensors from small objects, reuses freed blocks by best fit with coalescing, and uses huge pages;
+after the first step no new page is touched. It is deterministic in the order of allocations, so the log of a dry run
+predicts the memory (`planning/memory/cpu_heap.py`).
 """
 
 from __future__ import annotations
@@ -20,28 +24,30 @@ from preheat.hardware.cpp_build import NO_COMPILER, compiler, is_built, library
 
 __all__ = ["release_unused", "install_heap", "unavailable_reason"]
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 _NO_GLIBC = "the heap of preheat is for Linux with glibc"
 _SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
 
 
 @functools.cache
 def install_heap() -> str | None:
-    """Gives back what is free now, and has CPU tensors live in our heap from here on; glibc keeps the rest of what is freed.
+    """Releases unused memory and allocates CPU tensors from our heap for the rest of the process; idempotent.
 
-    A run's high-water mark stays what it was. Tensors made before stay where they are. For the rest of the process; a second call does nothing.
+    The high-water mark and the tensors allocated before are unaffected. glibc keeps all other freed memory.
 
     Returns:
-        None, or why the heap is not used: another system than Linux with glibc, or no C++ compiler. Training is the same without
-        it, and takes more memory than planned.
+        None, or why the heap is not used: the system is not Linux with glibc, or there is no C++ compiler. Without the
+            heap
+        training is the same but needs more memory than planned.
     """
     if not _is_glibc():
         return _NO_GLIBC
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
-    # What is not a tensor, as oneDNN's scratch: by default the heap's free end goes to the system and comes back page by page.
+    # For memory other than tensors, such as oneDNN's scratch: by default malloc trims the top of its heap and faults it
+    # in again page by page.
     never = -1
-    libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc's own limit
+    libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc's maximum
     libc.mallopt(_M_TRIM_THRESHOLD, never)
     try:
         _library().preheat_install()
@@ -51,16 +57,16 @@ def install_heap() -> str | None:
 
 
 def unavailable_reason() -> str | None:
-    """Why `install_heap` would not serve here, as far as can be told without torch and without building anything; None where nothing is in its way."""
+    """Returns why `install_heap` would not work here, without importing torch or compiling; None if it should."""
     if not _is_glibc():
         return _NO_GLIBC
     return None if is_built(_SOURCE) or compiler() else NO_COMPILER
 
 
 def release_unused(kind: str) -> bool:
-    """Gives what this process holds but does not use back to the system; `kind` is cpu or cuda. False with another C library than glibc.
+    """Releases unused memory to the system; returns False on a CPU without glibc. `kind` is cpu or cuda.
 
-    For when the shapes of tensors change: what is free lies in holes that the new ones do not fit into.
+    Call it when the shapes of tensors change, because new tensors may not fit into the holes of freed ones.
     """
     if kind == "cuda":
         import torch
@@ -81,6 +87,6 @@ def _is_glibc() -> bool:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    found = library(_SOURCE)
-    found.preheat_furthest.restype = ctypes.c_size_t
-    return found
+    heap = library(_SOURCE)
+    heap.preheat_furthest.restype = ctypes.c_size_t
+    return heap

@@ -1,7 +1,7 @@
-"""Kernels that give the same bits each time: torch's deterministic mode, as `hardware.deterministic` asks for it.
+"""torch's deterministic mode (`hardware.deterministic`).
 
-On CPUs training has none that do not. On a GPU some kernels add in the order in which their threads happen to finish: backward passes of attention,
-gathered sums and cuBLAS's products over several streams.
+Training on CPUs is deterministic. On a GPU some kernels sum in the order in which threads finish: attention backward,
+scatter-adds, and cuBLAS matmuls on several streams.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 _SERVE = (":4096:8", ":16:8")
 _LACKS = "does not have a deterministic implementation"
 _before: list[tuple[bool, bool, bool]] = []
-"""torch's settings before `be_deterministic` changed them; empty while it has not."""
+"""torch's settings before `be_deterministic` changed them; empty if it has not."""
 
 
 def be_deterministic(wanted: bool) -> None:
-    """Lets torch choose deterministic kernels alone, of compiled ones too, or undoes that. To be called before CUDA is used.
+    """Enables or disables torch's deterministic kernels, including compiled ones; call it before CUDA is used.
 
-    An operator that has none then raises a RuntimeError.
+    An operator without a deterministic kernel then raises a RuntimeError.
 
     Raises:
-        RecipeError: the environment gives cuBLAS a workspace with which its products differ from run to run.
+        RecipeError: the environment sets a cuBLAS workspace that is not deterministic.
     """
     if not wanted and not _before:
         return
-    stated = os.environ.get(_WORKSPACES)
-    if wanted and stated not in (None, *_SERVE):
+    setting = os.environ.get(_WORKSPACES)
+    if wanted and setting not in (None, *_SERVE):
         raise RecipeError(
-            f"hardware.deterministic: {_WORKSPACES} is {quoted(stated)} in the environment, with which cuBLAS is not deterministic; "
-            f"set it to {_SERVE[0]}, or unset it"
+            f"hardware.deterministic: {_WORKSPACES} is {quoted(setting)} in the environment, "
+            f"with which cuBLAS is not deterministic; set it to {_SERVE[0]}, or unset it"
         )
     if wanted:
-        os.environ[_WORKSPACES] = stated or _SERVE[0]
+        os.environ[_WORKSPACES] = setting or _SERVE[0]
     import torch
     from torch.utils import deterministic
 
-    settings: Any = deterministic  # its attributes are made when it is imported
+    settings: Any = deterministic  # its attributes are dynamic, so mypy does not know them
 
     if wanted and not _before:
         _before.append(
@@ -55,33 +55,34 @@ def be_deterministic(wanted: bool) -> None:
         )
     on, fill, benchmark = (True, False, False) if wanted else _before.pop()
     torch.use_deterministic_algorithms(on)
-    settings.fill_uninitialized_memory = fill  # nothing here reads what was not written, and filling takes time
+    settings.fill_uninitialized_memory = fill  # preheat reads no uninitialized memory, and filling takes time
     torch.backends.cudnn.benchmark = benchmark
-    compiler = sys.modules.get("torch._inductor.config")  # imported later it reads the environment
+    compiler = sys.modules.get("torch._inductor.config")  # if imported later, it reads the environment variable
     if compiler is not None:
         compiler.deterministic = on  # type: ignore[attr-defined]
     if on:
-        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # in which timings on the device choose no kernel
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # without autotuning, whose timings select kernels
     else:
         os.environ.pop("TORCHINDUCTOR_DETERMINISTIC", None)
 
 
 def explain_lacking(error: BaseException) -> RecipeError | None:
-    """The fault of a recipe whose operators have no deterministic version, from torch's error; None: another error.
+    """Turns torch's error about a missing deterministic kernel into a RecipeError; returns None for other errors.
 
     Example:
         >>> error = RuntimeError("put_ does not have a deterministic implementation, but you set ...")
         >>> str(explain_lacking(error)).split(";")[0]
         'hardware.deterministic: true, and put_ has no deterministic version'
     """
-    words = str(error)
-    if not isinstance(error, RuntimeError) or (_LACKS not in words and _WORKSPACES not in words):
+    message = str(error)
+    if not isinstance(error, RuntimeError) or (_LACKS not in message and _WORKSPACES not in message):
         return None
-    if _LACKS not in words:
+    if _LACKS not in message:
         return RecipeError(
-            f"hardware.deterministic: cuBLAS was used in this process before {_WORKSPACES} was set; start the run in a new process"
+            f"hardware.deterministic: cuBLAS was used in this process before {_WORKSPACES} was set; "
+            "start the run in a new process"
         )
-    name = words.split(_LACKS)[0].split()[-1]
+    name = message.split(_LACKS)[0].split()[-1]
     return RecipeError(
         f"hardware.deterministic: true, and {name} has no deterministic version; "
         "set it to false, or leave out the technique that uses it"
@@ -89,10 +90,10 @@ def explain_lacking(error: BaseException) -> RecipeError | None:
 
 
 def is_exact(kind: str, deterministic: bool) -> bool:
-    """Whether a run repeats, and resumes, bit for bit.
+    """True if a run repeats and resumes bit for bit.
 
     Args:
-        kind: of device.
+        kind: kind of device.
         deterministic: the recipe's `hardware.deterministic`.
 
     Example:
@@ -103,7 +104,7 @@ def is_exact(kind: str, deterministic: bool) -> bool:
 
 
 def repeats(kind: str, deterministic: bool) -> str:
-    """How exactly a run repeats, for people; arguments as of `is_exact`."""
+    """Describes how exactly a run repeats; arguments as of `is_exact`."""
     if is_exact(kind, deterministic):
         return "bit for bit"
     return (

@@ -1,8 +1,8 @@
-"""Memory of the current CUDA device: what torch's allocator holds, what this process holds beside it, and what others hold.
+"""Memory of the current CUDA device: allocated, reserved and context memory of this process, and other processes.
 
-Three figures are told apart, and each is compared with its own prediction: tensors (allocated), what the allocator has from the driver for them
-(reserved), and the context, which is the driver's state, loaded kernels and buffers of libraries. torch counts the first two. Of the
-third only the driver knows (NVML, by `pip install nvidia-ml-py`); without it a plan's figure stands in for it.
+Each of the three figures has its own prediction: tensors (allocated), the allocator's segments (reserved), and the
+context, which is the driver's state, loaded kernels and library buffers. torch counts the first two. Only the driver
+knows the context (NVML, `pip install nvidia-ml-py`); without NVML the planner's constant is used.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from preheat.hardware.probe import peak_bytes, peak_reserved_bytes
 __all__ = ["CONTEXT", "MemoryPeak", "limit_memory", "memory_peak", "taken_bytes"]
 
 CONTEXT = 527 << 20
-"""Bytes of a context, as plans have it: measured on an H200 with torch 2.11 (benchmarks/results/gpu_check-memory.md)."""
-_limited: set[int] = set()  # devices whose allocator `limit_memory` limits
+"""Bytes of a CUDA context in plans: measured on an H200 with torch 2.11 (benchmarks/results/gpu_check-memory.md)."""
+_limited: set[int] = set()  # devices with a limit set by `limit_memory`
 
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The most memory that this process held on a device. Bytes.
+    """Peak memory of this process on a device, in bytes.
 
     Attributes:
-        total: on a GPU the reserved memory and the context; on a CPU what was resident.
-        allocated: on a GPU, of tensors, with cuBLAS's workspaces.
-        reserved: on a GPU, what torch's allocator had from the driver at most.
-        context: on a GPU, beside that, by the driver; None where it does not tell.
+        total: reserved memory plus context on a GPU; resident memory on a CPU.
+        allocated: on a GPU, tensors including cuBLAS workspaces.
+        reserved: on a GPU, the memory reserved by torch's allocator.
+        context: on a GPU, the context as measured by the driver; None if unavailable.
     """
 
     total: int
@@ -37,7 +37,7 @@ class MemoryPeak:
     context: int | None = None
 
     def figures(self) -> dict[str, float]:
-        """GiB by the keys of a run's event `measured`, as far as they are known."""
+        """Returns the known figures in GiB, by the keys of a run's `measured` event."""
         sizes = {
             "peak_gib": self.total,
             "allocated_gib": self.allocated,
@@ -48,11 +48,11 @@ class MemoryPeak:
 
 
 def memory_peak(kind: str, imports: int = 0) -> MemoryPeak:
-    """Since the high-water mark was begun last (`preheat.hardware.probe.reset_peak`).
+    """Returns the peak since the last reset (`preheat.hardware.probe.reset_peak`).
 
     Args:
         kind: `cpu` or `cuda`.
-        imports: on a CPU, bytes that are not to count.
+        imports: on a CPU, bytes to subtract.
     """
     if kind == "cpu":
         return MemoryPeak(max(peak_bytes("cpu") - imports, 0))
@@ -64,7 +64,7 @@ def memory_peak(kind: str, imports: int = 0) -> MemoryPeak:
 
 
 def taken_bytes(device: Device) -> int:
-    """Bytes of a GPU's `memory` that are not there for a run, since other processes hold them."""
+    """Returns the bytes of a GPU's `memory` that other processes use."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
@@ -74,9 +74,9 @@ def taken_bytes(device: Device) -> int:
 
 
 def limit_memory(device: Device) -> None:
-    """Lets allocations fail above `hardware.memory`, where it is less than the GPU has; the context is left out of that limit.
+    """Makes allocations fail above `hardware.memory` if the GPU has more; the context does not count towards the limit.
 
-    A limit of an earlier run of this process is lifted.
+    Removes the limit of an earlier run of this process.
     """
     import torch
 
@@ -90,7 +90,7 @@ def limit_memory(device: Device) -> None:
 
 
 def _bytes_by_driver() -> int | None:
-    """Bytes of the device that this process holds, by NVML; None without its package, or where it does not know this process, as in many containers."""
+    """Returns this process's memory on the device by NVML; None without pynvml or if NVML does not list it."""
     import torch
 
     try:
@@ -102,12 +102,12 @@ def _bytes_by_driver() -> int | None:
         pynvml.nvmlInit()
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            found = [
+            usage = [
                 p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()
             ]
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return None
-    # In a container another process of the host may have this number: what torch holds must be in it.
-    return int(found[0]) if found and found[0] is not None and found[0] > torch.cuda.memory_reserved() else None
+    # In a container a different process of the host may have this PID, so check against torch's reserved memory.
+    return int(usage[0]) if usage and usage[0] is not None and usage[0] > torch.cuda.memory_reserved() else None

@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and a closed terminal, as an exception: a command that meets one cleans up, says so in a line, and ends.
+"""Turns Ctrl-C, SIGTERM and SIGHUP into an exception, so that a command cleans up, prints a line and ends.
 
-A run that trains handles them itself meanwhile (`preheat.training.signals`): it saves first.
+A training run has its own handlers (`preheat.training.signals`), which save a checkpoint first.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["Interrupted", "check", "end_at_once", "heeded", "raising"]
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end. No `Exception`, as `KeyboardInterrupt` is none: nobody is to take it for a fault.
+    """A signal asked this process to end; a `BaseException` like `KeyboardInterrupt`, so that error handlers ignore it.
 
     Attributes:
-        number: of the signal.
-        resume: the command that goes on with what was begun, where there is one.
+        number: number of the signal.
+        resume: command that resumes the interrupted work, if there is one.
     """
 
     def __init__(self, number: int, resume: str | None = None):
@@ -31,22 +31,22 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """As shells have it: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
+        """Exit code by the shell convention: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
         return 128 + self.number
 
 
 def heeded() -> list[signal.Signals]:
-    """The signals that ask a process to end. SIGHUP is none of them if it is ignored, as `nohup` wants it."""
+    """Returns the signals that ask a process to end; without SIGHUP if it is ignored, as under `nohup`."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    if sys.platform != "win32" and "RANK" in os.environ:  # how a job tells its processes that its time is over
+    if sys.platform != "win32" and "RANK" in os.environ:  # schedulers such as Slurm announce the time limit with it
         numbers.append(signal.SIGUSR1)
     return numbers
 
 
 def end_at_once(number: int) -> None:
-    """Ends this process as if nobody handled the signal."""
+    """Ends this process with the default action of the signal."""
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 
@@ -64,14 +64,14 @@ class _Raising:
         raise Interrupted(number)
 
     def unraisable(self, lost: Any) -> None:
-        """Raises it once more where Python could not: in a weak reference's callback, a `__del__`, or a callback from C."""
+        """Raises the exception again if Python dropped it: in a weakref callback, `__del__`, or a callback from C."""
         if not isinstance(lost.exc_value, Interrupted):
             self.hook(lost)
         elif signal.getsignal(lost.exc_value.number) == self.handle:
             self._again = True
             main = threading.main_thread().ident
             assert main is not None
-            # A little later: Python is still in the callback.
+            # With a delay, because Python is still in the callback.
             threading.Timer(0.05, signal.pthread_kill, (main, lost.exc_value.number)).start()
 
 
@@ -80,9 +80,9 @@ _current: _Raising | None = None
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Within, the first signal raises `Interrupted` in the main thread, and a second one ends the process at once."""
+    """Context manager: the first signal raises `Interrupted` in the main thread, a second one ends the process."""
     global _current
-    if threading.current_thread() is not threading.main_thread():  # elsewhere Python cannot set handlers
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread only
         yield
         return
     outer, _current = _current, _Raising(sys.unraisablehook)
@@ -98,6 +98,6 @@ def raising() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises `Interrupted` if a signal was received and its exception was lost, as some libraries drop what they did not expect."""
+    """Raises `Interrupted` if a signal was received but a library swallowed its exception."""
     if _current is not None and _current.received is not None:
         raise Interrupted(_current.received)

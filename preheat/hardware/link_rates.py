@@ -1,7 +1,8 @@
-"""What collectives were measured to take between devices: `preheat nettest` writes it, `Rates.links` has it for planning. No torch.
+"""Measured times of collectives: written by `preheat nettest`, read by planning as `Rates.links`. No torch import.
 
-Sizes and bandwidths are counted as nccl-tests do (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): the algorithm bandwidth is size over
-time, and the bus bandwidth is that times a factor by which it can be held against the link, whatever the number of devices.
+Sizes and bandwidths are those of nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): the algorithm
+bandwidth is size over time; the bus bandwidth multiplies it by a factor that makes it comparable to the link for any
+number of devices.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ COLLECTIVES: dict[str, str] = {
     "all_to_all": "what every device sends, its own share included",
     "send_recv": "what every device sends to the next one of a ring, while it receives as much",
 }
-"""What is measured, and what its size counts."""
+"""Measured collectives, with the meaning of their size."""
 
 _FORMAT = 1
 _log = logging.getLogger(__name__)
 
 
 def bus_factor(collective: str, devices: int) -> float:
-    """Bus bandwidth over algorithm bandwidth.
+    """Returns bus bandwidth over algorithm bandwidth.
 
     >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("send_recv", 4)
     (1.5, 0.75, 1.0)
@@ -66,15 +67,15 @@ def bus_factor(collective: str, devices: int) -> float:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """The median of one collective of one size among some devices.
+    """Median time of one collective of one size.
 
     Attributes:
         collective: one of `COLLECTIVES`.
         backend: gloo or nccl.
-        devices, hosts: among which it was measured.
-        bytes: its size.
+        devices, hosts: number of devices and hosts.
+        bytes: size.
         seconds: median.
-        low, high: of which a tenth of the repeats lay below and above.
+        low, high: 10th and 90th percentile.
     """
 
     collective: str
@@ -88,24 +89,26 @@ class LinkRate:
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes a second."""
+        """Size over time, in bytes/s."""
         return self.bytes / self.seconds
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes a second."""
+        """Bandwidth to compare with that of the link, in bytes/s."""
         return self.algorithm_bandwidth * bus_factor(self.collective, self.devices)
 
 
 def seconds_of(
     links: Iterable[LinkRate], collective: str, backend: str, bytes: int, devices: int, hosts: int = 1
 ) -> float | None:
-    """Seconds of a collective between the measured sizes: a line between neighbours, the latency below them, the bandwidth beyond them.
+    """Interpolates the seconds of a collective: linear between sizes, constant below, constant bandwidth above.
 
-    What was measured among the nearest number of hosts and then of devices stands for others, at equal bus bandwidth. None: nothing was.
+    Uses the measurement with the nearest number of hosts, then of devices, at equal bus bandwidth. None if there is
+    none.
 
     Example:
-        >>> rows = [LinkRate("send_recv", "gloo", 2, 1, size, seconds, 0, 0) for size, seconds in ((1000, 1e-4), (1_000_000, 1e-3))]
+        >>> times = {1000: 1e-4, 1_000_000: 1e-3}
+        >>> rows = [LinkRate("send_recv", "gloo", 2, 1, size, seconds, 0, 0) for size, seconds in times.items()]
         >>> [round(seconds_of(rows, "send_recv", "gloo", size, 2) * 1e6) for size in (10, 500_500, 2_000_000)]
         [100, 550, 2000]
     """
@@ -132,20 +135,21 @@ def seconds_of(
 
 
 def cache_folder() -> Path:
-    """$PREHEAT_CACHE, or ~/.cache/preheat."""
+    """Returns $PREHEAT_CACHE, or ~/.cache/preheat."""
     folder = os.environ.get("PREHEAT_CACHE")
     return Path(folder) if folder else Path.home() / ".cache" / "preheat"
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder, and the folders above it that are missing, for this user alone; those that exist keep their mode."""
+    """Creates a folder and its missing parents with mode 0700; existing folders keep their mode."""
     for missing in (*reversed(folder.parents), folder):
         if not missing.is_dir():
-            missing.mkdir(mode=0o700, exist_ok=True)  # of its parents mkdir makes with the mode of the umask
+            # One by one, because mkdir(parents=True) applies the mode to the last folder only.
+            missing.mkdir(mode=0o700, exist_ok=True)
 
 
 def store_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes a file of measurements whole or not at all.
+    """Writes a file of measurements atomically.
 
     Raises:
         RunError: the folder cannot be written.
@@ -154,38 +158,39 @@ def store_json(path: Path, values: Mapping[str, Any]) -> None:
         make_private(path.parent)
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=path.stem, delete=False, encoding="utf-8"
-        ) as beside:
-            beside.write(to_json(values, indent=1) + "\n")
-        os.replace(beside.name, path)  # beside has a name of its own, since two processes may measure at once
+        ) as partial:
+            partial.write(to_json(values, indent=1) + "\n")
+        os.replace(partial.name, path)  # unique temporary names, because two processes may measure at once
     except OSError as error:
         raise RunError(
-            f"{path.parent}: cannot store the calibration there ({error.strerror}); set PREHEAT_CACHE to a folder that can be written"
+            f"{path.parent}: cannot store the calibration there ({error.strerror}); "
+            "set PREHEAT_CACHE to a folder that can be written"
         ) from None
 
 
 def links_at(hardware: str, torch: str) -> Path:
-    """Where the links between devices of this kind stand."""
+    """Returns the path of the measured links between devices of this kind."""
     key = hashlib.sha256(json.dumps([hardware, torch]).encode()).hexdigest()[:12]
     return cache_folder() / f"links-{key}.json"
 
 
 def store_links(hardware: str, torch: str, links: Iterable[LinkRate]) -> Path:
-    """Adds measured links to those that are stored; what was measured among as many devices and hosts before is replaced.
+    """Adds measured links to the stored ones; replaces those of the same collective, backend, devices and hosts.
 
     Raises:
         RunError: the folder cannot be written.
     """
     new = tuple(links)
     again = {(row.collective, row.backend, row.devices, row.hosts) for row in new}
-    kept = [r for r in load_links(hardware, torch) if (r.collective, r.backend, r.devices, r.hosts) not in again]
+    others = [r for r in load_links(hardware, torch) if (r.collective, r.backend, r.devices, r.hosts) not in again]
     path = links_at(hardware, torch)
-    rows = [dataclasses.asdict(row) for row in (*kept, *new)]
+    rows = [dataclasses.asdict(row) for row in (*others, *new)]
     store_json(path, {"format": _FORMAT, "hardware": hardware, "torch": torch, "links": rows})
     return path
 
 
 def load_links(hardware: str, torch: str) -> tuple[LinkRate, ...]:
-    """What was stored; nothing where there is no file, or one of an older form, or a damaged one, which a warning tells: it is a cache."""
+    """Loads the stored links; empty if the file is missing, of an older format, or damaged (with a warning)."""
     path = links_at(hardware, torch)
     expected = {"format": _FORMAT, "hardware": hardware, "torch": torch}
     try:

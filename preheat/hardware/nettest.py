@@ -1,4 +1,4 @@
-"""`nettest` from one process: starts the others on this host, or is one of those that torchrun started; holds what was measured against the catalogue."""
+"""`preheat nettest`: benchmarks collectives on this host or under torchrun, and compares them with the catalogue."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def started_by_torchrun() -> bool:
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
-    """Sizes from a list, or from a range by fours.
+    """Parses a list of sizes, or a range in steps of 4x.
 
     >>> sizes_of("1KiB-64KiB"), sizes_of("1MiB,4KiB")
     ((1024, 4096, 16384, 65536), (4096, 1048576))
 
     Raises:
-        RecipeError: one is no size, or the range falls.
+        RecipeError: an entry is not a size, or the range is descending.
     """
     try:
         if "-" not in text:
@@ -46,72 +46,73 @@ def sizes_of(text: str) -> tuple[int, ...]:
         raise RecipeError(f"--sizes: '{text}' is no list of sizes; write it like 1KiB-64MiB or 4KiB,1MiB") from None
     if low > high:
         raise RecipeError(f"--sizes: '{text}' falls; write the smaller size first")
-    made = [low]
-    while made[-1] * 4 < high:
-        made.append(made[-1] * 4)
-    return tuple(made if made[-1] == high else [*made, high])
+    sizes = [low]
+    while sizes[-1] * 4 < high:
+        sizes.append(sizes[-1] * 4)
+    return tuple(sizes if sizes[-1] == high else [*sizes, high])
 
 
 def nettest(
     task: Task, *, processes: int | None, port: int | None, tell: Told | None = None, store: bool = True
 ) -> dict[str, Any]:
-    """Measures collectives among processes.
+    """Measures collectives between processes.
 
     Args:
-        processes: to start on this host; None: this is one of those that torchrun started.
-        port: of the rendezvous; a free one when None.
-        tell: told what comes next.
-        store: keep the figures beside the calibration, for planning.
+        processes: number of processes to start on this host; None if torchrun started this one.
+        port: port of the rendezvous; a free one if None.
+        tell: progress callback.
+        store: store the measurements for planning.
 
     Returns:
-        As `collective_bench.measure`, with `expected` and `stored`; {} on other ranks than 0.
+        The result of `collective_bench.measure`, with `expected` and `stored`; {} on ranks other than 0.
 
     Raises:
-        RecipeError, RunError: one process only, sizes beyond memory, a port in use, a rendezvous that is not reached.
+        RecipeError, RunError: only one process, sizes beyond memory, a port in use, or an unreachable rendezvous.
     """
     if processes is None:
         if int(os.environ["WORLD_SIZE"]) < 2:
             raise RecipeError("WORLD_SIZE: torchrun started 1 process, which has nobody to send to; start 2 or more")
-        made = measure(task, tell)
+        result = measure(task, tell)
     else:
         if processes < 2:
             raise RecipeError(
-                f"--nproc: {processes} process has nobody to send to; use --nproc 2 or more, or start it with torchrun on each host"
+                f"--nproc: {processes} process has nobody to send to; "
+                "use --nproc 2 or more, or start it with torchrun on each host"
             )
-        made = _started(task, processes, port, tell)
-    if not made:
-        return made
-    made["expected"] = expected(made)
+        result = _started(task, processes, port, tell)
+    if not result:
+        return result
+    result["expected"] = expected(result)
     fields = {field.name for field in dataclasses.fields(LinkRate)}
-    rows = [LinkRate(**{key: value for key, value in row.items() if key in fields}) for row in made["rows"]]
-    made["stored"] = str(store_links(made["hardware"], made["torch"], rows)) if store else None
-    return made
+    rows = [LinkRate(**{key: value for key, value in row.items() if key in fields}) for row in result["rows"]]
+    result["stored"] = str(store_links(result["hardware"], result["torch"], rows)) if store else None
+    return result
 
 
-def expected(made: dict[str, Any]) -> dict[str, Any]:
-    """What the catalogue says of the hardware's links, bytes a second in one direction, and the share of it that was reached.
+def expected(result: dict[str, Any]) -> dict[str, Any]:
+    """Returns the catalogue's link bandwidths in bytes/s in one direction, and the fraction of them that was measured.
 
-    The bus bandwidth of a collective in one host is held against the link between neighbours there, one over several hosts against a device's share of
-    the network. `None` where the catalogue has no figure, as for CPUs.
+    Bus bandwidth within a host is compared with the link between devices, across hosts with the network bandwidth per
+    device. None if the catalogue has no figure, as for CPUs.
     """
     best = {
-        name: max(row["bus_bandwidth"] for row in made["rows"] if row["collective"] == name)
-        for name in _names(made["rows"])
+        name: max(row["bus_bandwidth"] for row in result["rows"] if row["collective"] == name)
+        for name in _names(result["rows"])
     }
     link = network = None
-    if made["backend"] == "nccl":
+    if result["backend"] == "nccl":
         try:
-            known = accelerator(made["hardware"])
+            known = accelerator(result["hardware"])
             link, network = known.link, known.network
             if link is not None and known.name.startswith("MI"):
-                link *= made["devices"] - 1  # each has a link to every other
+                link *= result["devices"] - 1  # each device has a link to every other
         except RecipeError:
-            pass  # a GPU that the catalogue lacks is measured all the same
-    held = link if made["hosts"] == 1 else network
+            pass  # GPUs that are not in the catalogue have no expected figures
+    reference = link if result["hosts"] == 1 else network
     return {
         "in_host": link,
         "between_hosts": network,
-        "share": {name: value / held if held else None for name, value in best.items()},
+        "share": {name: value / reference if reference else None for name, value in best.items()},
     }
 
 
@@ -120,14 +121,14 @@ def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _started(task: Task, processes: int, port: int | None, tell: Told | None) -> dict[str, Any]:
-    """Starts the processes, listens to the first, and ends all when one fails."""
+    """Starts the processes, forwards the progress of rank 0, and kills all if one fails."""
     with _listening(port) as listening, tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
         port = listening.getsockname()[1]
         result = Path(folder) / "result.json"
         command = [sys.executable, "-c", "from preheat.hardware.nettest import _child; _child()"]
         command += [json.dumps(dataclasses.asdict(task)), str(result)]
         started: list[subprocess.Popen[str]] = []
-        words = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(processes)]  # noqa: SIM115
+        error_files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(processes)]  # noqa: SIM115
         try:
             for rank in range(processes):
                 place = {
@@ -148,16 +149,16 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
                         tethered(command),
                         env=environment | local_group(),
                         stdout=subprocess.PIPE if rank == 0 else None,
-                        stderr=words[rank],
+                        stderr=error_files[rank],
                         text=True,
                         pass_fds=(listening.fileno(),) if rank == 0 else (),
                     )
                 )
-            listening.close()  # rank 0 has it now
+            listening.close()  # rank 0 inherited it
             _listen(started, tell)
             failed = [rank for rank, process in enumerate(started) if process.returncode]
             if failed:
-                _raise(failed[0], started[failed[0]].returncode, words[failed[0]])
+                _raise(failed[0], started[failed[0]].returncode, error_files[failed[0]])
             return dict(json.loads(result.read_text(encoding="utf-8")))
         finally:
             for process in started:
@@ -166,12 +167,12 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
                 process.wait()
                 if process.stdout is not None:
                     process.stdout.close()
-            for file in words:
+            for file in error_files:
                 file.close()
 
 
 def _listening(port: int | None) -> socket.socket:
-    """The socket of the rendezvous, on which rank 0 serves the store: the port is taken from now on."""
+    """Opens the socket of the rendezvous, on which rank 0 serves the store; this reserves the port."""
     try:
         return listen(port or 0)
     except OSError as error:
@@ -181,7 +182,7 @@ def _listening(port: int | None) -> socket.socket:
 
 
 def _listen(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
-    """Until all have ended, or one has failed."""
+    """Forwards the progress until all processes have ended or one has failed."""
     import threading
 
     first = started[0].stdout
@@ -198,16 +199,16 @@ def _listen(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
     while any(process.poll() is None for process in started) and not any(process.returncode for process in started):
         time.sleep(0.05)
     if any(process.returncode for process in started):
-        time.sleep(0.5)  # whoever failed for the same reason may still say so
+        time.sleep(0.5)  # gives processes that fail for the same reason time to report it
         for process in started:
             if process.poll() is None:
                 process.kill()
     hearing.join(timeout=5)
 
 
-def _raise(rank: int, code: int, words: Any) -> None:
-    words.seek(0)
-    lines = [line for line in words.read().splitlines() if line.strip()]
+def _raise(rank: int, code: int, error_file: Any) -> None:
+    error_file.seek(0)
+    lines = [line for line in error_file.read().splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit {code}"
     for kind in (RecipeError, RunError):
         if last.startswith(f"{kind.__name__}: "):
@@ -224,9 +225,9 @@ def _child() -> None:
         sys.stdout.flush()
 
     try:
-        made = measure(task, tell)
+        result = measure(task, tell)
     except (RecipeError, RunError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(1)
-    if made:
-        Path(sys.argv[2]).write_text(to_json(made), encoding="utf-8")
+    if result:
+        Path(sys.argv[2]).write_text(to_json(result), encoding="utf-8")

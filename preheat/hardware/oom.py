@@ -1,4 +1,4 @@
-"""Out of memory: which errors say so, what was held and asked for, and a limit at which allocations fail before the system would kill.
+"""Out-of-memory errors: detection, sizes, and a limit that makes allocations fail before the OOM killer acts.
 
 torch is imported only in functions.
 """
@@ -14,31 +14,35 @@ from preheat.hardware.probe import claimed_bytes, resident_bytes, system_memory
 
 __all__ = ["asked_bytes", "memory_limit", "held_bytes", "is_oom", "require_room"]
 
-# What says so in a RuntimeError, which torch.OutOfMemoryError, torch.AcceleratorError and torch.distributed.DistBackendError are too.
-_WORDS = re.compile(
+# Messages of RuntimeErrors that mean out of memory; torch.OutOfMemoryError, torch.AcceleratorError and
+# torch.distributed.DistBackendError are RuntimeErrors too.
+_MESSAGES = re.compile(
     "|".join(
         [
-            # torch's allocators ("CUDA out of memory", "HIP out of memory", "CUDA error: out of memory", of pinned memory too) and NCCL
-            # ("Cuda failure 2 'out of memory'"); on a CPU torch's, oneDNN's, the C library's and those of Rust's bindings
+            # torch's allocators ("CUDA out of memory", "HIP out of memory", "CUDA error: out of memory", also for
+            # pinned memory) and NCCL ("Cuda failure 2 'out of memory'"); on a CPU torch, oneDNN, the C library and PyO3
             r"out of memory",
-            r"DefaultCPUAllocator|can't allocate memory|cannot allocate memory|bad_alloc|MemoryError|PyObject pointer is null",
+            r"DefaultCPUAllocator|can't allocate memory|cannot allocate memory|bad_alloc|MemoryError|"
+            r"PyObject pointer is null",
             r"can't start new thread",
-            # CUBLAS_, CUDNN_, CUSOLVER_, CUSPARSE_, CUSPARSELT_, HIPBLAS_ and HIPSOLVER_STATUS_ALLOC_FAILED, CUFFT_ALLOC_FAILED, miopenStatusAllocFailed
+            # CUBLAS_, CUDNN_, CUSOLVER_, CUSPARSE_, CUSPARSELT_, HIPBLAS_ and HIPSOLVER_STATUS_ALLOC_FAILED,
+            # CUFFT_ALLOC_FAILED, miopenStatusAllocFailed
             r"ALLOC_?FAILED",
             # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED and _HOST_; CURAND_STATUS_ALLOCATION_FAILED
             r"ALLOCATION_FAILED",
-            r"OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory|hipErrorMemoryAllocation|rocblas_status_memory_error",
+            r"OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory|hipErrorMemoryAllocation|"
+            r"rocblas_status_memory_error",
         ]
     ),
     re.IGNORECASE,
 )
 _ASKED = re.compile(r"(?:tried to|unable to) allocate (\d+(?:\.\d+)?) (bytes|[KMGT]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
-_KEPT = 0.95  # of what is left: the rest is for what is no private data (pages of files, kernel structures) and for other processes
+_USABLE = 0.95  # of the available memory: the rest is for page cache, kernel structures and other processes
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether an exception says that memory could not be had.
+    """True if an exception means out of memory.
 
     Example:
         >>> is_oom(MemoryError()), is_oom(RuntimeError("shapes differ"))
@@ -48,24 +52,24 @@ def is_oom(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    from torch.distributed.checkpoint import CheckpointException  # carries the words of what it wraps
+    from torch.distributed.checkpoint import CheckpointException  # its message contains the wrapped error
 
-    return isinstance(error, RuntimeError | CheckpointException) and bool(_WORDS.search(str(error)))
+    return isinstance(error, RuntimeError | CheckpointException) and bool(_MESSAGES.search(str(error)))
 
 
-def asked_bytes(words: str) -> int | None:
-    """Bytes of the allocation that failed, as the error's words have it; None where they do not say.
+def asked_bytes(message: str) -> int | None:
+    """Parses the size of the failed allocation from an error message; None if the message has none.
 
     Example:
         >>> asked_bytes("you tried to allocate 4096 bytes"), asked_bytes("Tried to allocate 1.50 GiB.")
         (4096, 1610612736)
     """
-    found = _ASKED.search(words)
-    return int(float(found[1]) * 2 ** _UNITS[found[2].lower()]) if found else None
+    match = _ASKED.search(message)
+    return int(float(match[1]) * 2 ** _UNITS[match[2].lower()]) if match else None
 
 
 def held_bytes(kind: str) -> int:
-    """Memory that this process has claimed on a device and not given back: on a CPU touched or not, on CUDA with torch's cache."""
+    """Returns the bytes that this process has reserved: private virtual memory on a CPU, with torch's cache on CUDA."""
     if kind == "cuda":
         import torch
 
@@ -74,10 +78,10 @@ def held_bytes(kind: str) -> int:
 
 
 def require_room(size: int) -> None:
-    """Raises where so many bytes cannot be had now: ahead of code that would end the process.
+    """Checks that an allocation of `size` bytes succeeds, before code that would crash the process.
 
     Raises:
-        RuntimeError: torch's, of an allocation that failed.
+        RuntimeError: torch's out-of-memory error.
     """
     import torch
 
@@ -86,18 +90,18 @@ def require_room(size: int) -> None:
 
 @contextmanager
 def memory_limit(processes: int = 1) -> Iterator[None]:
-    """Within, an allocation fails where the machine or the control group would soon kill the process: a failure can be undone.
+    """Context manager that makes allocations fail before the OOM killer would act, because a failure can be handled.
 
-    The process's own limit of private data (RLIMIT_DATA, Linux) is set to what it has plus 95 % of what is left, and put back on leaving.
+    Sets RLIMIT_DATA (Linux) to the current usage plus 95 % of the available memory, and restores it on exit.
 
     Args:
-        processes: that share this host's memory.
+        processes: number of processes that share this host's memory.
     """
     import resource
 
     left = system_memory() // processes - resident_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = claimed_bytes() + max(int(_KEPT * left), 0)
+    wanted = claimed_bytes() + max(int(_USABLE * left), 0)
     bounds = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min([wanted, *bounds]), hard))
     try:

@@ -1,6 +1,6 @@
-"""What this machine has, and what this process takes of it. torch is imported only where a device is asked for.
+"""Devices and memory of this machine, and the memory of this process. Imports torch only to query a device.
 
-Memory of the process is read from /proc on Linux. Elsewhere only the high-water mark can be had (`resource`).
+Process memory is read from /proc on Linux. Other systems have the high-water mark only (`resource`).
 """
 
 from __future__ import annotations
@@ -44,19 +44,18 @@ _UNITS = {"b": 1} | {
 
 _MOST_MEMORY = 2**60
 _CLEAR = Path("/proc/self/clear_refs")
-_highest: dict[
-    str, int
-] = {}  # kind of device, or reserved on CUDA -> the highest mark before the present one was begun
+# Kind of device, or `reserved` on CUDA -> high-water mark before the last reset.
+_highest: dict[str, int] = {}
 
 
 def parse_memory(text: str, what: str = "hardware.memory") -> int:
-    """Bytes of an amount of memory: 12GiB (2**30 each), 12GB (10**9 each), 800MiB.
+    """Parses an amount of memory into bytes: 12GiB (2**30 each), 12GB (10**9 each), 800MiB.
 
     Args:
-        what: the knob that says it, for the message.
+        what: name of the setting, for the error message.
 
     Raises:
-        RecipeError: it is not a number with a unit, or not above zero.
+        RecipeError: the text is not a number with a unit, or not positive.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
@@ -69,16 +68,16 @@ def parse_memory(text: str, what: str = "hardware.memory") -> int:
 
 
 def probe(device: str = "auto", memory: str | None = None, segments: str | None = None) -> Device:
-    """The device that a recipe means by `hardware.device` and `hardware.memory`.
+    """Returns the device of `hardware.device` and `hardware.memory`.
 
     Args:
-        device: `cpu`, `cuda`, or `auto`: cuda when there is one.
-        memory: what the run may use, such as `12GiB`; everything that the device has when not stated. On a CPU that is the
-            machine's memory or its control group's limit, whichever is less.
-        segments: of torch's CUDA allocator, as `set_segments` takes them; None: as they are.
+        device: `cpu`, `cuda`, or `auto` (cuda if available).
+        memory: memory limit of the run, such as `12GiB`; all of the device by default. On a CPU that is the lesser of
+            the machine's memory and its control group's limit.
+        segments: segments of torch's CUDA allocator, as for `set_segments`; None leaves them unchanged.
 
     Raises:
-        RecipeError: there is no such device here, or `memory` cannot be read.
+        RecipeError: the device is not available, or `memory` cannot be parsed.
 
     Example:
         >>> probe("cpu", memory="12GiB").memory == 12 * 2**30
@@ -92,9 +91,9 @@ def probe(device: str = "auto", memory: str | None = None, segments: str | None 
 
         if torch.cuda.is_available():
             facts = torch.cuda.get_device_properties(torch.cuda.current_device())
-            held = limit or facts.total_memory
+            size = limit or facts.total_memory
             grow, why = set_segments(segments) if segments else (False, "")
-            return Device("cuda", facts.name, held, (facts.major, facts.minor), expandable=grow, notice=why)
+            return Device("cuda", facts.name, size, (facts.major, facts.minor), expandable=grow, notice=why)
         if device == "cuda":
             raise RecipeError(
                 "hardware.device: cuda is asked for, but torch finds no CUDA device here; set it to auto or cpu"
@@ -110,11 +109,11 @@ def _processor() -> str:
         )
         if named:
             return named[1]
-    return platform.processor() or platform.machine()  # ARM's cpuinfo has no model name
+    return platform.processor() or platform.machine()  # cpuinfo on ARM has no model name
 
 
 def _host_memory() -> int:
-    """Bytes of the machine, or of the tightest control group that this process is in."""
+    """Returns the memory of the machine, or the tightest limit of this process's control groups."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     groups = Path("/proc/self/cgroup")
     if not groups.exists():
@@ -123,16 +122,18 @@ def _host_memory() -> int:
 
 
 def system_memory() -> int:
-    """Bytes that this process may come to hold: what it holds and what is available now, at most its control groups' limit."""
+    """Returns the memory that this process can use: resident plus available memory, up to the control groups' limit."""
     limit = _host_memory()
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE)
-    return min(limit, resident_bytes() + int(found[1]) * 1024) if found else limit
+    available = re.search(
+        r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return min(limit, resident_bytes() + int(available[1]) * 1024) if available else limit
 
 
 def _group_limits(groups: str, root: Path) -> list[int]:
-    """Memory limits of the control groups in /proc/self/cgroup and of their parents, versions 1 and 2.
+    """Returns the memory limits of the control groups in /proc/self/cgroup and their parents (cgroup v1 and v2).
 
-    In a container the group's path is the host's, while `root` shows the container's own: what is missing there is passed over.
+    In a container the paths are those of the host while `root` is the container's, so missing files are skipped.
     """
     limits = []
     for line in groups.splitlines():
@@ -146,54 +147,53 @@ def _group_limits(groups: str, root: Path) -> list[int]:
         parts = Path(path).parts[1:]
         for depth in range(len(parts) + 1):
             file = folder.joinpath(*parts[:depth], name)
-            if (
-                file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit()
-            ):  # version 2 says "max" for none
+            # cgroup v2 writes "max" for no limit.
+            if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():
                 limits.append(int(text))
     return limits
 
 
 def _status(key: str) -> int | None:
-    """A line of /proc/self/status in bytes; None where there is no such file."""
+    """Reads a value of /proc/self/status in bytes; returns None if there is no such file."""
     try:
         text = Path("/proc/self/status").read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    match = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now, bytes.
+    """Returns the resident memory of this process, in bytes.
 
     Raises:
         RunError: not on Linux.
     """
-    found = _status("VmRSS")
-    if found is None:
+    size = _status("VmRSS")
+    if size is None:
         raise RunError(
             "resident memory is read from /proc/self/status, which this system lacks; measure memory on Linux"
         )
-    return found
+    return size
 
 
 def claimed_bytes() -> int:
-    """Private memory that this process has asked the system for, touched or not, bytes: what RLIMIT_DATA limits.
+    """Returns the private virtual memory of this process in bytes, which RLIMIT_DATA limits.
 
     Raises:
         RunError: not on Linux.
     """
-    found = _status("VmData")
-    if found is None:
+    size = _status("VmData")
+    if size is None:
         raise RunError("claimed memory is read from /proc/self/status, which this system lacks; train on Linux")
-    return found
+    return size
 
 
 def peak_resident_bytes() -> int:
-    """The most that `resident_bytes` has been since the process began, or since `reset_peak`, bytes."""
-    found = _status("VmHWM")
-    if found is not None:
-        return found
+    """Returns the peak of `resident_bytes` since the process started, or since `reset_peak`."""
+    size = _status("VmHWM")
+    if size is not None:
+        return size
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -201,7 +201,7 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak(kind: str = "cpu") -> bool:
-    """Starts the high-water mark anew at what is in use now. False where the system does not let us."""
+    """Resets the high-water mark to the current usage; returns False if the system does not permit it."""
     _highest.pop(kind, None)
     if kind == "cuda":
         import torch
@@ -217,18 +217,18 @@ def reset_peak(kind: str = "cpu") -> bool:
 
 
 def can_begin_peak(kind: str) -> bool:
-    """Whether `begin_peak` works for this kind of device here."""
+    """True if `begin_peak` works for this kind of device."""
     return kind == "cuda" or os.access(_CLEAR, os.W_OK)
 
 
 def begin_peak(kind: str) -> None:
-    """Starts the high-water mark of a device's memory anew; `peak_bytes` of the process still knows the highest.
+    """Resets the high-water mark of a device's memory; `peak_bytes` still returns the highest.
 
     Args:
         kind: `cpu` or `cuda`.
 
     Raises:
-        RunError: the system does not let us.
+        RunError: the system does not permit it.
     """
     before = {kind: peak_bytes(kind)} | ({"reserved": peak_reserved_bytes()} if kind == "cuda" else {})
     if not reset_peak(kind):
@@ -237,11 +237,11 @@ def begin_peak(kind: str) -> None:
 
 
 def peak_bytes(kind: str, *, since_begun: bool = False) -> int:
-    """The most memory that this process has held on a device: resident on a CPU, allocated by torch on CUDA.
+    """Returns the peak memory of this process on a device: resident on a CPU, allocated by torch on CUDA.
 
     Args:
         kind: `cpu` or `cuda`.
-        since_begun: only since `begin_peak` was called last.
+        since_begun: count only since the last `begin_peak`.
     """
     if kind == "cuda":
         import torch
@@ -253,14 +253,14 @@ def peak_bytes(kind: str, *, since_begun: bool = False) -> int:
 
 
 def peak_reserved_bytes() -> int:
-    """The most memory that torch's allocator has had from CUDA's driver."""
+    """Returns the peak memory that torch's CUDA allocator has reserved."""
     import torch
 
     return max(torch.cuda.max_memory_reserved(), _highest.get("reserved", 0))
 
 
 def quick_half() -> torch.dtype:
-    """bf16, or fp32 on a CPU that has no kernels for bf16: below AVX512 a product takes some 10 to 20 times as long in it."""
+    """Returns bf16, or fp32 on CPUs without bf16 kernels: below AVX512 bf16 matmuls take 10 to 20 times as long."""
     import torch
 
     return torch.float32 if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2") else torch.bfloat16

@@ -1,7 +1,7 @@
-"""The measured rates of a machine: what planning turns FLOPs and bytes into seconds with. No torch.
+"""Measured rates of a machine, which convert FLOPs and bytes into seconds. Does not import torch.
 
-A measurement holds for one processor, one version of torch and one number of threads; it is stored under a name made of the
-three and is never used for another. `preheat.hardware.benchmark_rates` measures it.
+A measurement is valid for one processor, torch version and number of threads, and is stored under a hash of the three.
+`preheat.hardware.benchmark_rates` measures it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAYOUTS: dict[Layout, str] = {
     "grad_input": "g [n, m] @ w [m, k]",
     "grad_weight": "g.T [m, n] @ x [n, k]",
 }
-"""The three matrix products of a linear layer with n rows, k inputs and m outputs: 2 n k m FLOPs each."""
+"""The three matmuls of a linear layer with n rows, k inputs and m outputs: 2 n k m FLOPs each."""
 
 MOVERS: dict[str, str] = {
     "copy": "x.clone(): whole, in order",
@@ -81,13 +81,16 @@ MOVERS: dict[str, str] = {
     "look_up": "numbers of a table of 256 by their 32-bit places: the bytes of the places and of what comes out",
     "where": "x or y, whole, by one flag",
 }
-"""Operators that move more than they compute. The time of one is the bytes of its operands read and of its results written (each once,
-as the operator is called, broadcast operands at their own size; indices apart) over its rate."""
+"""Memory-bound operators.
+
+The time of a call is the bytes of operands read and results written over the rate. Each tensor counts once, a broadcast
+operand at its own size, index tensors not at all.
+"""
 
 
 @dataclass(frozen=True)
 class MatrixRate:
-    """`flops` a second of one product of a linear layer."""
+    """FLOP/s of one matmul of a linear layer."""
 
     dtype: str
     layout: Layout
@@ -99,7 +102,7 @@ class MatrixRate:
 
 @dataclass(frozen=True)
 class MovedRate:
-    """`rate` bytes a second of one of `MOVERS` when it moves `bytes`."""
+    """Bytes/s (`rate`) of one of `MOVERS` when it moves `bytes`."""
 
     operator: str
     dtype: str
@@ -109,7 +112,7 @@ class MovedRate:
 
 @dataclass(frozen=True)
 class AttentionRate:
-    """`flops` a second of causal attention, counted as if it were not causal: forward 4 and backward 10 rows heads length^2 head_dim."""
+    """FLOP/s of causal attention, counted without the mask: 4 (backward 10) rows heads length^2 head_dim."""
 
     dtype: str
     direction: Literal["forward", "backward"]
@@ -124,7 +127,7 @@ _log = logging.getLogger(__name__)
 
 
 def _near(points: Iterable[tuple[Sequence[float], float]], at: Sequence[float], count: int = 4) -> float:
-    """The value at `at` from the `count` nearest points: their geometric mean, weighted by 1 / distance^2. Distances are of logarithms."""
+    """Interpolates at `at`: geometric mean of the `count` nearest points, weighted by 1 / distance^2 in log space."""
     place = [math.log(value) for value in at]
     nearest = sorted((math.dist([math.log(value) for value in where], place), value) for where, value in points)[:count]
     if nearest[0][0] < 1e-9:
@@ -134,7 +137,7 @@ def _near(points: Iterable[tuple[Sequence[float], float]], at: Sequence[float], 
 
 
 def _between(points: Iterable[tuple[float, float]], at: float) -> float:
-    """The value at `at` on the line between its neighbours, of logarithms; that of the outermost point beyond it."""
+    """Interpolates linearly in log-log space between the neighbours of `at`; constant beyond the outermost points."""
     known = sorted(points)
     above = bisect.bisect_left(known, (at,))
     if above in (0, len(known)):
@@ -146,47 +149,47 @@ def _between(points: Iterable[tuple[float, float]], at: float) -> float:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine was measured to do. Rates are for all of its `threads` together."""
+    """Measured rates of a machine, with all `threads` together."""
 
     hardware: str
     """Name of the processor or accelerator, as `probe` gives it."""
     torch: str
-    """Version."""
+    """Version of torch."""
     threads: int
-    """CPU threads that were used."""
+    """CPU threads used."""
     peak_matrix_rate: Mapping[str, float]
-    """dtype -> FLOP/s of the best product: what MFU is a share of."""
+    """dtype -> FLOP/s of the best matmul, the denominator of MFU."""
     bandwidth: float
-    """Bytes read and written a second by a copy far larger than the caches."""
+    """Bytes/s read and written by a copy far larger than the caches."""
     launch: float
-    """Seconds of an operator on a tiny tensor."""
+    """Seconds of an operator on a tiny tensor: the launch overhead."""
     adamw: Mapping[str, float]
-    """dtype of the parameters -> seconds a parameter of one step of the fused AdamW."""
+    """dtype of the parameters -> seconds per parameter of one step of fused AdamW."""
     matrix: tuple[MatrixRate, ...]
     moved: tuple[MovedRate, ...]
     attention: tuple[AttentionRate, ...]
     contended: bool
-    """Other processes wanted the same cores meanwhile: the rates are too low; measure again on a quiet machine."""
+    """Other processes used the same cores, so the rates are too low; measure again on an idle machine."""
     seconds: float
-    """How long measuring took."""
+    """Duration of the measurement."""
     near: float | None = None
-    """Bytes read and written a second by an operator on 1 MiB that stays in a CPU's cache; None on a GPU."""
+    """Bytes/s read and written by an operator on 1 MiB in a CPU's cache; None on a GPU."""
     to_host: float | None = None
-    """Bytes a second from a GPU's memory to pinned memory of the host; None on a CPU."""
+    """Bytes/s from GPU memory to pinned host memory; None on a CPU."""
     to_device: float | None = None
-    """Bytes a second the other way."""
+    """Bytes/s from pinned host memory to GPU memory; None on a CPU."""
     links: tuple[LinkRate, ...] = ()
-    """What collectives were measured to take between devices of this kind, by `nettest`; stored in a file of their own."""
+    """Times of collectives between devices of this kind, measured by `nettest`; stored in a separate file."""
     pace: float = 1.0
-    """How many times as long as by these rates the steps of finished runs took, in the median (`note_run`); stored in a file of its own."""
+    """Median ratio of measured to predicted step time of finished runs (`note_run`); stored in a separate file."""
 
     @property
     def of_gpu(self) -> bool:
-        """Whether a GPU was measured: it computes while the host hands out what comes next."""
+        """True if a GPU was measured, which computes while the host launches the next kernels."""
         return self.near is None
 
     def matrix_rate(self, dtype: str, layout: Layout, n: int, k: int, m: int) -> float:
-        """FLOP/s of a product, interpolated between the measured shapes.
+        """Returns the FLOP/s of a matmul, interpolated between the measured shapes.
 
         Args:
             dtype: `bf16`, `fp32`, on CUDA also `fp16`.
@@ -202,7 +205,7 @@ class Rates:
         return _near(self._some(points, f"matrix products in {dtype}"), (n, k, m))
 
     def moved_rate(self, operator: str, dtype: str, bytes: int) -> float:
-        """Bytes a second of one of `MOVERS` on tensors of `dtype`, when it reads and writes `bytes` in all; `launch` comes on top.
+        """Returns the bytes/s of one of `MOVERS` when it reads and writes `bytes` in total; `launch` is not included.
 
         Raises:
             RunError: it was not measured in that dtype.
@@ -211,7 +214,7 @@ class Rates:
         return _between(self._some(points, f"'{operator}' in {dtype}"), max(bytes, 1))
 
     def attention_rate(self, dtype: str, direction: Literal["forward", "backward"], length: int) -> float:
-        """FLOP/s of causal attention, in `AttentionRate`'s count of FLOPs.
+        """Returns the FLOP/s of causal attention, with FLOPs counted as in `AttentionRate`.
 
         Raises:
             RunError: nothing was measured in that dtype.
@@ -220,15 +223,15 @@ class Rates:
         return _between(self._some(points, f"attention in {dtype}"), length)
 
     def collective_seconds(self, collective: str, backend: str, bytes: int, devices: int, hosts: int = 1) -> float:
-        """Seconds of a collective of `bytes` (as nccl-tests count them) among `devices` on `hosts`, from those that `nettest` measured.
+        """Returns the seconds of a collective of `bytes` (counted as in nccl-tests), as measured by `nettest`.
 
         Raises:
             RunError: it was not measured over that backend.
         """
-        found = seconds_of(self.links, collective, backend, bytes, devices, hosts)
-        if found is None:
+        seconds = seconds_of(self.links, collective, backend, bytes, devices, hosts)
+        if seconds is None:
             raise RunError(f"no {collective} over {backend} was measured on {self.hardware}; run: preheat nettest")
-        return found
+        return seconds
 
     def _some(self, points: list[Any], what: str) -> list[Any]:
         if not points:
@@ -236,7 +239,7 @@ class Rates:
         return points
 
     def store(self) -> Path:
-        """Writes the rates where `load` finds them, whole or not at all.
+        """Writes the rates atomically to the file that `load` reads.
 
         Raises:
             RunError: the folder cannot be written.
@@ -245,29 +248,29 @@ class Rates:
         left_out = {"links", "pace"} | {key for key in _OF_GPU if getattr(self, key) is None}
         values = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
         store_json(path, {"format": _FORMAT_GPU if self.of_gpu else _FORMAT, **values})
-        _runs_of(path).unlink(missing_ok=True)  # they were beside other rates
+        _runs_of(path).unlink(missing_ok=True)  # the ratios were relative to other rates
         return path
 
 
 _FORMAT, _FORMAT_GPU = 7, 10
-"""Raised when what is measured changes, of a CPU or of a GPU, so that an older file is measured again."""
+"""File format versions of CPU and GPU measurements; increase them when the measurements change."""
 _OF_GPU = ("to_host", "to_device")
-"""Measured on a GPU alone."""
+"""Fields measured on GPUs only."""
 
 
 def stored_at(hardware: str, torch: str, threads: int) -> Path:
-    """Where the calibration of this hardware, torch and number of threads stands: in $PREHEAT_CACHE, or ~/.cache/preheat."""
+    """Returns the path of the calibration, in $PREHEAT_CACHE or ~/.cache/preheat."""
     key = hashlib.sha256(json.dumps([hardware, torch, threads]).encode()).hexdigest()[:12]
     return cache_folder() / f"calibration-{key}.json"
 
 
 def load(hardware: str, torch: str, threads: int) -> Rates | None:
-    """The stored rates of this hardware, version of torch and number of threads; None where there are none.
+    """Loads the stored rates of this hardware, torch version and number of threads; None if there are none.
 
-    A damaged file counts as none, and a warning says so: it is a cache. So does one of an older format, without a word.
+    A damaged file is ignored with a warning, a file of an older format silently, because this is a cache.
 
     Raises:
-        RecipeError: what stands under this machine's name was measured on another one: somebody put it there.
+        RecipeError: the file of this machine was measured on another one, so somebody copied it here.
     """
     path = stored_at(hardware, torch, threads)
     expected = {"hardware": hardware, "torch": torch, "threads": threads}
@@ -278,7 +281,8 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
         owner = values.get("hardware")
         if isinstance(owner, str) and owner != hardware:
             raise RecipeError(
-                f"{path}: was measured on {shorten(owner)}, and this is {hardware}; delete it, and it is measured here (preheat calibrate)"
+                f"{path}: was measured on {shorten(owner)}, and this is {hardware}; "
+                "delete it, and it is measured here (preheat calibrate)"
             )
         current = _FORMAT_GPU if values.get("near", 0) is None else _FORMAT
         if {key: values.get(key) for key in expected} != expected or values.get("format") != current:
@@ -291,11 +295,10 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
 
 
 def _read(values: Mapping[str, Any]) -> Rates:
-    """Stored rates, checked: every key that there should be and no other, each number finite and above 0, and something of every kind
-    for each dtype.
+    """Validates stored rates: exactly the expected keys, finite positive numbers, every kind of rate for each dtype.
 
     Raises:
-        Damaged: they are not.
+        Damaged: the validation failed.
     """
     stored = {field.name for field in dataclasses.fields(Rates)} - {"links", "pace"}
     if other := (values.keys() ^ stored ^ {"format"}) - (set(_OF_GPU) - values.keys()):
@@ -318,9 +321,8 @@ def _read(values: Mapping[str, Any]) -> Rates:
     if not peak:
         raise Damaged("peak_matrix_rate is empty")
     for dtype in peak:
-        for kind in (
-            LAYOUTS if dtype == "tf32" else (*LAYOUTS, "forward", "backward", "moved", "adamw")
-        ):  # fp32 but for products
+        # TF32 affects matmuls only; other operators use the fp32 rates.
+        for kind in LAYOUTS if dtype == "tf32" else (*LAYOUTS, "forward", "backward", "moved", "adamw"):
             if (dtype, kind) not in kinds:
                 raise Damaged(f"no rate of {kind} in {shorten(dtype, 20)}")
     numbers: dict[str, Any] = {key: read_number(values[key], key) for key in ("bandwidth", "launch", "seconds")}
@@ -340,16 +342,16 @@ def _read(values: Mapping[str, Any]) -> Rates:
 
 
 _RUNS = 9
-"""Finished runs that count, the last ones: a machine that others use is another one tomorrow."""
+"""Number of most recent runs that count, because the load of a shared machine changes."""
 _FEW = 3
-"""Fewer of them say nothing of the next."""
+"""Fewer runs than this are not representative."""
 
 
 def note_run(hardware: str, torch: str, threads: int, ratio: float) -> None:
-    """Keeps how many times as long as its rates say a finished run took for its steps: later plans are that much slower, or quicker.
+    """Records the ratio of measured to predicted step time of a finished run; later plans are scaled by the median.
 
     Args:
-        ratio: measured seconds over those by the rates alone, without the pace of runs before.
+        ratio: measured seconds over predicted seconds, without the pace of earlier runs.
 
     Raises:
         RunError: the folder cannot be written.
@@ -363,7 +365,7 @@ def _runs_of(calibration: Path) -> Path:
 
 
 def _noted(path: Path) -> list[float]:
-    """The ratios in a file; none where there is no such file, or something else in it: it is a cache."""
+    """Returns the ratios in a file; empty if it is missing or damaged, because it is a cache."""
     try:
         ratios = (read_json(path) or {}).get("ratios")
         return [read_number(ratio, "ratio") for ratio in ratios] if isinstance(ratios, list) else []

@@ -1,7 +1,7 @@
-"""How torch's CUDA allocator takes memory from the driver, as `hardware.segments` asks for it: in segments of fixed sizes, or in one a stream that grows.
+"""Segments of torch's CUDA allocator (`hardware.segments`): fixed sizes, or one expandable segment per stream.
 
-Growing segments map pages of memory as they are needed (CUDA's virtual memory management), so that freed pieces of any size serve again. torch has
-them on Linux. Not every driver maps pages: virtual GPUs may not, and on Windows' subsystem for Linux mapping is known to fail.
+Expandable segments map pages on demand (CUDA virtual memory management), so that freed blocks of any size can be
+reused. torch supports them on Linux. Not every driver does: virtual GPUs may not, and they are known to fail on WSL.
 """
 
 from __future__ import annotations
@@ -20,49 +20,48 @@ _MAPS_PAGES = 102
 """CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of cuda.h."""
 
 
-def grows(asked: str, *, amd: bool = False) -> bool:
-    """Whether segments of a device that is planned for from elsewhere grow, as the recipe asks and its driver most likely can.
+def grows(setting: str, *, amd: bool = False) -> bool:
+    """True if segments are expandable on a device that is planned for but not present.
 
     Args:
-        asked: `hardware.segments`.
-        amd: it is AMD's, for which torch has them only since ROCm 7.
+        setting: value of `hardware.segments`.
+        amd: True for AMD devices, for which torch supports them only since ROCm 7.
     """
-    return asked == "expandable" or (asked == "auto" and not amd)
+    return setting == "expandable" or (setting == "auto" and not amd)
 
 
-def set_segments(asked: str) -> tuple[bool, str]:
-    """Tells torch's allocator of this process what `hardware.segments` asks for. To be called before anything is on the device.
+def set_segments(setting: str) -> tuple[bool, str]:
+    """Configures torch's allocator as `hardware.segments` asks; call it before the first allocation on the device.
 
     Args:
-        asked: auto, fixed or expandable; `PYTORCH_ALLOC_CONF` of the environment goes before it.
+        setting: auto, fixed or expandable; `PYTORCH_ALLOC_CONF` in the environment has precedence.
 
     Returns:
-        Whether segments grow, and why if something else than the recipe or torch's abilities decided it; else "".
+        Whether segments are expandable, and the reason if something other than the recipe decided it; else "".
     """
-    variable = (
-        "PYTORCH_ALLOC_CONF" if "PYTORCH_ALLOC_CONF" in os.environ else "PYTORCH_CUDA_ALLOC_CONF"
-    )  # as torch has it
-    said = os.environ.get(variable, "")
-    stated = re.search(r"expandable_segments\s*:\s*(\w+)", said)
-    if stated or re.search(r"backend\s*:\s*cudaMallocAsync", said):  # the driver's own allocator has no segments
-        grow = stated is not None and "cudaMallocAsync" not in said and stated[1].lower() == "true"
-        before = f"{variable} of the environment goes before hardware.segments ({asked}): {quoted(said)}"
-        return grow, "" if grow == (asked != "fixed") else before
-    if asked == "auto" and (why := _unsupported()):
+    # As torch has it.
+    variable = "PYTORCH_ALLOC_CONF" if "PYTORCH_ALLOC_CONF" in os.environ else "PYTORCH_CUDA_ALLOC_CONF"
+    environment = os.environ.get(variable, "")
+    expandable = re.search(r"expandable_segments\s*:\s*(\w+)", environment)
+    # The driver's own allocator has no segments.
+    if expandable or re.search(r"backend\s*:\s*cudaMallocAsync", environment):
+        grow = expandable is not None and "cudaMallocAsync" not in environment and expandable[1].lower() == "true"
+        before = f"{variable} of the environment goes before hardware.segments ({setting}): {quoted(environment)}"
+        return grow, "" if grow == (setting != "fixed") else before
+    if setting == "auto" and (why := _unsupported()):
         return False, f"segments of the GPU's allocator have fixed sizes (hardware.segments: auto): {why}"
     import torch
 
-    grow = asked != "fixed"
-    if (
-        grow or "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings()
-    ):  # an earlier run in this process
+    grow = setting != "fixed"
+    # An earlier run in this process.
+    if grow or "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings():
         settings = f"expandable_segments:{grow}"
-        torch._C._accelerator_setAllocatorSettings(f"{said},{settings}" if said else settings)
+        torch._C._accelerator_setAllocatorSettings(f"{environment},{settings}" if environment else settings)
     return grow, ""
 
 
 def _unsupported() -> str:
-    """Why growing segments are not taken unasked here; else ""."""
+    """Returns why `auto` does not use expandable segments here; else ""."""
     import torch
 
     if sys.platform != "linux":
@@ -75,7 +74,7 @@ def _unsupported() -> str:
 
 
 def _maps_pages(index: int) -> bool:
-    """Whether the driver has CUDA's virtual memory management for a device."""
+    """True if the driver supports CUDA virtual memory management for a device."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

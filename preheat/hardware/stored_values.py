@@ -1,4 +1,4 @@
-"""Reads stored measurements into checked types: a cache may be cut, edited, or written by something else."""
+"""Validated reading of stored measurements: a cache file may be truncated, edited, or written by something else."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from preheat.sanitize import quoted, shorten
 __all__ = ["Damaged", "read_json", "read_number", "read_numbers", "read_row"]
 
 _Row = TypeVar("_Row")
-# No rate of a machine, in units a second, and no time of an operator, in seconds, lies beyond these.
+# Plausible range of rates (units per second) and times (seconds).
 _LEAST, _MOST = 1e-18, 1e24
 
 
 class Damaged(ValueError):
-    """Why a stored measurement cannot be used."""
+    """A stored measurement is invalid."""
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is no such file.
+    """Reads a JSON object from a file; returns None if the file does not exist.
 
     Raises:
-        Damaged: it cannot be read, or holds something else.
+        Damaged: the file cannot be read, or does not contain an object.
     """
     try:
         values = read_value(path.read_bytes())
@@ -43,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_number(value: Any, name: str, *, zero: bool = False) -> float:
-    """A measured number: finite, above 0, or 0 too where `zero` says so."""
+    """Validates a measured number: finite and positive; `zero` allows 0 too."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     if not plain or not (_LEAST < value < _MOST or (zero and value == 0)):
         raise Damaged(f"{shorten(name, 40)} is {quoted(value, 40)}")
@@ -51,20 +51,20 @@ def read_number(value: Any, name: str, *, zero: bool = False) -> float:
 
 
 def read_numbers(value: Any, name: str) -> dict[str, float]:
-    """A measured number for each dtype."""
+    """Validates an object of measured numbers."""
     if not isinstance(value, dict):
         raise Damaged(f"{name} is {quoted(value, 40)}")
     return {key: read_number(number, f"{name}.{key}") for key, number in value.items()}
 
 
 def read_row(cls: Callable[..., _Row], values: Any, zero: Collection[str] = ()) -> _Row:
-    """A flat dataclass of numbers and names from an object that has its very fields.
+    """Builds a flat dataclass of numbers and names from an object with exactly its fields.
 
     Args:
-        zero: the fields that may be 0.
+        zero: fields that may be 0.
 
     Raises:
-        Damaged: another object.
+        Damaged: fields or values are invalid.
     """
     hints = _hints(cls)
     if not isinstance(values, dict) or values.keys() != hints.keys():

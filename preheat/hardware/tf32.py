@@ -1,4 +1,4 @@
-"""TF32 for fp32 matrix products on CUDA: torch's switch for the process, turned on for as long as somebody who asked for it lives."""
+"""TF32 for fp32 matmuls on CUDA: reference-counted use of torch's process-wide switch."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ if TYPE_CHECKING:
 __all__ = ["allow_tf32", "has_tf32"]
 
 _LEAST = (8, 0)
-"""CUDA's capability of Ampere, whose tensor cores were the first with TF32."""
+"""CUDA compute capability of Ampere, the first with TF32 tensor cores."""
 _before: list[str] = []
-"""torch's setting before each that has it allowed now, in the order in which they asked."""
+"""torch's setting before each active `allow_tf32`, in order."""
 
 
 def has_tf32(device: Device) -> bool:
-    """Whether a device, here or planned for, computes in TF32 under torch's switch: NVIDIA's from Ampere on."""
+    """True if a device (local or planned for) supports TF32: NVIDIA from Ampere on."""
     if device.kind != "cuda" or device.capability is None or device.capability < _LEAST:
         return False
     if not device.at_hand:
         return True
     import torch
 
-    return torch.version.hip is None  # AMD's devices number their capability otherwise
+    return torch.version.hip is None  # AMD devices number their capability differently
 
 
 def allow_tf32(owner: object) -> Callable[[], object]:
-    """Computes fp32 matrix products on CUDA in TF32 as long as `owner` lives, and any other that asked; then torch's setting is what it was.
+    """Runs fp32 matmuls on CUDA in TF32 while an owner is alive, then restores torch's setting.
 
-    The switch is of the whole process: autograd's threads, too, and other models.
+    The switch is process-wide: it also affects autograd's threads and other models.
 
     Returns:
-        What ends it before `owner` does.
+        A function that ends it earlier.
 
     Example:
         >>> class Owner: ...
@@ -54,7 +54,8 @@ def allow_tf32(owner: object) -> Callable[[], object]:
     products: Any = torch.backends.cuda.matmul
     _before.append(products.fp32_precision)
     if _before[-1] != "tf32":
-        # By its older name: if it is set by `fp32_precision`, torch refuses to tell by the older ones what is set, and its own compiler asks by them.
+        # The older name: after setting `fp32_precision`, torch raises when the older ones are read, and torch.compile
+        # reads them.
         products.allow_tf32 = True
     end = weakref.finalize(owner, _disown)
     end.atexit = False
@@ -64,11 +65,11 @@ def allow_tf32(owner: object) -> Callable[[], object]:
 def _disown() -> None:
     import torch
 
-    if len(_before) > 1:  # the first entry is what nobody here had set
+    if len(_before) > 1:  # the first entry is the original setting
         _before.pop()
         return
     precision = _before.pop()
     if precision != "tf32":
         products: Any = torch.backends.cuda.matmul
-        products.allow_tf32 = False  # by both names the same
+        products.allow_tf32 = False  # keeps both names consistent
         products.fp32_precision = precision

@@ -1,4 +1,4 @@
-"""What measuring needs: a stopwatch for one device, random operands, and a look at who else uses the cores."""
+"""Benchmark utilities: stopwatch, random operands, and CPU usage of other processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Stopwatch:
         return (time.perf_counter() - start) / times
 
     def _by_events(self, call: Callable[[], object], times: int) -> float:
-        """On a GPU, by its own clock: waiting for it takes the host up to half a millisecond, which would count as work."""
+        """Times calls by CUDA events, because synchronization on the host adds up to half a millisecond."""
         import torch
 
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -43,17 +43,17 @@ class Stopwatch:
             call()
         end.record()
         end.synchronize()
-        return max(start.elapsed_time(end) / 1e3, 1e-9) / times  # it is in milliseconds
+        return max(start.elapsed_time(end) / 1e3, 1e-9) / times  # milliseconds to seconds
 
     def __call__(self, call: Callable[[], object], budget: float = 0.01) -> float:
-        """Seconds of one call: the median of some samples, as a run meets the machine; the least would be what it does at its best."""
+        """Returns the seconds of one call: the median of a few samples, which is closer to a run than the minimum."""
         first = self._once(call)
         if first > 1:
             return first
         second = self._once(call)
         if second > 0.03:
             return min(first, second)
-        # Several calls to a sample where one is too short for the clock or, on a GPU, for its launch not to count.
+        # Several calls per sample if one is too short for the clock or, on a GPU, to hide the launch.
         times = max(1, math.ceil((2e-3 if self.cuda else 2e-4) / second))
         samples = [second] if times == 1 else []
         end = time.perf_counter() + budget
@@ -63,13 +63,13 @@ class Stopwatch:
 
 
 class OtherProcesses:
-    """How many cores the other processes of the machine keep busy from now on. Linux counts that; elsewhere it is taken as none."""
+    """Measures how many cores other processes use from now on (Linux only; 0 elsewhere)."""
 
     def __init__(self) -> None:
         self.start = self._read()
 
     def _read(self) -> tuple[float, float]:
-        """Seconds of CPU that all processes but this one have used, and the time now."""
+        """Returns the CPU seconds used by all other processes, and the current time."""
         if not Path("/proc/stat").exists():
             return 0.0, time.perf_counter()
         user, nice, system = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=4)[1:4]
@@ -94,9 +94,10 @@ def threads_of(count: int) -> Iterator[None]:
 
 
 class Random:
-    """Tensors of normal numbers, from a generator of its own: a caller's draws stay what they were.
+    """Tensors of normal random numbers from a separate generator, which leaves the caller's random state alone.
 
-    Drawing takes longer than most of what is measured, so a million numbers are drawn and repeated, from another place each time.
+    Sampling takes longer than most measurements, so a million numbers are sampled once and reused from different
+    offsets.
     """
 
     def __init__(self, device: str):
@@ -110,11 +111,11 @@ class Random:
     def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = math.prod(shape)
         self.place = (self.place + 64 * 1009) % len(self.numbers)  # a multiple of 64, so that memory stays aligned
-        whole = self.numbers.to(dtype).repeat(-(-(self.place + count) // len(self.numbers)))
-        return whole[self.place : self.place + count].view(shape)
+        numbers = self.numbers.to(dtype).repeat(-(-(self.place + count) // len(self.numbers)))
+        return numbers[self.place : self.place + count].view(shape)
 
     def rows(self, count: int, below: int) -> Tensor:
-        """`count` row numbers in random order, each once where there are enough."""
+        """Returns `count` row indices in random order, without repetition if there are enough."""
         import torch
 
         return torch.randperm(max(count, below), device=self.device, generator=self.generator)[:count] % below

@@ -1,4 +1,4 @@
-"""Values of the host on their way to a device."""
+"""Transfers from host to device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["to_device"]
 
 
 def to_device(values: numpy.ndarray | Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    """Values of the host, numbers as int64, on the device. The host does not wait: torch keeps the pinned memory that it is copied from."""
+    """Copies host values to the device asynchronously; torch keeps the pinned source alive until the copy ends."""
     host = values if isinstance(values, Tensor) else torch.from_numpy(numpy.asarray(values))
     if device.type == "cpu":
         return host
     faked = any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
-    return (host if faked else host.pin_memory()).to(device, non_blocking=True)  # fakes know no pinned memory
+    return (host if faked else host.pin_memory()).to(device, non_blocking=True)  # fake tensors cannot be pinned

@@ -1,6 +1,6 @@
-"""Closed forms: model states, KV caches, what serving needs, and how large a model a budget of FLOPs is best spent on.
+"""Closed-form estimates: model states, KV cache, serving memory and speed, and compute-optimal model sizes.
 
-They hold exactly where they hold at all; what a step needs beside states is for the dry run.
+Activations and temporaries of a training step have no closed form; the dry run observes them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ __all__ = [
 
 
 def parameters_of(recipe: Recipe) -> tuple[Any, int, int]:
-    """transformers' configuration of the recipe's model, its parameters, and those of them in embedding and head; of models that cannot be trained too.
+    """Returns the model's configuration, its parameter count, and how many of those are in embedding and head.
+
+    Works for models that preheat cannot train, too.
 
     Raises:
-        RecipeError: no such model, or none that transformers can build.
+        RecipeError: the model does not exist, or transformers cannot build it.
     """
     import torch
     import transformers
@@ -65,12 +67,14 @@ def state_bytes(
     zero: Literal[0, 1, 2, 3] = 0,
     devices: int = 1,
 ) -> float:
-    """Bytes of weights, gradients and optimizer states on a device.
+    """Returns the bytes of weights, gradients and optimizer states on one device.
 
     Args:
-        weights, gradients, optimizer: bytes a parameter. By default those of AdamW in mixed precision: half weights and gradients, fp32 masters and
-            two moments (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 16 in all).
-        zero: what is shared out among the devices: nothing; optimizer states; gradients too; weights too (the stages of ZeRO).
+        weights, gradients, optimizer: bytes per parameter. The defaults are AdamW in mixed precision: half-precision
+            weights and gradients, fp32 master weights and two moments (Rajbhandari et al. 2020, arXiv:1910.02054,
+            section 3.1:
+            16 in total).
+        zero: ZeRO stage: 0 shards nothing, 1 the optimizer states, 2 also the gradients, 3 also the weights.
 
     Example:
         >>> round(state_bytes(176_247_271_424) / 1e12, 2)  # BLOOM
@@ -85,25 +89,26 @@ def state_bytes(
 def cache_bytes(
     config: Any, length: int, rows: int = 1, size: float = 2, *, scale: float = 0, window: int | None = None
 ) -> float:
-    """Bytes of the KV cache of some rows.
+    """Returns the bytes of the KV cache of a batch.
 
-    Layers with a window keep the keys and values of its tokens; latent attention (DeepSeek) keeps one latent vector and one rotary key a token.
+    Sliding-window layers cache the tokens of their window only; latent attention (MLA) caches one latent vector and one
+    rotary key per token.
 
     Args:
         config: transformers' configuration of the model.
-        size: bytes of a number. scale: bytes beside each vector (a head's keys of a token, or its values).
-        window: tokens that are kept at most, whatever the model has.
+        size: bytes of an element. scale: bytes of the scale of each vector (one head's keys or values of a token).
+        window: maximum number of cached tokens, regardless of the model's own windows.
 
     Example:
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(hidden_size=6144, num_attention_heads=48, num_hidden_layers=118)
-        >>> round(cache_bytes(config, 2048, rows=512) / 1e12, 2)  # multihead at PaLM 540B's depth: 3 TB (arXiv:2211.05102)
+        >>> round(cache_bytes(config, 2048, rows=512) / 1e12, 2)  # multi-head, depth of PaLM 540B (arXiv:2211.05102)
         3.04
     """
     text = config.get_text_config()
     if (latent := getattr(text, "kv_lora_rank", None)) is not None:
-        kept = min(length, window or length)
-        return float(rows * kept * text.num_hidden_layers * ((latent + text.qk_rope_head_dim) * size + 2 * scale))
+        cached = min(length, window or length)
+        return float(rows * cached * text.num_hidden_layers * ((latent + text.qk_rope_head_dim) * size + 2 * scale))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     own, most = hf.facts(config).window, min(length, window or length)
@@ -116,16 +121,18 @@ def cache_bytes(
 
 @dataclass(frozen=True)
 class Serving:
-    """What serving a model needs on each of some devices.
+    """Memory and speed of serving a model, per device.
 
     Attributes:
-        format, kept: of the weights, and of the keys and values.
-        weights, cache: bytes; the cache is that of one row of the length asked for.
-        rows: of that length that fit at the same time; 0: the weights leave no room for one.
-        longest: tokens of a single row that fit.
-        tokens_per_second: at most, of all rows together: every weight and cache is read once for each token. None: the bandwidth is not known.
-        alone: the same for a single row.
-        first_token: seconds at least until a row of that length is read: its FLOPs over the matrix rate, or its weights over the bandwidth. None: not known.
+        format: weight format; kept: format of keys and values.
+        weights, cache: bytes; the cache is that of one sequence of the requested length.
+        rows: largest batch of such sequences; 0 if the weights leave no room for one.
+        longest: tokens of the longest single sequence that fits.
+        tokens_per_second: upper bound for the whole batch: each token reads all weights and the cache once. None if the
+            bandwidth is unknown.
+        alone: the same for a single sequence.
+        first_token: lower bound in seconds of the prefill of such a sequence: its FLOPs over the matmul rate, or the
+            weights over the bandwidth. None if unknown.
     """
 
     format: str
@@ -139,9 +146,9 @@ class Serving:
     first_token: float | None
 
 
-_FORMATS = {"bf16": 2.0, "int8": 1.0, "4 bits": 0.516}  # bytes a weight; 4 bits with scales in 8 (arXiv:2305.14314)
+_FORMATS = {"bf16": 2.0, "int8": 1.0, "4 bits": 0.516}  # bytes per weight; 4 bits with 8-bit scales (arXiv:2305.14314)
 CACHES: Mapping[str, tuple[float, float]] = {"bf16": (2.0, 0.0), "int8": (1.0, 4.0)}
-"""Bytes of a number of the cache, and of the scale beside each vector (models/generation/kv_cache.py: fp32)."""
+"""Bytes of a cache element, and of the scale of each vector (fp32 in models/generation/kv_cache.py)."""
 
 
 def serving(
@@ -155,17 +162,17 @@ def serving(
     bandwidth: float | None = None,
     matrix_rate: float | None = None,
     kept: str = "bf16",
-    beside: int = 2**29,
+    reserved: int = 2**29,
 ) -> list[Serving]:
-    """Weights, KV cache, the batch that fits and how fast it can be at best, by the weights' format.
+    """Returns weights, KV cache, batch size and the best possible speed for each weight format.
 
     Args:
-        parameters, ends: number of weights, and how many of these are embedding and head, which stay in bf16.
-        memory: of a device, bytes. `beside`: what is not for tensors (the driver's context and workspaces).
-        length: tokens of a row, prompt and answer together.
-        devices: among which weights are shared out, and the cache by its heads.
-        bandwidth: of a device's memory, bytes a second. matrix_rate: FLOP/s of a device.
-        kept: the cache's format, of `CACHES`.
+        parameters, ends: number of weights, and how many of them are in embedding and head, which stay in bf16.
+        memory: bytes of a device. reserved: bytes that are not for tensors (driver context and workspaces).
+        length: tokens of a sequence, prompt and answer together.
+        devices: number of devices across which the weights and the heads of the cache are split.
+        bandwidth: memory bandwidth of a device, bytes/s. matrix_rate: FLOP/s of a device.
+        kept: cache format, one of `CACHES`.
 
     Example:
         >>> from transformers import LlamaConfig
@@ -178,11 +185,11 @@ def serving(
     )
     apart = min(devices, heads)
     size, scale = CACHES[kept]
-    found = []
+    servings = []
     for name, bytes in _FORMATS.items():
         weights = ((parameters - ends) * bytes + ends * 2) / devices
         cache = cache_bytes(config, length, size=size, scale=scale) / apart
-        room = memory - beside - weights
+        room = memory - reserved - weights
         rows = max(0, math.floor(room / cache))
 
         def speed(rows: int, weights: float = weights, cache: float = cache) -> float | None:
@@ -192,12 +199,14 @@ def serving(
         if bandwidth and matrix_rate and rows:
             first = max(prefill_flops(config, parameters, ends, length) / devices / matrix_rate, weights / bandwidth)
         longest = _longest(lambda n: cache_bytes(config, n, size=size, scale=scale), room * apart)
-        found.append(Serving(name, kept, weights, cache, rows, longest, speed(rows), speed(min(rows, 1)), first))
-    return found
+        servings.append(Serving(name, kept, weights, cache, rows, longest, speed(rows), speed(min(rows, 1)), first))
+    return servings
 
 
 def prefill_flops(config: Any, parameters: int, ends: int, length: int) -> float:
-    """FLOPs of reading a prompt: two a weight and token, and causal attention; the head makes logits of the last token alone, and of experts the chosen ones count.
+    """Returns the FLOPs of a prefill: two per weight and token, plus causal attention.
+
+    The head computes logits for the last token only; of the experts only the routed ones count.
 
     Example:
         >>> from transformers import LlamaConfig
@@ -215,12 +224,12 @@ def prefill_flops(config: Any, parameters: int, ends: int, length: int) -> float
             * model.width
             * (model.expert_width or 0)
         )
-    scores = 2 * model.layers * model.heads * model.head_dim * length * length  # q k and p v, half of each hidden
+    scores = 2 * model.layers * model.heads * model.head_dim * length * length  # QK^T and PV, half of each masked
     return 2 * (parameters - ends - idle) * length + scores
 
 
 def _longest(cache: Callable[[int], float], room: float) -> int:
-    """Tokens of a row whose cache fits; the cache may grow slower than the row, where layers have windows."""
+    """Returns the most tokens whose cache fits, by bisection: with windows the cache is not linear in the length."""
     low, high = 0, 1 << 30
     while low < high:
         middle = (low + high + 1) // 2
@@ -230,7 +239,7 @@ def _longest(cache: Callable[[int], float], room: float) -> int:
 
 @dataclass(frozen=True)
 class Optimal:
-    """The size and the tokens that a budget is best spent on, by one approach; `source` says which table or equation."""
+    """Compute-optimal model size and tokens by one approach; `source` names the table or equation."""
 
     approach: int
     source: str
@@ -238,19 +247,21 @@ class Optimal:
     tokens: float
 
 
-_SMALLEST, _LARGEST = 1e15, 1e30  # FLOPs: some thousand parameters; far beyond what is fitted
+_SMALLEST, _LARGEST = 1e15, 1e30  # FLOPs: a few thousand parameters; far beyond the fitted range
 
 
 def compute_optimal(flops: float) -> list[Optimal]:
-    """The compute-optimal model and number of tokens by Hoffmann et al. 2022 (arXiv:2203.15556), each of its three approaches; FLOPs = 6 N D.
+    """Returns the compute-optimal model size and tokens by Hoffmann et al. 2022 (arXiv:2203.15556), with FLOPs = 6 N D.
 
-    1, minima of training curves: N grows as C^0.50 (table 2), from 1B parameters at 1.21e20 FLOPs (table 3).
-    2, curves of equal FLOPs: N grows as C^0.49 (table 2), from 1B parameters at 1.20e20 FLOPs (table A3).
-    3, the fitted loss 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28 (equation 10), minimized (equation 4): N = G (C / 6)^(0.28 / 0.62). Besiroglu et al. 2024
-    (arXiv:2404.10102) found that fit not to follow from the data, and one near approaches 1 and 2.
+    The paper has three approaches:
+    1. Minima of training curves: N grows as C^0.50 (table 2), from 1B parameters at 1.21e20 FLOPs (table 3).
+    2. IsoFLOP curves: N grows as C^0.49 (table 2), from 1B parameters at 1.20e20 FLOPs (table A3).
+    3. The fitted loss 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28 (equation 10), minimized (equation 4):
+       N = G (C / 6)^(0.28 / 0.62). Besiroglu et al. 2024 (arXiv:2404.10102) could not reproduce this fit; theirs is
+       close to approaches 1 and 2.
 
     Raises:
-        RecipeError: a budget that nothing can be trained with, or that is far beyond what was fitted.
+        RecipeError: the budget is too small to train anything, or far beyond the fitted range.
 
     Example:
         >>> [f"{o.parameters / 1e9:.0f}B, {o.tokens / 1e12:.1f}T" for o in compute_optimal(5.76e23)]  # Gopher's
@@ -258,7 +269,8 @@ def compute_optimal(flops: float) -> list[Optimal]:
     """
     if not _SMALLEST <= flops <= _LARGEST:
         raise RecipeError(
-            f"--compute-budget: {flops:g} FLOPs; state between {_SMALLEST:g} and {_LARGEST:g}, such as 1e21 (an H100 does 4e19 in a day at half its peak)"
+            f"--compute-budget: {flops:g} FLOPs; state between {_SMALLEST:g} and {_LARGEST:g}, such as 1e21 "
+            "(an H100 does 4e19 in a day at half its peak)"
         )
     alpha, beta, a, b = 0.34, 0.28, 406.4, 410.7
     g = (alpha * a / (beta * b)) ** (1 / (alpha + beta))

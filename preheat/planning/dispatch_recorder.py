@@ -1,4 +1,4 @@
-"""What a step does, written down while it runs: every allocation and release, every kernel, on fake tensors or real ones."""
+"""Dispatch mode that records every allocation, release and kernel, of fake or real tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Place = Literal["device", "host", "out", "back"]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kind of operator call: what it computes and moves. Equal calls are counted, not listed."""
+    """FLOPs and bytes of an operator call; equal calls are counted together."""
 
     operator: str
     dtype: str
@@ -38,19 +38,19 @@ class Kernel:
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the tensor arguments."""
     transposed: tuple[bool, ...] = ()
-    """For matrix products: which operands are read across their rows."""
+    """Matmuls: which operands are transposed in memory."""
     causal: bool = True
-    """For attention: whether a token sees only those before it, which halves what is computed of `flops`."""
+    """Attention: causal masking, which halves the work (`flops` counts the full matrix)."""
     group: tuple[int, int] | None = None
-    """For collectives: among how many devices, and the distance of neighbours in rank."""
+    """Collectives: size of the process group, and the stride between its ranks."""
     where: Place = "device"
-    """What does it: the device, the host's processor, or the link between their memories (to the host: out, to the device: back)."""
+    """Where it runs: on the device, on the host, or as a copy to the host (out) or to the device (back)."""
     alone: bool = False
-    """It is part of the optimizer's update, when the device has nothing else to do."""
+    """Part of the optimizer update, when the device has nothing else to do."""
 
 
 class Mark(NamedTuple):
-    """What was written down up to some moment."""
+    """Snapshot of the recorder's counts."""
 
     kernels: Counter[Kernel]
     recomputed: int
@@ -68,7 +68,7 @@ _DTYPES = {
 
 
 def _argument(operator: Any, args: Any, kwargs: Any, name: str, default: Any) -> Any:
-    """An argument of an operator by its name; `default` where it takes none of that name."""
+    """Returns an operator's argument by name; `default` if its schema has no such argument."""
     for n, declared in enumerate(operator._schema.arguments):
         if declared.name == name:
             return kwargs.get(name, args[n] if n < len(args) else declared.default_value)
@@ -76,7 +76,7 @@ def _argument(operator: Any, args: Any, kwargs: Any, name: str, default: Any) ->
 
 
 def _asks_for_shapes() -> bool:
-    """Whether DTensor only asks how large a result would be over all devices: it then runs an operator on tensors that nothing is kept of."""
+    """True during DTensor's shape propagation, which runs operators on global shapes and discards the result."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(20):
         if frame is None:
@@ -92,51 +92,50 @@ def _storage(t: Tensor) -> Any:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down allocations, frees and kernels of everything that runs under it.
+    """Records the allocations, frees and kernels of all operators that run under it.
 
-    Storages are followed by weak reference and sizes are rounded up to what the device's allocator hands out.
+    Storages are tracked by weak reference; sizes are rounded up as the device's allocator does.
 
     Args:
-        rounding: of the allocator, bytes.
-        spread: the step is one of several devices'.
-        casts: operators of single numbers cast operands of another dtype as a whole before they run, as torch does on a CPU; on a GPU they cast as they read.
+        rounding: bytes to which the allocator rounds sizes.
+        spread: True if the step is one rank of several devices.
+        casts: True if pointwise operators materialize operands of another dtype before they run, as torch does on a
+            CPU; on a GPU they cast on load.
     """
 
     def __init__(self, rounding: int, spread: bool = False, casts: bool = False):
         super().__init__()  # type: ignore[no-untyped-call]
         self.rounding, self.spread, self.casts = rounding, spread, casts
-        self._gathered: dict[
-            int, tuple[weakref.ref[Any], int, int]
-        ] = {}  # id of a storage that holds gathered weights -> it, number, bytes
-        self._let_go: set[int] = set()  # ids of those that are empty now
+        # Id of a storage with gathered weights -> weakref, number, bytes.
+        self._gathered: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        self._let_go: set[int] = set()  # ids of those that are resized to 0 now
         self.phase = Phase.LOAD
-        self.log: list[
-            tuple[int, int, Phase]
-        ] = []  # (storage's number, bytes: positive when made, negative when freed, phase)
-        self.place = ""  # what of the model runs
-        self.places: list[str] = []  # of each entry of the log
+        # (number of the storage, bytes: positive when allocated, negative when freed, phase).
+        self.log: list[tuple[int, int, Phase]] = []
+        self.place = ""  # part of the model that runs
+        self.places: list[str] = []  # place of each log entry
         self.kernels: Counter[Kernel] = Counter()
         self.recomputed = 0
-        self.sums: Counter[Kernel] = Counter()  # those of `kernels` that sum gradients over devices
+        self.sums: Counter[Kernel] = Counter()  # the kernels that reduce gradients across devices
         self.summing = False
-        self.tf32 = False  # a GPU's fp32 products are in TF32 (torch's switch, which fake tensors do not have)
+        self.tf32 = False  # fp32 matmuls run in TF32 (fake tensors do not show torch's switch)
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
         self._made = 0
-        self.groups: dict[tuple[int, int], list[int]] = {}  # ranks of those that collectives were among
-        self.streams: dict[int, str] = {}  # number -> stream, of storages that are made on one beside the main one
-        self.rounded: dict[int, int] = {}  # number -> bytes that rounding adds to it
-        self.gathered: set[int] = set()  # numbers of those that held gathered weights
-        self._host: set[int] = set()  # ids of living storages in the host's memory, of which the device knows nothing
+        self.groups: dict[tuple[int, int], list[int]] = {}  # key of a process group -> its ranks
+        self.streams: dict[int, str] = {}  # number -> stream, for storages not allocated on the main stream
+        self.rounded: dict[int, int] = {}  # number -> bytes added by rounding
+        self.gathered: set[int] = set()  # numbers of storages that held gathered weights
+        self._host: set[int] = set()  # ids of living storages in host memory, which the device log ignores
 
     def mark(self) -> Mark:
         return Mark(Counter(self.kernels), self.recomputed, Counter(self.sums))
 
     def sum_gradients(self, now: bool) -> None:
-        """Until told otherwise, what runs sums gradients over devices."""
+        """Marks the kernels from now on as gradient reduction, or ends that."""
         self.summing = now
 
     def again(self, since: Any, times: int, *, sums: bool = True) -> None:
-        """Counts the kernels since a mark so many times more; `sums`: those that sum gradients over devices too."""
+        """Counts the kernels since a mark `times` more; `sums` includes the gradient reductions."""
         repeated = self.kernels - since.kernels
         if not sums:
             repeated -= self.sums - since.sums
@@ -144,11 +143,11 @@ class Recorder(TorchDispatchMode):
         self.recomputed += (self.recomputed - since.recomputed) * times
 
     def number(self, t: Tensor) -> int | None:
-        """The log's number of a tensor's storage, if it was made under this recorder and lives."""
+        """Returns the log number of a tensor's storage, if it was allocated under this recorder and is alive."""
         return self._numbers.get(id(_storage(t)))
 
     def follow(self, t: Tensor) -> int:
-        """Enters a tensor's storage into the log; returns the bytes that are new."""
+        """Logs a tensor's storage unless it is known; returns the newly allocated bytes."""
         storage = _storage(t)
         if id(storage) in self._numbers or id(storage) in self._host or t.device.type == "meta":
             return 0
@@ -171,13 +170,13 @@ class Recorder(TorchDispatchMode):
         return int(size)
 
     def begin(self, phase: Phase) -> None:
-        """From here on `phase`; what stands at its beginning is seen too."""
+        """Starts a phase; an empty entry makes the memory at its beginning count towards its peak."""
         self.phase = phase
         self._enter(self._made, 0)
         self._made += 1
 
     def _pass(self, size: int) -> None:
-        """Enters what an operator holds while it runs."""
+        """Logs a temporary that lives only while an operator runs."""
         number, size = self._made, -(-size // self.rounding) * self.rounding
         self._made += 1
         self.rounded[number] = 0
@@ -189,10 +188,10 @@ class Recorder(TorchDispatchMode):
         self.places.append(self.place)
 
     def look_at_gathered(self, written: Iterable[Tensor] = ()) -> None:
-        """FSDP lets go of gathered weights, and takes room for them again, by resizing their storages, which no operator does.
+        """Logs the frees and reallocations of FSDP's gathered weights, which resize storages without an operator.
 
         Args:
-            written: buffers of gathered weights, from here on looked at.
+            written: buffers of gathered weights to track from now on.
         """
         for t in written:
             storage = _storage(t)
@@ -207,12 +206,12 @@ class Recorder(TorchDispatchMode):
                 self._enter(number, -size if empty else size)
 
     def _group(self, operator: Any, args: Any) -> tuple[int, int] | None:
-        """Whom a collective is among: c10d's operators take the group as an object, functional ones by name."""
+        """Returns the key of a collective's process group, which is an object in c10d and a name in functional ones."""
         import torch.distributed as dist
 
         if operator.namespace == "c10d":
-            found = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
-            group = dist.ProcessGroup.unbox(found[0]) if found else None
+            groups = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+            group = dist.ProcessGroup.unbox(groups[0]) if groups else None
         elif operator.namespace == "_c10d_functional" and isinstance(args[-1], str):
             group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[arg-type]  # a name
         else:
@@ -225,16 +224,16 @@ class Recorder(TorchDispatchMode):
         return key
 
     def _moved_to_host(self, t: Tensor) -> None:
-        """What was taken for the device's lies on the host."""
+        """Moves a storage that was logged as device memory to host memory."""
         storage = _storage(t)
         if (number := self._numbers.pop(id(storage), None)) is not None:
-            self._let_go.add(id(storage))  # its end is no news
+            self._let_go.add(id(storage))  # its finalizer must not log another free
             self._enter(number, -(-(-storage.nbytes() // self.rounding) * self.rounding))
             self._on_host([t])
 
-    def _on_host(self, made: list[Tensor]) -> None:
-        """What operators made on the host, or of tensors that all lie there."""
-        for storage in {id(s): s for s in map(_storage, made) if id(s) not in self._numbers}.values():
+    def _on_host(self, outputs: list[Tensor]) -> None:
+        """Tracks the storages of these tensors as host memory."""
+        for storage in {id(s): s for s in map(_storage, outputs) if id(s) not in self._numbers}.values():
             if id(storage) not in self._host:
                 self._host.add(id(storage))
                 weakref.finalize(storage, self._host.discard, id(storage))
@@ -249,9 +248,9 @@ class Recorder(TorchDispatchMode):
             return _LINK[name]
         if not self._host:
             return "device"
-        # Single numbers decide nothing: step counters and flags are read wherever the others lie.
+        # 0-dim tensors (step counters, flags) do not decide where an operator runs.
         on_host = [id(_storage(t)) in self._host for t in [t for t in inputs if t.ndim] or inputs]
-        if name.endswith("::all_gather_copy_in") and any(on_host):  # which copies the shares to the device first
+        if name.endswith("::all_gather_copy_in") and any(on_host):  # FSDP2 copies offloaded shards to the device first
             return "back"
         return "host" if on_host and all(on_host) else "device"
 
@@ -260,7 +259,7 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device  # more than half of all calls
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # it comes again, with this device's shares of a DTensor, or the 8 bits and the scale of a number
+            return NotImplemented  # called again with the local shards of a DTensor, or the parts of a quantized tensor
         inputs = list(tensors((args, kwargs)))
         out = call(func, args, kwargs, inputs)
         if self.spread and _asks_for_shapes():
@@ -275,9 +274,7 @@ class Recorder(TorchDispatchMode):
         if known.name == "preheat::lies_on_host":
             self._moved_to_host(inputs[0])
         if known.name == "preheat::copy_to_device_" and id(_storage(inputs[0])) in self._host:
-            self._host.discard(
-                id(_storage(inputs[0]))
-            )  # room for it was made like what lies on the host, but on the device
+            self._host.discard(id(_storage(inputs[0])))  # allocated like a host tensor, but on the device
             self.follow(inputs[0])
         if where == "host" or known.name in _TO_HOST:
             self._on_host(outputs)
@@ -292,20 +289,18 @@ class Recorder(TorchDispatchMode):
             self.look_at_gathered(written)
         if known.stream is not None:
             self.streams.update({n: known.stream for t in (outputs or written) if (n := self.number(t)) is not None})
-        if (
-            known.name == "aten::_foreach_norm" and not self.casts
-        ):  # sums of chunks, as many for each tensor as the largest has
+        # One partial sum per chunk; every tensor gets as many as the largest.
+        if known.name == "aten::_foreach_norm" and not self.casts:
             self._pass(4 * len(inputs) * max(-(-t.numel() // _CHUNK) for t in inputs))
-        read, made = (sum(_moved(t) for t in some) for some in (inputs, written))
+        read, wrote = (sum(_moved(t) for t in some) for some in (inputs, written))
         if self.casts and known.pointwise and where == "device" and (cast := _cast(inputs, written)):
             self._pass(cast)
-            read, made = read + cast, made + cast
-        if where in ("out", "back"):  # the host's side crosses the link
-            read = made = sum(_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
+            read, wrote = read + cast, wrote + cast
+        if where in ("out", "back"):  # the bytes of the host's side cross the link
+            read = wrote = sum(_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
         flops = flops_of(known.formula, args, out)
-        factors = (
-            inputs[1:] if flops and known.name in _ADDING else inputs
-        )  # what is added to may be wider than they are
+        # The first argument of addmm may have a wider dtype.
+        factors = inputs[1:] if flops and known.name in _ADDING else inputs
         floats = [t.dtype for t in factors if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
         dtype = _DTYPES.get(floats[0], "int") if floats else "int"
         if self.tf32 and flops and dtype == "fp32" and known.name in _BLAS:
@@ -315,7 +310,7 @@ class Recorder(TorchDispatchMode):
             dtype=dtype,
             flops=flops,
             bytes_read=read,
-            bytes_written=made,
+            bytes_written=wrote,
             shapes=tuple(tuple(t.shape) for t in inputs[:4]),
             transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
             causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,
@@ -328,21 +323,21 @@ class Recorder(TorchDispatchMode):
             self.sums[kernel] += 1
         again = torch.is_grad_enabled() or known.name in _FORWARD
         if flops and torch._C._current_autograd_node() is not None and again:
-            self.recomputed += flops  # backward itself runs without grad mode: this is checkpointing's second forward
+            self.recomputed += flops  # backward runs without grad mode, so this is recomputation
         return out
 
 
 @dataclass(frozen=True)
 class _Operator:
-    """What holds for every call of an operator."""
+    """Properties of an operator that hold for every call."""
 
     name: str
-    free: bool  # makes nothing and moves nothing
-    written: tuple[tuple[int, str], ...]  # place and name of the arguments that it writes
+    free: bool  # allocates nothing and moves nothing
+    written: tuple[tuple[int, str], ...]  # index and name of the arguments that it writes
     splits: bool
     stream: str | None
     collective: bool
-    pointwise: bool  # of single numbers, whatever their dtypes
+    pointwise: bool  # elementwise, and promotes mixed dtypes
     formula: Any
 
 
@@ -362,8 +357,8 @@ def _operator(func: Any) -> _Operator:
 
 
 _CHUNK = 1 << 16
-"""Elements that a block of torch's kernels over lists of tensors works at (kChunkSize of MultiTensorApply.cuh)."""
-# Operators of FSDP2 that write what it made on a stream of its own.
+"""Elements per block of torch's foreach kernels (kChunkSize of MultiTensorApply.cuh)."""
+# FSDP2 operators whose outputs are allocated on a side stream.
 _STREAMS = {"all_gather_copy_in": "gather", "_reduce_scatter_base_": "reduce"}
 _FREE = {
     "aten::_unsafe_view",
@@ -375,8 +370,8 @@ _FREE = {
 }
 _BLAS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_"}
 _ADDING = {"aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_"}
-_CASTS = {"aten::copy_", "aten::_to_copy"}  # what they write is the cast
-# Operators of a forward pass alone, which torch runs without grad mode always.
+_CASTS = {"aten::copy_", "aten::_to_copy"}  # the output is the cast
+# Forward-only custom operators, which torch always runs without grad mode.
 _FORWARD = {"preheat::grouped_linear", "preheat::varlen_attention"}
 _LINK: dict[str, Place] = {
     "preheat::to_host": "out",
@@ -396,7 +391,7 @@ _EMPTY = {
 
 
 def _cast(inputs: Iterable[Tensor], written: Iterable[Tensor]) -> int:
-    """Bytes of whole operands and results of another floating dtype than that in which an operator computes; single numbers count for nothing."""
+    """Returns the bytes of operands and results that are cast to or from the compute dtype; 0-dim tensors are free."""
     floats = [t for t in inputs if t.dtype.is_floating_point and t.ndim]
     if len({t.dtype for t in floats}) < 2:
         return 0
@@ -406,5 +401,5 @@ def _cast(inputs: Iterable[Tensor], written: Iterable[Tensor]) -> int:
 
 
 def _moved(t: Tensor) -> int:
-    """Bytes that reading or writing a tensor moves; a broadcast operand counts its own storage only."""
+    """Returns the bytes moved by reading or writing a tensor; a broadcast operand counts its own storage only."""
     return min(t.numel() * t.element_size(), int(_storage(t).nbytes()))

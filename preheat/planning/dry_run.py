@@ -1,6 +1,6 @@
-"""The dry run: the recipe's own build and step under fake tensors, every allocation and operator written down.
+"""Dry run: executes the recipe's build and one step on fake tensors and records every allocation and kernel.
 
-Nothing is declared by techniques: what is seen here is what the program does. Tensors are fake (shapes without data), so a
+Techniques declare no costs; the dry run observes what the program does. Fake tensors have shapes but no data, so a
 model of any size is observed on any machine in seconds.
 """
 
@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from preheat.core import DATA, STEP, Axis, Batch, Build, Device, Phase, Shape, Slot, Tag
 from preheat.core.mesh import pretended
-from preheat.engine.builder import build, world_of
+from preheat.engine import builder
+from preheat.engine.builder import world_of
 from preheat.engine.step import gradients, update
 from preheat.models.hf import anatomy
 from preheat.ops.adapters.peft_layers import shares
@@ -40,35 +41,34 @@ __all__ = ["BESIDE", "CATEGORIES", "Kernel", "Observation", "Recorder", "highest
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")
 BESIDE = ("rounding", "gathered weights", "communication buffers")
-"""What is allocated too, and is none of these: what the allocator adds to a tensor's size, other devices' shares of weights while they are here,
-and what weights and gradients travel in."""
+"""Other allocations: the allocator's rounding, weight shards gathered from other devices, and communication buffers."""
 
 _PASSING = (Phase.BACKWARD, Phase.UPDATE, Phase.SAVING)
-"""Phases in which what is allocated and is no gradient or state is temporary: nothing is kept for a backward pass."""
+"""Phases that save nothing for a backward pass: allocations other than gradients and optimizer states are temporary."""
 
 
 @dataclass
 class Observation:
-    """What one optimizer step was seen to need.
+    """Memory and kernels of one optimizer step, as the dry run recorded them.
 
     Attributes:
-        peak: {phase: bytes} the most that was alive in each phase.
+        peak: {phase: bytes} peak of allocated memory in each phase.
         categories: {phase: {category: bytes}} at that phase's peak; categories are `CATEGORIES` and `BESIDE`.
         kernels: how often each kernel runs in one optimizer step, all micro-batches included.
-        flops: by dtype, of one optimizer step.
-        model_flops: of one optimizer step without what activation checkpointing computes again.
-        parameters, trained: number of weights; those in 4 bits are counted as weights, not as bytes.
+        flops: {dtype: FLOPs} of one optimizer step.
+        model_flops: FLOPs of one optimizer step without the recomputation of activation checkpointing.
+        parameters, trained: number of weights; a 4-bit weight counts as one weight, whatever its storage.
         tokens: tokens of one optimizer step.
-        passing: the most that was alive at once beside parameters, gradients and optimizer states, in bytes.
-        log: every allocation and release, in order: (block, bytes made or -bytes freed, phase).
-        slots: who owns what; changes: what each technique did.
+        passing: peak in bytes of everything except parameters, gradients and optimizer states.
+        log: every allocation and release, in order: (block, bytes allocated or -bytes freed, phase).
+        slots: {slot: owner}; changes: the changes that each technique made.
         at: {(phase, place in the model): {category: bytes}} at each place's peak.
-        held: what the log says of a process's heap, where there is no log.
-        streams: {block: stream} of those in the log that are made on a stream beside the main one.
-        groups: {group of a kernel: axes of the mesh along which its devices stand}.
-        compiled: layers' small operators are fused when they really run.
-        slowed: how many times as long the host takes for an operator because of what techniques do between operators.
-        idle: time that this device waits for others, as a share of that in which it works: a pipeline's bubble.
+        held: bytes that the allocator reserves, for observations without a log.
+        streams: {block: stream} for the blocks in the log that are not allocated on the main stream.
+        groups: {group of a kernel: mesh axes that the process group spans}.
+        compiled: True if the compiler fuses the layers' small operators in the real run.
+        slowed: factor on the host time per operator, from techniques that run Python between operators.
+        idle: pipeline bubble: idle time of this device as a fraction of its busy time.
     """
 
     peak: dict[str, int]
@@ -106,15 +106,15 @@ def observe(
     by_layer: bool = False,
     evaluated: bool = True,
 ) -> Observation:
-    """Dry-runs the recipe's build and one optimizer step, and an evaluation, as one of its devices does them.
+    """Dry-runs the recipe's build, one optimizer step and an evaluation, as one rank executes them.
 
     Args:
-        vocabulary: pieces of the tokenizer.
-        device: what to observe for. Fake tensors live on the CPU whatever it is; only kernels' choices follow it.
-        world: devices; as many as the recipe names when not given.
-        rank: which of them.
-        by_layer: tell apart in `at` which layer runs; not for compiled layers.
-        evaluated: False leaves out what comes beside the steps: saving, evaluation, samples.
+        vocabulary: vocabulary size of the tokenizer.
+        device: target device. Fake tensors always live on the CPU; only the choice of kernels depends on the device.
+        world: number of devices; the recipe's own number by default.
+        rank: rank to observe.
+        by_layer: record in `at` which layer runs; not supported for compiled layers.
+        evaluated: False skips checkpointing, evaluation and sample generation.
 
     Raises:
         RecipeError: the recipe cannot be built.
@@ -129,111 +129,120 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     cpu = device.kind == "cpu"
     recorder = Recorder(rounding=64 if cpu else 512, spread=torch.distributed.is_initialized(), casts=cpu)
-    # bodies of `with dry:` in build: allocations of parameters and optimizer state are seen too
-    made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
-    recorder.tf32 = Tag.TF32_PRODUCTS in made.tags
+    # The builder enters `dry` around its own work, so that parameters and optimizer states are recorded too.
+    build = builder.build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
+    recorder.tf32 = Tag.TF32_PRODUCTS in build.tags
     with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered), reducing(recorder.sum_gradients):
-        known = _known(made, recorder)
-        track_phases(made, recorder)
+        known = _known(build, recorder)
+        track_phases(build, recorder)
         if by_layer:
-            _mark(made, recorder)
-        shape: Shape = made.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
-        rows = -(-shape.rows // made.mesh.size(*DATA))
+            _mark(build, recorder)
+        shape: Shape = build.slot(Slot.BATCH_SHAPE)(1.0)  # at the end of the run, when it needs the most memory
+        rows = -(-shape.rows // build.mesh.size(*DATA))
         micros = [shape.micro] * (rows // shape.micro) + ([rows % shape.micro] if rows % shape.micro else [])
-        # The first micro-batch makes the gradients, the second adds to them, and every later one is like it; but a CPU's heap takes a third to settle.
+        # The first micro-batch allocates the gradients, the second accumulates, and later ones repeat the second.
+        # A CPU's heap needs a third one to settle.
         recorder.kernels.clear()
         recorder.phase = Phase.FORWARD
-        enough = _enough(made, len(micros))
-        # A CPU's memory holds the whole global batch, and a pipeline moves all of it; a GPU has one micro-batch and the next.
-        everything = cpu or made.mesh.size(Axis.PIPELINE) > 1
-        held = [fake_batch(recipe, rows, made.model.vision) for rows in (micros if everything else micros[:enough])]
-        batches = held[:enough]
+        enough = _enough(build, len(micros))
+        # On a CPU the global batch is in the device's memory, and a pipeline moves all of it; a GPU holds only the
+        # current micro-batch and the next.
+        everything = cpu or build.mesh.size(Axis.PIPELINE) > 1
+        all_batches = [
+            fake_batch(recipe, rows, build.model.vision) for rows in (micros if everything else micros[:enough])
+        ]
+        batches = all_batches[:enough]
         marks: list[Mark] = []
-        looks: list[Counter[Kernel]] = []  # a first pass over all micro-batches takes them by number
+        first_pass: list[Counter[Kernel]] = []  # kernels so far, at each batch of a first pass
 
         def marked(batches: list[Batch]) -> Iterator[Batch]:
             for batch in batches:
                 marks.append(recorder.mark())
                 yield batch
 
-        gradients(made, _Sequence(marked, batches, looks, recorder.kernels))
-        if made.mesh.size(Axis.PIPELINE) > 1:  # micro-batches are not taken one behind the other
+        gradients(build, _Sequence(marked, batches, first_pass, recorder.kernels))
+        if build.mesh.size(Axis.PIPELINE) > 1:  # micro-batches overlap, so `marks` cannot tell them apart
             _more_of_all(recorder, len(micros), len(batches))
-            batches = held
+            batches = all_batches
         if more := len(micros) - len(batches):
-            recorder.again(
-                marks[-1], more, sums=not made.hooks.before_backward
-            )  # whoever is told of the last one sums with it alone
-        if made.model.experts and len(looks) == len(batches) > 1:  # what a first pass computes is computed again
-            first = Counter({k: n * more for k, n in (looks[-1] - looks[-2]).items()})
+            # With that hook, only the last micro-batch reduces gradients.
+            recorder.again(marks[-1], more, sums=not build.hooks.before_backward)
+        if build.model.experts and len(first_pass) == len(batches) > 1:  # the first pass is repeated for each one
+            first = Counter({k: n * more for k, n in (first_pass[-1] - first_pass[-2]).items()})
             recorder.kernels.update(first)
-            recorder.recomputed += sum(k.flops * n for k, n in (marks[0].kernels - looks[0] + first).items())
-        grads = {recorder.number(p.grad) for _, p in made.parameters() if p.grad is not None}
+            recorder.recomputed += sum(k.flops * n for k, n in (marks[0].kernels - first_pass[0] + first).items())
+        grads = {recorder.number(p.grad) for _, p in build.parameters() if p.grad is not None}
         recorder.begin(Phase.UPDATE)
-        update(made, 1e-3)
+        update(build, 1e-3)
         kernels = Counter(recorder.kernels)
-        del held
+        del all_batches
         if evaluated:
-            dry_saving(made, recorder)
-            dry_evaluation(made, recorder, recipe, shape)
-            dry_generation(made, recorder, recipe)
-            dry_dataset_passes(made, recorder, recipe, shape)
-    for beside, numbers in (("communication buffers", set(recorder.streams)), ("gathered weights", recorder.gathered)):
-        known.update(dict.fromkeys(numbers - known.keys() - grads, beside))
+            dry_saving(build, recorder)
+            dry_evaluation(build, recorder, recipe, shape)
+            dry_generation(build, recorder, recipe)
+            dry_dataset_passes(build, recorder, recipe, shape)
+    for category, numbers in (
+        ("communication buffers", set(recorder.streams)),
+        ("gathered weights", recorder.gathered),
+    ):
+        known.update(dict.fromkeys(numbers - known.keys() - grads, category))
     at, passing = _replay(recorder.log, recorder.places, known, grads, recorder.rounded)
-    at[Phase.LOAD, "values"] = dry_load(
-        made, at[Phase.LOAD, ""]
-    )  # a place of its own, since only each by itself is affine in layers
+    # A separate place, because each of the two is affine in the number of layers.
+    at[Phase.LOAD, "values"] = dry_load(build, at[Phase.LOAD, ""])
     categories = peaks(at)
     flops: dict[str, int] = defaultdict(int)
     for kernel, count in kernels.items():
         flops[kernel.dtype] += kernel.flops * count
     return Observation(
-        peak={phase: sum(found.values()) for phase, found in categories.items()},
+        peak={phase: sum(sizes.values()) for phase, sizes in categories.items()},
         categories=categories,
         kernels=kernels,
         flops={k: v for k, v in flops.items() if v},
         model_flops=sum(flops.values()) - recorder.recomputed,
-        parameters=sum(shares(part)[1] for part in made.trained),
-        trained=sum(p.numel() for _, p in made.parameters()),
+        parameters=sum(shares(part)[1] for part in build.trained),
+        trained=sum(p.numel() for _, p in build.parameters()),
         tokens=shape.rows * shape.length,
         passing=passing,
-        log=list(recorder.log),  # what stands at the end goes when Python collects it, which is nothing of the step's
-        slots=made.slots(),
-        changes=made.changes,
+        log=list(recorder.log),  # a copy: later garbage collection would append frees that are not part of the step
+        slots=build.slots(),
+        changes=build.changes,
         at=at,
         streams=recorder.streams,
-        groups={key: made.mesh.along(ranks) for key, ranks in recorder.groups.items()},
-        compiled=Tag.COMPILED_LAYERS in made.tags,
+        groups={key: build.mesh.along(ranks) for key, ranks in recorder.groups.items()},
+        compiled=Tag.COMPILED_LAYERS in build.tags,
         slowed=math.prod(t.host_overhead() for t in recipe.techniques.values()),
-        idle=made.parallel.bubble_fraction(len(micros)),
+        idle=build.parallel.bubble_fraction(len(micros)),
     )
 
 
-def _enough(made: Build, micros: int) -> int:
-    """Micro-batches to run, of which the others are like the last: a pipeline is full with as many as it has stages, and one more meets the gradients of the first."""
-    if (stages := made.mesh.size(Axis.PIPELINE)) == 1:
-        return 3 if made.device.kind == "cpu" else 2
-    alone = len(made.trained) == 1
-    enough = (
-        stages + 1 if alone else 2 * stages
-    )  # several stages a device take more before the first backward, in rounds of as many as stages
+def _enough(build: Build, micros: int) -> int:
+    """Returns the number of micro-batches to run; the remaining ones repeat the last.
+
+    A pipeline is full with one micro-batch per stage, and one more accumulates onto existing gradients.
+    """
+    if (stages := build.mesh.size(Axis.PIPELINE)) == 1:
+        return 3 if build.device.kind == "cpu" else 2
+    alone = len(build.trained) == 1
+    enough = stages + 1 if alone else 2 * stages  # interleaved schedules run more forwards before the first backward
     if micros <= enough or (micros % stages and not alone):
         return micros
-    made.state.accumulation = enough
+    build.state.accumulation = enough
     return enough
 
 
-def _more_of_all(recorder: Recorder, micros: int, seen: int) -> None:
-    """Counts the kernels of micro-batches that were not run: those that come as often as micro-batches, or a multiple; gradients are summed once."""
+def _more_of_all(recorder: Recorder, micros: int, run: int) -> None:
+    """Adds the kernels of the micro-batches that were not run.
+
+    Only kernels whose count is a multiple of the micro-batches are scaled; gradients are reduced once per step.
+    """
     each = recorder.kernels - recorder.sums
-    more = Counter({k: n // seen * (micros - seen) for k, n in each.items() if n % seen == 0})
+    more = Counter({k: n // run * (micros - run) for k, n in each.items() if n % run == 0})
     recorder.kernels.update(more)
-    recorder.recomputed += recorder.recomputed // seen * (micros - seen)
+    recorder.recomputed += recorder.recomputed // run * (micros - run)
 
 
 class _Both:
-    """Fake tensors, recorded: one context out of two."""
+    """Enters the fake tensor mode and the recorder as one context."""
 
     def __init__(self, mode: Any, recorder: Recorder):
         self.mode, self.recorder = mode, recorder
@@ -248,43 +257,48 @@ class _Both:
 
 
 class _Sequence(Sequence[Batch]):
-    """Batches that tell when each is taken."""
+    """A sequence of batches that records the kernel counts whenever one is read."""
 
     def __init__(
         self,
-        taken: Callable[[list[Batch]], Iterator[Batch]],
+        iterate: Callable[[list[Batch]], Iterator[Batch]],
         batches: list[Batch],
-        looks: list[Counter[Kernel]],
+        first_pass: list[Counter[Kernel]],
         kernels: Counter[Kernel],
     ):
-        self._taken, self._batches, self._looks, self._kernels = taken, batches, looks, kernels
+        self._iterate, self._batches, self._first_pass, self._kernels = iterate, batches, first_pass, kernels
         self._counted = False
 
     def __getitem__(self, index: Any) -> Any:
-        self._looks.append(Counter(self._kernels))
+        self._first_pass.append(Counter(self._kernels))
         return self._batches[index]
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        if not self._counted:  # `gradients` first sums the weights
+        if not self._counted:  # `gradients` iterates once to sum the loss weights before it trains
             self._counted = True
             return iter(self._batches)
-        return self._taken(self._batches)
+        return self._iterate(self._batches)
 
 
-def _known(made: Build, recorder: Recorder) -> dict[int, str]:
-    """Category of what stands before the first step: number of the storage -> category."""
+def _known(build: Build, recorder: Recorder) -> dict[int, str]:
+    """Maps the log number of each storage that exists before the first step to its category."""
     known: dict[int, str] = {}
     tensors: Iterable[tuple[str, Tensor]] = [
         *(
             ("parameters", t)
-            for parts in made.parts.values()
+            for parts in build.parts.values()
             for part in parts
             for t in (*part.parameters(), *part.buffers())
         ),
-        *(("optimizer", t) for state in made.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)),
+        *(
+            ("optimizer", t)
+            for state in build.optimizer.state.values()
+            for t in state.values()
+            if isinstance(t, Tensor)
+        ),
     ]
     for category, t in tensors:
         number = recorder.number(t)
@@ -300,7 +314,7 @@ def _replay(
     grads: set[int | None],
     rounded: Mapping[int, int],
 ) -> tuple[dict[tuple[str, str], dict[str, int]], int]:
-    """Categories at the peak of each phase at each place; and the most at once of those that pass, in a step."""
+    """Returns the categories at the peak of each (phase, place), and the step's peak of activations and temporaries."""
     alive: dict[str, int] = dict.fromkeys((*CATEGORIES, *BESIDE), 0)
     category: dict[int, str] = {}
     peak: dict[tuple[str, str], int] = {}
@@ -324,22 +338,22 @@ def _replay(
 
 
 def highest(recorder: Recorder) -> dict[str, int]:
-    """Bytes alive at the peak of each phase that was recorded."""
+    """Returns the peak of allocated bytes in each recorded phase."""
     at, _ = _replay(recorder.log, recorder.places, {}, set(), recorder.rounded)
     return {phase: sum(categories.values()) for phase, categories in peaks(at).items()}
 
 
 def peaks(at: Mapping[tuple[str, str], dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Categories at the peak of each phase, from those at each of its places."""
-    found: dict[str, dict[str, int]] = {}
+    """Returns the categories at the peak of each phase, from the peaks of its places."""
+    by_phase: dict[str, dict[str, int]] = {}
     for (phase, _), categories in at.items():
-        if sum(categories.values()) > sum(found.get(phase, {}).values()) or phase not in found:
-            found[phase] = categories
-    return found
+        if sum(categories.values()) > sum(by_phase.get(phase, {}).values()) or phase not in by_phase:
+            by_phase[phase] = categories
+    return by_phase
 
 
-def _mark(made: Build, recorder: Recorder) -> None:
-    """Tells the recorder which layer runs, forward and backward: the first and last two by name."""
+def _mark(build: Build, recorder: Recorder) -> None:
+    """Hooks the layers so that the recorder knows which one runs; the first two and last two have their own place."""
 
     def at(place: str) -> Callable[..., None]:
         def mark(*_: Any) -> None:
@@ -357,7 +371,7 @@ def _mark(made: Build, recorder: Recorder) -> None:
 
         return hook
 
-    for part in made.trained:
+    for part in build.trained:
         layers = anatomy(part).layers  # type: ignore[arg-type]
         for n, layer in enumerate(layers):
             place = str(n) if n < 2 else str(n - len(layers)) if n >= len(layers) - 2 else "between"

@@ -1,4 +1,4 @@
-"""A search in words and figures: what `preheat plan` prints, draws and gives as JSON."""
+"""Output of `preheat plan`: the JSON of a search, and the data of its plots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ __all__ = ["cost_of", "energy_of", "explain", "figures"]
 
 
 def cost_of(plan: Mapping[str, Any], devices: int, price: float | None) -> dict[str, float | None] | None:
-    """What a plan costs at a price a device hour, in dollars; None where there is no price. `run` where the length of the run is known."""
+    """Returns the cost of a plan in dollars, given a price per device hour; None without a price.
+
+    `run` is None if the length of the run is unknown.
+    """
     if price is None:
         return None
     hourly = price * devices
@@ -29,9 +32,9 @@ def cost_of(plan: Mapping[str, Any], devices: int, price: float | None) -> dict[
 
 
 def energy_of(plan: Mapping[str, Any], devices: int) -> dict[str, float | None] | None:
-    """What a plan takes at most, its boards at their full power all the time, in kWh; None where no power is known. `run` where the length of the run is known.
+    """Returns an upper bound of a plan's energy in kWh, with the boards at full power; None if their power is unknown.
 
-    Hosts, network and cooling are not in it.
+    `run` is None if the length of the run is unknown. Hosts, network and cooling are not included.
     """
     if plan["watts"] is None:
         return None
@@ -40,15 +43,15 @@ def energy_of(plan: Mapping[str, Any], devices: int) -> dict[str, float | None] 
     return {"kilowatts": kilowatts, "million_tokens": kilowatts / 3600 / plan["tokens_per_second"] * 1e6, "run": run}
 
 
-def explain(found: SearchResult, *, devices: int, price: float | None = None) -> dict[str, Any]:
-    """What a search found, with the keys that scripts rely on: those of a plan, and cost, energy, recipe, alternatives, rejected.
+def explain(result: SearchResult, *, devices: int, price: float | None = None) -> dict[str, Any]:
+    """Returns the JSON of a search: the keys of a plan, and cost, energy, recipe, alternatives, rejected.
 
     Args:
-        price: dollars for an hour of a device.
+        price: dollars per device hour.
     """
-    best = found.best
+    best = result.best
 
-    def told(s: EvaluatedPlan) -> dict[str, Any]:
+    def alternative(s: EvaluatedPlan) -> dict[str, Any]:
         return {
             "what": words(s.added, s.micro),
             "recipe": recipes.as_values(s.recipe)["techniques"],
@@ -66,58 +69,60 @@ def explain(found: SearchResult, *, devices: int, price: float | None = None) ->
         "chosen": words(best.added, best.micro),
         "numerics": best.trades,
         "recipe": recipes.as_values(best.recipe),
-        "alternatives": [told(s) for s in found.others],
-        "rejected": [{"recipe": what, "reason": why} for what, why in found.rejected],
-        "searched": {"candidates": found.guessed, "looked_at": len(found.seen), "confirmed": found.confirmed},
+        "alternatives": [alternative(s) for s in result.others],
+        "rejected": [{"recipe": what, "reason": why} for what, why in result.rejected],
+        "searched": {"candidates": result.guessed, "looked_at": len(result.seen), "confirmed": result.confirmed},
     }
 
 
 def _given_up(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
-    """In comparison with the best."""
+    """Describes what an alternative gives up in comparison with the best."""
     speed = s.plan["tokens_per_second"] / best.plan["tokens_per_second"] - 1
     memory = s.plan["peak_gib"] - best.plan["peak_gib"]
-    said = [f"{abs(speed):.0%} {'slower' if speed < 0 else 'faster'}"] if abs(speed) >= 0.005 else ["as fast"]
-    said.append(f"{abs(memory):.1f} GiB {'more' if memory > 0 else 'less'}")
+    parts = [f"{abs(speed):.0%} {'slower' if speed < 0 else 'faster'}"] if abs(speed) >= 0.005 else ["as fast"]
+    parts.append(f"{abs(memory):.1f} GiB {'more' if memory > 0 else 'less'}")
     if (later := s.plan["seconds_to_start"] - best.plan["seconds_to_start"]) > 0:
-        said.append(f"{later:.0f} s later to its first step")
+        parts.append(f"{later:.0f} s later to its first step")
     if s.trades != best.trades:
-        said.append({"exact": "exact numbers", "rounding": "rounded numbers", "different": "other numbers"}[s.trades])
-    return ", ".join(said)
+        parts.append({"exact": "exact numbers", "rounding": "rounded numbers", "different": "other numbers"}[s.trades])
+    return ", ".join(parts)
 
 
-_POINTS = 600  # of a plot
+_POINTS = 600  # points of the timeline plot
 
 
-def figures(found: SearchResult, seen: Observation, rates: Rates | Roofline) -> dict[str, Any]:
-    """What a page draws beside the plan.
+def figures(result: SearchResult, observation: Observation, rates: Rates | Roofline) -> dict[str, Any]:
+    """Returns the data of the report's plots.
 
     Args:
-        seen: the best's observation with its log of allocations.
+        observation: observation of the best candidate, with its log of allocations.
 
     Returns:
-        timeline: {phases: [(first event, phase)], bytes: [(event, GiB alive)]} of a step; roofline: {peak, bandwidth, points: [{operator, intensity,
-        flops, share}]}; guesses: [{what, techniques, peak_gib, tokens_per_second}] of the candidates; pareto: [{what, techniques, peak_gib, tokens_per_second, fits, best}] of all that was looked at.
+        timeline: {phases: [(first event, phase)], bytes: [(event, GiB alive)]} of a step.
+        roofline: {peak, bandwidth, points: [{operator, intensity, flops, share}]}.
+        guesses: [{what, techniques, peak_gib, tokens_per_second}] of the estimated candidates.
+        pareto: [{what, techniques, peak_gib, tokens_per_second, fits, best}] of the dry-run candidates.
     """
     return {
-        "timeline": _timeline(seen),
-        "roofline": _roofline(seen, rates, found.best.plan["matrix_rate"]),
-        "guesses": [guess._asdict() for guess in found.guesses],
+        "timeline": _timeline(observation),
+        "roofline": _roofline(observation, rates, result.best.plan["matrix_rate"]),
+        "guesses": [guess._asdict() for guess in result.guesses],
         "pareto": [
             {
                 "what": words(s.added, s.micro),
                 "techniques": words(s.added),
                 **{key: s.plan[key] for key in ("peak_gib", "tokens_per_second", "fits")},
-                "best": s is found.best,
+                "best": s is result.best,
             }
-            for s in found.seen
+            for s in result.seen
         ],
     }
 
 
-def _timeline(seen: Observation) -> dict[str, Any]:
-    """Bytes alive over the allocations of a step, thinned to the extremes of each stretch."""
+def _timeline(observation: Observation) -> dict[str, Any]:
+    """Returns the allocated memory over the events of a step, downsampled to the extremes of each window."""
     alive, sizes, phases = 0, list[float](), list[tuple[int, str]]()
-    for _, size, phase in seen.log:
+    for _, size, phase in observation.log:
         alive += size
         if phase in STEP:
             if not phases or phases[-1][1] != phase:
@@ -127,41 +132,41 @@ def _timeline(seen: Observation) -> dict[str, Any]:
 
 
 def _long_ones(phases: Sequence[tuple[int, str]], count: int) -> list[tuple[int, str]]:
-    """Phases that take a visible part of the whole, so that micro-batches by the dozen leave no thicket."""
+    """Returns the phases that are long enough to be visible in the plot, when there are many micro-batches."""
     ends = [*(start for start, _ in phases[1:]), count]
-    kept = [(start, phase) for (start, phase), end in zip(phases, ends, strict=True) if end - start > count / 50]
-    return [p for n, p in enumerate(kept) if n == 0 or kept[n - 1][1] != p[1]]
+    visible = [(start, phase) for (start, phase), end in zip(phases, ends, strict=True) if end - start > count / 50]
+    return [p for n, p in enumerate(visible) if n == 0 or visible[n - 1][1] != p[1]]
 
 
 def _thin(values: Sequence[float]) -> list[tuple[int, float]]:
     stretch = max(1, len(values) // (_POINTS // 2))
-    kept: set[int] = set()
+    indices: set[int] = set()
     for start in range(0, len(values), stretch):
-        part = range(start, min(start + stretch, len(values)))
-        kept |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
-    return [(n, values[n]) for n in sorted(kept)]
+        window = range(start, min(start + stretch, len(values)))
+        indices |= {min(window, key=values.__getitem__), max(window, key=values.__getitem__)}
+    return [(n, values[n]) for n in sorted(indices)]
 
 
-def _roofline(seen: Observation, rates: Rates | Roofline, peak: float) -> dict[str, Any]:
-    """Operators by what they compute for each byte that they move, under the matrix rate of the recipe's dtype; collectives are left out."""
+def _roofline(observation: Observation, rates: Rates | Roofline, peak: float) -> dict[str, Any]:
+    """Returns operators by arithmetic intensity, under the recipe's matmul rate; without collectives."""
     flops: dict[str, float] = defaultdict(float)
     moved: dict[str, float] = defaultdict(float)
     time: dict[str, float] = defaultdict(float)
-    for kernel, count in seen.kernels.items():
+    for kernel, count in observation.kernels.items():
         if not kernel.flops or kernel.group is not None:
             continue
         name = "attention" if "attention" in kernel.operator else f"products in {kernel.dtype}"
         flops[name] += kernel.flops * count
         moved[name] += (kernel.bytes_read + kernel.bytes_written) * count
-        one = Observation({}, {}, type(seen.kernels)({kernel: count}), {}, 0, 0, 0, 0, groups=seen.groups)
+        one = Observation({}, {}, type(observation.kernels)({kernel: count}), {}, 0, 0, 0, 0, groups=observation.groups)
         time[name] += seconds(one, rates)
-    whole = sum(time.values()) or 1.0
+    total = sum(time.values()) or 1.0
     points = [
         {
             "operator": name,
             "intensity": flops[name] / max(moved[name], 1),
             "flops": flops[name] / time[name],
-            "share": time[name] / whole,
+            "share": time[name] / total,
         }
         for name in flops
     ]

@@ -1,7 +1,8 @@
-"""Fake tensors made quickly: what an operator gave for tensors of some shapes it gives for others of the same.
+"""Cache of fake tensor outputs: a pure operator returns outputs of the same layout for inputs of the same layout.
 
-torch's `FakeTensorMode` remembers results, too, but for every kind of tensor and mode there is, which takes most of a dry run's time, and not for
-operators that give several views. Here only plain tensors and pure operators are remembered; all else goes to torch.
+torch's `FakeTensorMode` has a cache too, but it handles every kind of tensor and mode, which takes most of a dry run's
+time, and it does not cache operators that return several views. This cache handles plain tensors and pure operators
+only; torch executes everything else.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 __all__ = ["call", "tensors"]
 
 
-_What = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
-"""Shape, strides, offset in its memory, type and device."""
+_Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
+"""Shape, strides, storage offset, dtype and device."""
 
 
 @dataclass(frozen=True)
 class _Result:
-    """A result: one of the inputs itself, or a new tensor, in its own memory or in that of an input."""
+    """One output of an operator: an input itself, a view of an input, or a new tensor.
+
+    Attributes:
+        itself: index of the input that the output is.
+        shares: index of the input whose storage the output shares.
+        what: layout of an output that is not an input.
+    """
 
     itself: int | None
     shares: int | None
-    what: _What | None = None
+    what: _Layout | None = None
 
     def make(self, inputs: Sequence[Any], mode: Any) -> Tensor:
         if self.itself is not None:
@@ -43,29 +50,29 @@ class _Result:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What an operator returned: the kind of its collection, or None for a single tensor."""
+class _Output:
+    """All outputs of an operator; `kind` is the type of their collection, or None for a single tensor."""
 
     kind: type | None
     results: tuple[_Result | None, ...]
 
-    def again(self, inputs: Sequence[Any], mode: Any) -> Any:
-        made = [None if result is None else result.make(inputs, mode) for result in self.results]
-        return made[0] if self.kind is None else self.kind(made)
+    def rebuild(self, inputs: Sequence[Any], mode: Any) -> Any:
+        tensors = [None if result is None else result.make(inputs, mode) for result in self.results]
+        return tensors[0] if self.kind is None else self.kind(tensors)
 
 
 class _Unknown(Exception):
-    """A value whose effect on the result is not known here."""
+    """Raised for an argument whose effect on the outputs is unknown, so that the call cannot be cached."""
 
 
-_made: dict[Any, _Made | None] = {}  # None: torch must do it
+_cache: dict[Any, _Output | None] = {}  # None: not cacheable, torch executes it
 _PLAIN = (int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 _CHANGING = {"aten::set_", "aten::set_data", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"}
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
 def tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, in order."""
+    """Yields the tensors among an operator's arguments or outputs, in order."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -77,7 +84,7 @@ def tensors(values: Any) -> Iterator[Tensor]:
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> Any:
-    """`func(*args, **kwargs)` under a `FakeTensorMode`, from memory where that says the same.
+    """Returns `func(*args, **kwargs)` under a `FakeTensorMode`, from the cache if possible.
 
     Args:
         inputs: `tensors` of the arguments.
@@ -86,15 +93,20 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Seque
     if mode is None or not _pure(func):
         return func(*args, **kwargs)
     try:
-        key = (func, torch.get_default_dtype(), *_signs(args, mode), *(_signs(kwargs.items(), mode) if kwargs else ()))
+        key = (
+            func,
+            torch.get_default_dtype(),
+            *_signature(args, mode),
+            *(_signature(kwargs.items(), mode) if kwargs else ()),
+        )
     except _Unknown:
         return func(*args, **kwargs)
-    found = _made.get(key, _Unknown)
-    if isinstance(found, _Made):
-        return found.again(inputs, mode)
+    cached = _cache.get(key, _Unknown)
+    if isinstance(cached, _Output):
+        return cached.rebuild(inputs, mode)
     out = func(*args, **kwargs)
-    if found is not None:
-        _made[key] = _described(out, inputs)
+    if cached is not None:
+        _cache[key] = _describe(out, inputs)
     return out
 
 
@@ -103,8 +115,8 @@ def _pure(func: Any) -> bool:
     return func.namespace == "aten" and func._schema.name not in _CHANGING and not _TAGS & set(func.tags)
 
 
-def _signs(values: Any, mode: Any) -> Iterator[Any]:
-    """What of some arguments decides on shapes and types of the results. Raises _Unknown."""
+def _signature(values: Any, mode: Any) -> Iterator[Any]:
+    """Yields everything about the arguments that determines the layout of the outputs; raises _Unknown if it cannot."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -119,21 +131,21 @@ def _signs(values: Any, mode: Any) -> Iterator[Any]:
         elif kind in _PLAIN:
             yield value
         elif kind is float or kind is bool:
-            yield (kind, value)  # equal to an integer, which gives another type
+            yield (kind, value)  # 1.0 and True equal 1 as keys, but give another dtype
         elif kind is torch.Generator:
-            yield None  # values do not matter
+            yield None  # fake tensors have no values
         elif isinstance(value, list | tuple):
-            yield (len(value), *_signs(value, mode))
+            yield (len(value), *_signature(value, mode))
         else:
             raise _Unknown
 
 
-def _described(out: Any, inputs: Sequence[Any]) -> _Made | None:
-    several = isinstance(out, list | tuple)
-    results = [_result(t, inputs) for t in (out if several else [out])]
+def _describe(out: Any, inputs: Sequence[Any]) -> _Output | None:
+    is_collection = isinstance(out, list | tuple)
+    results = [_result(t, inputs) for t in (out if is_collection else [out])]
     if any(result is _Unknown for result in results):
         return None
-    return _Made(type(out) if several else None, tuple(results))  # type: ignore[arg-type]
+    return _Output(type(out) if is_collection else None, tuple(results))  # type: ignore[arg-type]
 
 
 def _result(t: Any, inputs: Sequence[Any]) -> Any:
@@ -151,12 +163,12 @@ def _result(t: Any, inputs: Sequence[Any]) -> Any:
         if each is t:
             return _Result(n, None)
     storage = t.untyped_storage()
-    what: _What = (tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype, t.fake_device)
+    what: _Layout = (tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype, t.fake_device)
     for n, each in enumerate(inputs):
         if each.untyped_storage()._cdata == storage._cdata:
             return _Result(None, n, what)
     with torch._C._DisableTorchDispatch():
         alone = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     if t.storage_offset() or alone.untyped_storage().nbytes() != storage.nbytes():
-        return _Unknown  # it is part of something larger
+        return _Unknown  # part of a larger storage
     return _Result(None, None, what)

@@ -1,8 +1,9 @@
-"""The ladder: settings that leave a recipe's weights, data and loss as they are and need less memory, and which of them suffice by a dry run.
+"""Fallbacks for out-of-memory errors: settings that need less memory and leave weights, data and loss unchanged.
 
-It names no technique: one that a recipe has says what it may be switched to (`rungs`), one that it lacks whether it may be added
-(`relieves`). Each makes a family, mildest first. Where no family suffices alone, the one that spares most is taken whole and the others are
-tried on top of it.
+The module names no technique. A technique of the recipe lists its own fallbacks (`Searchable.fallbacks`); one that the
+recipe lacks may be added if it is `memory_saving`. Each technique gives a family of candidates, mildest first, and a
+dry run checks which of them fit. If no family suffices alone, the one that saves the most is applied in full and the
+others are tried on top.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from preheat.recipe import Recipe
 __all__ = ["Ladder", "PlanContext", "Fallback", "find_fallbacks", "settings", "halve_length"]
 
 GIB = 2**30
-_LESS = 0.99  # of the present need: what spares less would fail alike
+_LESS = 0.99  # of the present need: a smaller saving would run out of memory again
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Fallback:
     """A recipe that needs less memory.
 
     Attributes:
-        set: what differs from the recipe that it was made from, as after `--set`.
-        need: GiB at the peak, or at that of the phase that is asked about.
+        set: differences from the original recipe, in the format of `--set`.
+        need: GiB at the peak, or at the peak of the phase in question.
     """
 
     set: tuple[str, ...]
@@ -47,13 +48,13 @@ class Fallback:
 
 @dataclass
 class Ladder:
-    """What was tried.
+    """The fallbacks that were tried.
 
     Attributes:
         present: the recipe as it is.
-        rungs: those that suffice, cheapest in time first.
-        skipped: [{set, reason}] of the others.
-        lowest: which of all needs least.
+        rungs: the fallbacks that fit, fastest first.
+        skipped: [{set, reason}] for the others.
+        lowest: the fallback that needs the least memory.
     """
 
     present: Fallback
@@ -64,10 +65,10 @@ class Ladder:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanContext:
-    """What all plans of a ladder share: arguments as of `planning.plan.plan`.
+    """The arguments that all plans of a ladder share, as of `planning.plan.plan`.
 
     Args:
-        phase: the peak of which phase counts (`evaluation`); that of all where not given.
+        phase: phase whose peak counts (`evaluation`); all phases by default.
     """
 
     vocabulary: int | None
@@ -79,28 +80,28 @@ class PlanContext:
     phase: Phase | None = None
 
     def plan(self, recipe: Recipe) -> dict[str, Any]:
-        """`planning.plan.plan` of a recipe.
+        """Plans a recipe with `planning.plan.plan`.
 
         Raises:
             RecipeError: it cannot be built.
         """
-        how = {key: getattr(self, key) for key in ("vocabulary", "device", "rates", "rows", "in_use", "world")}
-        return plan(recipe, **how)
+        kwargs = {key: getattr(self, key) for key in ("vocabulary", "device", "rates", "rows", "in_use", "world")}
+        return plan(recipe, **kwargs)
 
     def rung(self, recipe: Recipe, of: Recipe) -> Fallback:
-        """A recipe with its plan, as made from another; errors as of `plan`."""
-        made = self.plan(recipe)
-        need = made["phases"][self.phase] if self.phase else made["peak_gib"]
-        return Fallback(settings(of, recipe), recipe, made, need)
+        """Plans a recipe and returns it as a fallback of `of`; raises the errors of `plan`."""
+        plan = self.plan(recipe)
+        need = plan["phases"][self.phase] if self.phase else plan["peak_gib"]
+        return Fallback(settings(of, recipe), recipe, plan, need)
 
     def refusal(self, recipe: Recipe) -> str | None:
-        """Why a recipe's techniques cannot serve, without a dry run."""
+        """Returns why the recipe's techniques cannot be combined, without a dry run; None if they can."""
         config = hf.configure(recipe, self.vocabulary)
-        found = conflicts_of(techniques_of(recipe), context_of(recipe, config, self.device, self.world))
-        return str(found[0]) if found else None
+        problems = conflicts_of(techniques_of(recipe), context_of(recipe, config, self.device, self.world))
+        return str(problems[0]) if problems else None
 
     def families(self, recipe: Recipe) -> Iterator[list[Recipe]]:
-        """Milder and milder recipes, a list for each thing that may change."""
+        """Yields a list of recipes for each setting that may change, mildest first."""
         if self.phase is Phase.EVALUATION and (rows := recipe.evaluate.micro or recipe.batch.size) > 1:
             halves = [rows // 2**n for n in range(1, rows.bit_length())]
             yield [replace(recipe, evaluate=replace(recipe.evaluate, micro=n)) for n in halves]
@@ -112,12 +113,12 @@ class PlanContext:
                 others = present.fallbacks(context)
             elif present is None and issubclass(kind, Searchable) and kind.memory_saving:
                 others = kind().options(context)
-            if found := [replace(recipe, techniques={**recipe.techniques, name: other}) for other in others]:
-                yield found
+            if milder := [replace(recipe, techniques={**recipe.techniques, name: other}) for other in others]:
+                yield milder
 
 
 def settings(before: Recipe, after: Recipe) -> tuple[str, ...]:
-    """What a ladder changed, as after `--set`.
+    """Returns the differences between two recipes, in the format of `--set`.
 
     Example:
         >>> from preheat.recipe import override, parse
@@ -125,22 +126,22 @@ def settings(before: Recipe, after: Recipe) -> tuple[str, ...]:
         >>> settings(plain, override(plain, "evaluate.micro=2", "checkpoint.asynchronous=false"))
         ('evaluate.micro=2', 'checkpoint.asynchronous=false')
     """
-    found = []
+    changes = []
     if after.evaluate.micro != before.evaluate.micro:
-        found.append(f"evaluate.micro={after.evaluate.micro}")
+        changes.append(f"evaluate.micro={after.evaluate.micro}")
     if after.checkpoint.asynchronous != before.checkpoint.asynchronous:
-        found.append(f"checkpoint.asynchronous={_text(after.checkpoint.asynchronous)}")
+        changes.append(f"checkpoint.asynchronous={_text(after.checkpoint.asynchronous)}")
     if after.batch.length != before.batch.length:
-        found.append(f"batch.length={after.batch.length}")
+        changes.append(f"batch.length={after.batch.length}")
     for name, t in after.techniques.items():
         if t != before.techniques.get(name):
-            found += _of_technique(name, before.techniques.get(name), t)
-    return tuple(found)
+            changes += _of_technique(name, before.techniques.get(name), t)
+    return tuple(changes)
 
 
 def _of_technique(name: str, before: Technique | None, after: Technique) -> list[str]:
-    held, values = asdict(before or type(after)()), asdict(after)
-    changed = [key for key, value in values.items() if value != held[key]]
+    old, values = asdict(before or type(after)()), asdict(after)
+    changed = [key for key, value in values.items() if value != old[key]]
     # One that is added with its defaults is told by its first setting, where it has any.
     changed = changed or list(values)[:1]
     return [f"techniques.{name}.{key}={_text(values[key])}" for key in changed] or [f"techniques.{name}={{}}"]
@@ -153,10 +154,10 @@ def _text(value: Any) -> str:
 
 
 def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) -> Ladder:
-    """The rungs below a recipe that suffice.
+    """Finds the fallbacks of a recipe that fit.
 
     Args:
-        room: GiB that there are for the run, less what the imports took; None: not known, anything less than now is tried.
+        room: GiB available to the run, without the memory of the imports; None if unknown: any saving is then accepted.
 
     Example:
         >>> find_fallbacks(recipe, planner, room=1.5).rungs[0].set                           # doctest: +SKIP
@@ -164,30 +165,30 @@ def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) 
     """
     present = planner.rung(recipe, recipe)
     limit = min(_LESS * present.need, present.need if room is None else room)
-    found = Ladder(present, [], [], present)
+    ladder = Ladder(present, [], [], present)
     base = present
     while True:
         strongest = []
         for family in planner.families(base.recipe):
-            if (last := _family(family, planner, recipe, limit, found)) is not None:
+            if (last := _family(family, planner, recipe, limit, ladder)) is not None:
                 strongest.append(last)
-            if planner.phase and found.rungs:  # the first family is that of the phase alone: training stays as it is
+            if planner.phase and ladder.rungs:  # the first family changes this phase only and leaves training as it is
                 break
-        if found.rungs:
-            found.rungs.sort(key=lambda rung: float(rung.plan["seconds_per_step"]))
-            return found
-        found.lowest = min([base, *strongest], key=lambda rung: rung.need)
-        if found.lowest.need >= _LESS * base.need:
-            return found
-        base = found.lowest
+        if ladder.rungs:
+            ladder.rungs.sort(key=lambda rung: float(rung.plan["seconds_per_step"]))
+            return ladder
+        ladder.lowest = min([base, *strongest], key=lambda rung: rung.need)
+        if ladder.lowest.need >= _LESS * base.need:
+            return ladder
+        base = ladder.lowest
 
 
-def _family(family: list[Recipe], planner: PlanContext, of: Recipe, limit: float, found: Ladder) -> Fallback | None:
-    """Puts the mildest that suffices into `found.rungs`; gives the strongest where none does."""
+def _family(family: list[Recipe], planner: PlanContext, of: Recipe, limit: float, ladder: Ladder) -> Fallback | None:
+    """Appends the mildest fallback that fits to `ladder.rungs`; returns the strongest one if none fits."""
     able: list[Recipe] = []
     for recipe in family:
         if reason := planner.refusal(recipe):
-            found.skipped.append({"set": settings(of, recipe), "reason": reason})
+            ladder.skipped.append({"set": settings(of, recipe), "reason": reason})
         else:
             able.append(recipe)
 
@@ -195,35 +196,35 @@ def _family(family: list[Recipe], planner: PlanContext, of: Recipe, limit: float
         try:
             rung = planner.rung(recipe, of)
         except RecipeError as error:
-            found.skipped.append({"set": settings(of, recipe), "reason": str(error).splitlines()[0]})
+            ladder.skipped.append({"set": settings(of, recipe), "reason": str(error).splitlines()[0]})
             return None
         if rung.need > limit:
-            found.skipped.append(
+            ladder.skipped.append(
                 {"set": rung.set, "reason": f"would need {rung.need:.3f} GiB, and there are {limit:.3f}"}
             )
         return rung
 
     if not able or (last := tried(able[-1])) is None:
         return None
-    if last.need > limit:  # the others of the family need more
+    if last.need > limit:  # the milder ones of the family need more
         return last
-    found.rungs.append(next((rung for r in able[:-1] if (rung := tried(r)) is not None and rung.need <= limit), last))
+    ladder.rungs.append(next((rung for r in able[:-1] if (rung := tried(r)) is not None and rung.need <= limit), last))
     return None
 
 
 def halve_length(recipe: Recipe, planner: PlanContext, *, room: float, of: Recipe) -> Fallback | None:
-    """The recipe with rows of half the length, again and again, until it fits; None where rows of 16 tokens do not.
+    """Halves the sequence length until the recipe fits; returns None if sequences of 16 tokens do not fit either.
 
     Args:
         room: GiB, as of `find_fallbacks`.
-        of: what the settings are told from.
+        of: recipe that the reported settings are compared with.
     """
     while recipe.batch.length >= 32:
         try:
             recipe = replace(recipe, batch=replace(recipe.batch, length=recipe.batch.length // 2))
-            made = planner.rung(recipe, of)
-        except RecipeError:  # a curriculum that begins with longer rows, say
+            rung = planner.rung(recipe, of)
+        except RecipeError:  # for example a length curriculum that begins with longer sequences
             return None
-        if made.need <= room:
-            return made
+        if rung.need <= room:
+            return rung
     return None

@@ -1,8 +1,9 @@
-"""A model of many layers on many devices, observed by few of its layers: what repeats is counted on.
+"""Extrapolates the observation of a deep model from dry runs of few layers.
 
-Only the number of layers is extrapolated, never rows, lengths or devices. Bytes alive are affine in it at each place of a step (the first
-and last two layers, forward and backward, the head and its loss, the update), not at its peak, which may move from one place to
-another: so each place is carried on by itself, and the largest is the peak. Kernels are affine in their number.
+Only the number of layers is extrapolated, never batch size, sequence length or devices. Allocated bytes are affine in
+the number of layers at each place of a step (the first and last two layers, forward and backward, head and loss, the
+update). The peak may move from one place to another, so each place is extrapolated separately and the largest is the
+peak. Kernel counts are affine.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from preheat.recipe import Recipe
 
 __all__ = ["observe_few", "of_layers"]
 
-# (fewest, apart): two numbers of layers. From 4 on a step's places are affine; what a GPU's allocator keeps is from 8 on, and its noise asks for a distance.
+# (fewest, apart): the two layer counts. Allocated bytes are affine from 4 layers on; the GPU allocator's reserved
+# memory is affine from 8 on, and noisy, so its layer counts are further apart.
 FEW, ENOUGH = (4, 1), (8, 4)
-_LONGEST_TURN = 6  # of layers that differ by a pattern
-_ALL = 256  # layers of a model on one CPU that are all observed: more take minutes
+_LONGEST_TURN = 6  # layers in the longest repeating pattern of layer types
+_ALL = 256  # up to this many layers a model on one CPU is observed in full; more would take minutes
 
 
 def observe_few(
@@ -40,24 +42,26 @@ def observe_few(
     quick: bool = False,
     see: Callable[[list[dict[str, Any]]], list[Observation]] | None = None,
 ) -> Observation:
-    """`observe`, of a pipeline that end which needs more; by two models of few layers where that says the same: GPUs or several devices, many layers, all of them alike.
-    One CPU too from 256 layers on, which would take minutes.
+    """Observes a recipe, extrapolating from two models of few layers if possible.
 
-    There is no log then, and what a CPU's heap keeps of freed tensors, which is not affine, is not in `held`: processes that are about to
-    run on CPUs (`world` is given) have all their layers observed. What a GPU's allocator keeps is carried on too.
-    `changes` are left out, since they would be those of the few layers.
+    Extrapolation needs many identical layers, and a GPU, several devices, or more than 256 layers on one CPU. Otherwise
+    this is `observe`; of a pipeline, the end that needs more memory.
+
+    An extrapolated observation has no log and no `changes` (they would be those of the few layers). The CPU heap's
+    fragmentation is not affine and not in `held`, so processes about to run on CPUs (`world` is given) have all their
+    layers observed. The reserved memory of a GPU's allocator is extrapolated.
 
     Args:
-        heap: False where what a CPU's heap keeps is not asked for: one is then observed by few layers too.
-        quick: by half as many layers: what a GPU's allocator keeps is then what it keeps of those.
-        see: observes several things, each by its arguments of `observe`; one after the other when not given.
+        heap: False if the CPU heap's fragmentation is not needed: one CPU is then extrapolated too.
+        quick: use half as many layers; the GPU allocator's overhead is then that of the few layers.
+        see: observes several argument sets of `observe`; by default one after the other.
     """
-    see = see or (lambda asked: [observe(**each) for each in asked])
+    see = see or (lambda calls: [observe(**each) for each in calls])
     config = hf.configure(recipe, vocabulary)
     devices = world or recipe.parallel.devices or 1
     cpu = device.kind == "cpu"
     layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config, *(FEW if quick or cpu else ENOUGH))
-    how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world}
+    kwargs: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world}
     if (
         few is None
         or (cpu and devices == 1 and heap and layers <= _ALL)
@@ -65,18 +69,18 @@ def observe_few(
         or (cpu and world is not None)
     ):
         ends = _ends(recipe, config, device, world)
-        seen = see([{"recipe": recipe, "rank": rank, **how} for rank in ends])
-        return max(seen, key=lambda one: one.peak[one.peak_phase])
+        observations = see([{"recipe": recipe, "rank": rank, **kwargs} for rank in ends])
+        return max(observations, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
-    one, two = see([{"recipe": of_layers(recipe, count), "by_layer": True, **how} for count in (fewer, more)])
-    found = _extrapolate(one, two, (layers - fewer) / (more - fewer))
+    one, two = see([{"recipe": of_layers(recipe, count), "by_layer": True, **kwargs} for count in (fewer, more)])
+    result = _extrapolate(one, two, (layers - fewer) / (more - fewer))
     if not cpu:
-        found.held = _held(one, two, found, device, layers, None if quick else (fewer, more))
-    return found
+        result.held = _held(one, two, result, device, layers, None if quick else (fewer, more))
+    return result
 
 
 def _ends(recipe: Recipe, config: Any, device: Device, world: int | None) -> list[int]:
-    """The devices to look at: of a pipeline the first and the last, which has the head; else all are alike."""
+    """Returns the ranks to observe: the first and last stage of a pipeline; otherwise all ranks are alike."""
     sizes = context_of(recipe, config, device, world).sizes
     return (
         [0]
@@ -86,12 +90,12 @@ def _ends(recipe: Recipe, config: Any, device: Device, world: int | None) -> lis
 
 
 def of_layers(recipe: Recipe, layers: int) -> Recipe:
-    """The same with so many layers."""
+    """Returns the recipe with the given number of layers."""
     return replace(recipe, model=replace(recipe.model, config={**recipe.model.config, "num_hidden_layers": layers}))
 
 
 def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1]) -> tuple[int, int] | None:
-    """Two numbers of layers, the distance a multiple of what repeats; None where layers differ, or are told apart by number."""
+    """Returns two layer counts, a multiple of the pattern apart; None if layers differ or are selected by number."""
     techniques = list(recipe.techniques.values())
     period = math.lcm(*(t.period() for t in techniques))
     turn = _turn(getattr(config.get_text_config(), "layer_types", None) or [""])
@@ -101,8 +105,8 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
     if any(Axis.PIPELINE in t.degrees() or _by_number(t) for t in techniques):
         return None
     layers = config.get_text_config().num_hidden_layers
-    # The first layers of a model that reads images take features of its tower besides.
-    fewest += seen.deep if (seen := hf.facts(config).vision) else 0
+    # The first layers of some vision models also take features of the vision tower (DeepStack).
+    fewest += vision.deep if (vision := hf.facts(config).vision) else 0
     apart = -(-apart // period) * period
     if layers < fewest + apart:
         return None
@@ -111,29 +115,29 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
 
 
 def _turn(kinds: Sequence[str]) -> int:
-    """After how many layers their kinds come again: 2 where each second one has a window, 6 in Gemma 3."""
+    """Returns the period of the layer types: 2 if every second layer has a window, 6 in Gemma 3."""
     return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
 
 
 def _by_number(technique: Technique) -> bool:
-    """Whether a setting names modules by patterns in which numbers of layers may stand."""
+    """True if a setting selects modules by a pattern that may contain layer numbers."""
     values = [getattr(technique, f.name) for f in fields(technique)]
     texts = [text for value in values for text in (value if isinstance(value, list | tuple) else [value])]
     return any(isinstance(text, str) and re.search(r"\.\W*\d|\\d", text) for text in texts)
 
 
 def _extrapolate(one: Observation, two: Observation, times: float) -> Observation:
-    """The first observation, and the difference between the two so many times."""
+    """Adds `times` the difference between two observations to the first."""
 
     def on(a: int, b: int) -> int:
         return round(a + (b - a) * times)
 
     at = {
-        key: {category: max(on(size, two.at[key][category]), 0) for category, size in found.items()}
-        for key, found in one.at.items()
+        key: {category: max(on(size, two.at[key][category]), 0) for category, size in sizes.items()}
+        for key, sizes in one.at.items()
     }
     categories = peaks(at)
-    peak = {phase: sum(found.values()) for phase, found in categories.items()}
+    peak = {phase: sum(sizes.values()) for phase, sizes in categories.items()}
     return Observation(
         peak=peak,
         categories=categories,
@@ -146,7 +150,7 @@ def _extrapolate(one: Observation, two: Observation, times: float) -> Observatio
         passing=on(one.passing, two.passing),
         slots=one.slots,
         at=at,
-        held=max(peak.values()),  # what a CPU's heap keeps of freed tensors is not affine, and left out
+        held=max(peak.values()),  # without the CPU heap's fragmentation, which is not affine
         groups=two.groups,
         compiled=two.compiled,
         slowed=one.slowed,
@@ -163,40 +167,41 @@ def _of_step(peak: Mapping[str, int]) -> list[int]:
 
 
 def _held(
-    one: Observation, two: Observation, all_: Observation, device: Device, layers: int, seen: tuple[int, int] | None
+    one: Observation, two: Observation, all_: Observation, device: Device, layers: int, counts: tuple[int, int] | None
 ) -> int:
-    """What the allocator holds: beside the peak of all layers what it keeps of few, and more by what each layer added there.
+    """Extrapolates the bytes that the GPU allocator reserves: the peak of all layers plus the extrapolated overhead.
 
-    Its segments are of fixed sizes, and each layer leaves some of them unfilled: by replays of 4 to 32 layers what is kept is affine from 8 on, but for
-    jumps of a segment. So at least what the more layers keep, and at most as large a share of the peak.
+    Segments have fixed sizes and each layer leaves some of them unfilled. In replays of 4 to 32 layers the overhead was
+    affine from 8 layers on, except for jumps of one segment. The result is therefore clamped: at least the overhead of
+    the larger model, at most the same fraction of the peak.
 
     Args:
-        seen: the two numbers of layers; None where they are too few and too near for a difference.
+        counts: the two layer counts; None if they are too small and too close for a difference.
     """
     peaks = [max(_of_step(o.peak)) for o in (one, two, all_)]
-    kept = [(o.held or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
-    ahead = max(kept)
-    if seen:
-        fewer, more = seen
-        ahead = kept[1] + (kept[1] - kept[0]) * (layers - more) // (more - fewer)
-        ahead = min(max(ahead, kept[1]), kept[1] * peaks[2] // peaks[1])
+    cached = [(o.held or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
+    ahead = max(cached)
+    if counts:
+        fewer, more = counts
+        ahead = cached[1] + (cached[1] - cached[0]) * (layers - more) // (more - fewer)
+        ahead = min(max(ahead, cached[1]), cached[1] * peaks[2] // peaks[1])
     return max(*_of_training(all_.peak), peaks[2] + ahead)
 
 
 def _kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Kernel]:
-    found = Counter({kernel: on(count, two[kernel]) for kernel, count in one.items() if kernel in two})
-    # Others take all layers at once, such as a norm over all gradients: their sizes grow, not their number.
+    kernels = Counter({kernel: on(count, two[kernel]) for kernel, count in one.items() if kernel in two})
+    # Some kernels take all layers at once (a norm over all gradients): their sizes grow, not their count.
     sums: dict[Any, list[list[int]]] = defaultdict(lambda: [[0] * 4, [0] * 4])
     like: dict[Any, Kernel] = {}
     for side, (mine, other) in enumerate(((one, two), (two, one))):
         for kernel in mine.keys() - other.keys():
             key, n = (kernel.operator, kernel.dtype, kernel.where, kernel.alone), mine[kernel]
-            whole = (1, kernel.flops, kernel.bytes_read, kernel.bytes_written)
-            sums[key][side] = [a + n * b for a, b in zip(sums[key][side], whole, strict=True)]
+            values = (1, kernel.flops, kernel.bytes_read, kernel.bytes_written)
+            sums[key][side] = [a + n * b for a, b in zip(sums[key][side], values, strict=True)]
             like[key] = kernel
     for key, (first, second) in sums.items():
         count, *sizes = (max(on(a, b), 0) for a, b in zip(first, second, strict=True))
         if count:
             flops, read, written = (size // count for size in sizes)
-            found[replace(like[key], flops=flops, bytes_read=read, bytes_written=written)] += count
-    return found
+            kernels[replace(like[key], flops=flops, bytes_read=read, bytes_written=written)] += count
+    return kernels

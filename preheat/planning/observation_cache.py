@@ -1,7 +1,8 @@
-"""Observations kept by content, in memory and on disk: what was seen once of a recipe is not looked at again.
+"""Content-addressed cache of observations, in memory and on disk.
 
-The key is made of everything that a dry run may see: the recipe but for its name, seed, length and memory, the model's configuration, the device's kind, the
-number of devices, the versions of torch and transformers, and preheat's own source. The log of allocations is not kept on disk; what an allocator holds of it is.
+The key covers everything that a dry run depends on: the recipe except name, seed, schedule, stop, checkpoint and
+hardware; the model's configuration; kind and number of devices; the versions of torch and transformers; and preheat's
+own source. The log of allocations is not stored on disk, only the memory that the allocator reserves for it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ from preheat.recipe import Recipe
 __all__ = ["clear", "is_cached", "observe_cached", "prefetch"]
 
 _FORMAT = 4
-_UNSEEN = ("name", "seed", "schedule", "stop", "checkpoint", "hardware")  # parts of a recipe that no dry run looks at
+# Sections of a recipe that no dry run depends on.
+_UNSEEN = (
+    "name",
+    "seed",
+    "schedule",
+    "stop",
+    "checkpoint",
+    "hardware",
+)
 _known: dict[str, Observation] = {}
 
 
@@ -48,63 +57,65 @@ def observe_cached(
     rank: int = 0,
     logged: bool = False,
 ) -> Observation:
-    """An observation of the recipe, from where it is known or else made now.
+    """Returns an observation of the recipe, from the cache or from a new dry run.
 
     Args:
-        how: `few`: by few layers where that says the same; `enough`: by more, which tell what a GPU's allocator keeps; `whole`: of all layers; `marked`: of all, told apart in `at`; `step`: without evaluation.
-        rank: which of the devices; `few` and `enough` find that themselves.
-        logged: with its log of allocations, which is not on disk.
+        how: kind of dry run. `few`: extrapolated from few layers if possible; `enough`: from more layers, for the GPU
+            allocator's overhead; `whole`: all layers; `marked`: all layers, distinguished in `at`; `step`: no
+            evaluation.
+        rank: rank to observe; `few` and `enough` choose it themselves.
+        logged: include the log of allocations, which is not on disk.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
     path = _where(recipe, vocabulary, device, world, how, rank)
-    found = _known.get(path.stem)
-    if found is None and not logged:
-        found = _load(path)
-    if found is None or (logged and not found.log):
-        gc.freeze()  # else the collector goes through all of torch again and again: a third of the time
+    observation = _known.get(path.stem)
+    if observation is None and not logged:
+        observation = _load(path)
+    if observation is None or (logged and not observation.log):
+        gc.freeze()  # otherwise garbage collection scans all of torch repeatedly: a third of the time
         try:
-            found = _LOOKS[how](recipe, vocabulary=vocabulary, device=device, world=world, rank=rank)
+            observation = _LOOKS[how](recipe, vocabulary=vocabulary, device=device, world=world, rank=rank)
         finally:
             gc.unfreeze()
-        if found.log and found.held is None:
-            found.held = hold(found.log, found.streams, device)
-        values = _values(found)
+        if observation.log and observation.held is None:
+            observation.held = hold(observation.log, observation.streams, device)
+        values = _values(observation)
         store_json(path, {"sha256": _digest(values), "observation": values})
-    _known[path.stem] = found
-    return found
+    _known[path.stem] = observation
+    return observation
 
 
-def prefetch(asked: Iterable[Mapping[str, Any]]) -> None:
-    """Sees to it that `observe_cached` finds all of these, each by its arguments, by as many processes as there are (`planning.worker_pool`).
+def prefetch(calls: Iterable[Mapping[str, Any]]) -> None:
+    """Fills the cache for all these argument sets of `observe_cached`, in the processes of `planning.worker_pool`.
 
-    One that cannot be built is left out: `observe_cached` says why.
+    Recipes that cannot be built are skipped; `observe_cached` raises the reason later.
     """
 
-    def here(how: dict[str, Any]) -> None:
+    def here(kwargs: dict[str, Any]) -> None:
         with suppress(RecipeError):
-            observe_cached(**how)
+            observe_cached(**kwargs)
 
-    run_tasks([dict(how) for how in asked if not is_cached(**how)], here)
+    run_tasks([dict(kwargs) for kwargs in calls if not is_cached(**kwargs)], here)
 
 
 def observe_for_others(task: dict[str, Any]) -> None:
-    """Stores the observation of one task of a `crew` on the disk; whoever needs one that cannot be built makes it again, and says so."""
+    """Stores the observation of one worker task on disk; ignores recipes that cannot be built, as `prefetch` does."""
     with suppress(RecipeError):
         observe_cached(**task)
     clear()
 
 
 def clear() -> None:
-    """Leaves what was seen to the disk alone."""
+    """Clears the in-memory cache; the disk cache remains."""
     _known.clear()
 
 
 def is_cached(
     recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int = 0
 ) -> bool:
-    """Whether `observe_cached` would find it."""
+    """True if `observe_cached` would find the observation in the cache."""
     path = _where(recipe, vocabulary, device, world, how, rank)
     return path.stem in _known or path.exists()
 
@@ -113,8 +124,8 @@ def _where(recipe: Recipe, vocabulary: int | None, device: Device, world: int | 
     return cache_folder() / "observations" / f"{_key(recipe, vocabulary, device, world, how, rank)}.json"
 
 
-def _few(recipe: Recipe, device: Device, rank: int, *, quick: bool = True, **how: Any) -> Observation:
-    return observe_few(recipe, device=device, heap=device.kind == "cpu", quick=quick, see=_both, **how)
+def _few(recipe: Recipe, device: Device, rank: int, *, quick: bool = True, **kwargs: Any) -> Observation:
+    return observe_few(recipe, device=device, heap=device.kind == "cpu", quick=quick, see=_both, **kwargs)
 
 
 _LOOKS: dict[str, Callable[..., Observation]] = {
@@ -126,16 +137,16 @@ _LOOKS: dict[str, Callable[..., Observation]] = {
 }
 
 
-def _both(asked: list[dict[str, Any]]) -> list[Observation]:
-    found = [{"how": "marked" if how.pop("by_layer", False) else "whole", **how} for how in asked]
-    prefetch(found)
-    return [observe_cached(**how) for how in found]
+def _both(calls: list[dict[str, Any]]) -> list[Observation]:
+    tasks = [{"how": "marked" if kwargs.pop("by_layer", False) else "whole", **kwargs} for kwargs in calls]
+    prefetch(tasks)
+    return [observe_cached(**kwargs) for kwargs in tasks]
 
 
 def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> str:
     values = {key: value for key, value in recipes.as_values(recipe).items() if key not in _UNSEEN}
     config = hf.configure(recipe, vocabulary).to_dict()
-    seen = [
+    parts = [
         _FORMAT,
         how,
         rank,
@@ -148,7 +159,7 @@ def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int | No
         world,
         _versions(),
     ]
-    return hashlib.sha256(json.dumps(seen, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 @functools.cache
@@ -158,8 +169,8 @@ def _versions() -> list[str]:
     return [source, *(importlib.metadata.version(name) for name in ("torch", "transformers"))]
 
 
-def _values(seen: Observation) -> dict[str, Any]:
-    """An observation as JSON has it, without its log and what techniques did."""
+def _values(observation: Observation) -> dict[str, Any]:
+    """Returns an observation as JSON values, without its log and the changes of techniques."""
     plain = (
         "peak",
         "categories",
@@ -176,10 +187,10 @@ def _values(seen: Observation) -> dict[str, Any]:
         "held",
     )
     return {
-        **{key: getattr(seen, key) for key in plain},
-        "kernels": _rows(seen.kernels),
-        "at": [[*key, found] for key, found in seen.at.items()],
-        "groups": [[key, axes] for key, axes in seen.groups.items()],
+        **{key: getattr(observation, key) for key in plain},
+        "kernels": _rows(observation.kernels),
+        "at": [[*key, sizes] for key, sizes in observation.at.items()],
+        "groups": [[key, axes] for key, axes in observation.groups.items()],
     }
 
 
@@ -194,7 +205,7 @@ def _counted(rows: list[Any]) -> Counter[Kernel]:
 
 
 def _load(path: Path) -> Observation | None:
-    """What is stored there; None where there is nothing, or something damaged: it is a cache, and looking again takes seconds."""
+    """Returns the stored observation; None if it is missing or damaged, since a new dry run takes seconds."""
     try:
         stored = read_json(path) or {}
     except Damaged:
@@ -203,7 +214,7 @@ def _load(path: Path) -> Observation | None:
     if not isinstance(values, dict) or stored.get("sha256") != _digest(values):
         return None
     kernels = _counted(values.pop("kernels"))
-    at = {(phase, place): found for phase, place, found in values.pop("at")}
+    at = {(phase, place): sizes for phase, place, sizes in values.pop("at")}
     groups = {_frozen(key): tuple(map(Axis, axes)) for key, axes in values.pop("groups")}
     return Observation(**values, kernels=kernels, at=at, groups=groups)
 

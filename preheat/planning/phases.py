@@ -1,7 +1,7 @@
-"""What a run does beside its steps, under a dry run: building, saving, evaluating, writing samples; and the head apart from the layers.
+"""Dry runs of the phases outside training steps: load, checkpoint, evaluation, sample generation.
 
-Each is the program's own code on fake tensors where that reads no values; where it does (drawing weights, choosing tokens), what it holds is
-asked of the code that does it, or seen of a pass that holds at least as much.
+Each phase runs the real code on fake tensors if that code reads no values. If it does (initialization, sampling), that
+code is asked for its memory, or a pass that needs at least as much is recorded instead.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ __all__ = [
     "track_phases",
 ]
 
-_PROMPTS = 8  # that are written after at a time, as `models.generation.generate.generate` does
+_PROMPTS = 8  # prompts per batch, as in `models.generation.generate.generate`
 
 
 def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch:
-    """A micro-batch of the recipe's shape, each row one example; contents do not matter to a dry run.
+    """Returns a micro-batch of the recipe's shape, one example per row; a dry run does not read its contents.
 
     Args:
-        vision: how the model reads images: each row then has as many as the recipe says (`data.images`, `data.image_pixels`), or as it has room for.
+        vision: image layout of the model: each row then has the images of the recipe (`data.images`,
+            `data.image_pixels`), or as many as fit.
     """
     length, kind = recipe.batch.length, examples_of(recipe).kind
     tokens, labels, positions = (torch.empty(rows, length, dtype=torch.int64) for _ in range(3))
@@ -56,13 +57,12 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
 
 
 def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
-    data, token = recipe.data, vision.merge**2  # patches of a token
+    data, token = recipe.data, vision.merge**2  # patches per token
     each = math.prod(vision.grid(data.image_pixels)) // token
     in_row = min(round(data.images * each), recipe.batch.length - 1)  # tokens
-    whole, rest = divmod(in_row, each)
-    sizes = ((each * token,) * whole + ((rest * token,) if rest else ())) * rows or (
-        token,
-    )  # a blank one where there is none
+    full, rest = divmod(in_row, each)
+    # A blank image if there is none.
+    sizes = ((each * token,) * full + ((rest * token,) if rest else ())) * rows or (token,)
     patches = sum(sizes)
     return Images(
         torch.empty(patches, vision.values),
@@ -74,13 +74,13 @@ def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
     )
 
 
-def track_phases(made: Build, recorder: Recorder) -> None:
-    """Has the recorder know when a forward pass begins and ends, and when head and loss run in it; in place."""
+def track_phases(build: Build, recorder: Recorder) -> None:
+    """Wraps the build's slots in place so that the recorder knows the phase: forward, head and loss, backward."""
 
     def within(slot: Slot, during: Phase, then: Phase) -> None:
-        inner = made.slot(slot)
+        inner = build.slot(slot)
 
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def tracked(*args: Any, **kwargs: Any) -> Any:
             if recorder.phase not in STEP:
                 return inner(*args, **kwargs)
             recorder.phase = during
@@ -89,78 +89,81 @@ def track_phases(made: Build, recorder: Recorder) -> None:
             finally:
                 recorder.phase = then
 
-        made.own(slot, told, made.owner(slot))
+        build.own(slot, tracked, build.owner(slot))
 
     within(Slot.HIDDEN, Phase.FORWARD, Phase.FORWARD)
-    # Until the pass ends, or another one through the layers begins.
+    # Head and loss last until the pass ends or the next one through the layers begins.
     within(Slot.OVER_LOGITS, Phase.HEAD_AND_LOSS, Phase.HEAD_AND_LOSS)
-    # What finishes a backward pass runs under no node of its graph.
+    # Hooks at the end of backward run outside autograd nodes, so the phase must be set here.
     within(Slot.WHOLE_FORWARD, Phase.FORWARD, Phase.BACKWARD)
 
 
-def dry_load(made: Build, found: Mapping[str, int]) -> dict[str, int]:
-    """Categories while weights get their values: they and what giving them values takes. The optimizer's state comes after.
+def dry_load(build: Build, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the categories while weights are initialized or loaded; the optimizer states are created afterwards.
 
     Args:
-        found: those at the end of building that the dry run saw, which gives no values.
+        sizes: categories at the end of the build, which the dry run recorded without initializing values.
     """
-    model = made.recipe.model
+    model = build.recipe.model
     drawn = model.weights == "random" or not (model.path or model.preset)
-    how = {"drawn": drawn, "on_cpu": made.device.kind == "cpu"}
+    kwargs = {"drawn": drawn, "on_cpu": build.device.kind == "cpu"}
     filling = max(
-        made.sources[role].beside(part, drawn=False, on_cpu=how["on_cpu"])
-        if role in made.sources
-        else made.weights.beside(part, **how, at_home=made.storage_device is not None)
-        for role, parts in made.parts.items()
+        build.sources[role].beside(part, drawn=False, on_cpu=kwargs["on_cpu"])
+        if role in build.sources
+        else build.weights.beside(part, **kwargs, at_home=build.storage_device is not None)
+        for role, parts in build.parts.items()
         for part in parts
     )
-    return {**found, "optimizer": 0, "temporary": filling}
+    return {**sizes, "optimizer": 0, "temporary": filling}
 
 
-def dry_dataset_passes(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
-    """What looks at the training rows before the first is read: the build stands, and no step was taken."""
-    for beforehand in made.hooks.dataset_passes:
+def dry_dataset_passes(build: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
+    """Runs the passes over the dataset before training, after the build and before the first step."""
+    for beforehand in build.hooks.dataset_passes:
         recorder.begin(Phase.LOAD)
         recorder.place = "rows"
-        beforehand.once(fake_batch(recipe, shape.micro, made.model.vision))
+        beforehand.once(fake_batch(recipe, shape.micro, build.model.vision))
         recorder.place = ""
 
 
-def dry_saving(made: Build, recorder: Recorder) -> None:
-    """A checkpoint between two steps. On a CPU its files are put together in the device's memory; a copy beside the steps is `plan`'s to add."""
+def dry_saving(build: Build, recorder: Recorder) -> None:
+    """Saves a checkpoint between two steps.
+
+    On a CPU the files are assembled in the device's memory. `plan` adds the copy of async checkpointing.
+    """
     recorder.begin(Phase.SAVING)
-    needed = room(made)
-    if made.device.kind == "cpu":
+    needed = room(build)
+    if build.device.kind == "cpu":
         torch.empty(needed, dtype=torch.uint8)
 
 
-def dry_evaluation(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
-    """A batch of validation rows."""
+def dry_evaluation(build: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
+    """Evaluates one batch of validation rows."""
     recorder.begin(Phase.EVALUATION)
-    for part in made.trained:
+    for part in build.trained:
         part.eval()
     with torch.no_grad():
         rows = min(recipe.evaluate.micro or shape.micro, shape.micro)
-        forward(made, transform(made, fake_batch(recipe, rows, made.model.vision)))
+        forward(build, transform(build, fake_batch(recipe, rows, build.model.vision)))
 
 
-def dry_generation(made: Build, recorder: Recorder, recipe: Recipe) -> None:
-    """The samples of the recipe, as if a text were read at once that is as long as it gets: keys and values of all of it are kept, and one token's logits made.
+def dry_generation(build: Build, recorder: Recorder, recipe: Recipe) -> None:
+    """Generates the recipe's samples, approximated by one prefill of the final length with logits of one token.
 
-    Written token by token less is alive beside the cache. A prompt has at most as many tokens as bytes.
+    Decoding token by token needs less memory for the same KV cache. A prompt has at most as many tokens as bytes.
     """
     prompts = [p if isinstance(p, str) else "".join(str(m["content"]) for m in p) for p in recipe.sample.prompts]
     if not recipe.sample.wanted:
         return
     recorder.begin(Phase.GENERATION)
     longest = max((len(p.encode()) for p in prompts), default=0)
-    if recipe.sample.rows:  # a row's question is shorter than the row
+    if recipe.sample.rows:  # the prompt of a row is shorter than the row
         longest = max(longest, recipe.batch.length)
     length = longest + 1 + recipe.sample.tokens
-    length = min(length, made.model.positions or length)
+    length = min(length, build.model.positions or length)
     tokens = torch.empty(min(len(prompts) + recipe.sample.rows, _PROMPTS), length, dtype=torch.int64)
     given = {"input_ids": tokens, "logits_to_keep": 1}
-    if made.model.encoder:  # reads the prompt and writes the rest
+    if build.model.encoder:  # encoder reads the prompt, decoder generates the rest
         given = dict(
             zip(
                 ("decoder_input_ids", "input_ids"),
@@ -168,7 +171,7 @@ def dry_generation(made: Build, recorder: Recorder, recipe: Recipe) -> None:
                 strict=True,
             )
         )
-    model: Any = made.trained[0]
+    model: Any = build.trained[0]
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:

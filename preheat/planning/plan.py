@@ -1,4 +1,4 @@
-"""The plan of a recipe: what it will need and how fast it will run, from a dry run and this machine's measured rates."""
+"""Plan of a recipe: predicted memory and speed, from a dry run and the measured rates of the device."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ __all__ = ["describe", "plan", "settled"]
 
 GIB = 2**30
 
-# Measured over predicted, of nine in ten. On a CPU of the recipes of benchmarks/results/plan_vs_measured.json and plan_vs_measured-drawn.md,
-# on accelerators of the catalogue of published runs (benchmarks/results/published.md).
+# Measured over predicted, of nine in ten. On a CPU of the recipes of benchmarks/results/plan_vs_measured.json and
+# plan_vs_measured-drawn.md, on accelerators of the catalogue of published runs (benchmarks/results/published.md).
 _MEMORY = {"measured": (0.9, 1.1), "catalogue": (0.88, 1.12), "catalogue, little known": (0.8, 1.4)}
 _SPEED = {"measured": (0.65, 1.2), "catalogue": (0.67, 1.17), "catalogue, little known": (0.53, 1.6)}
-_OFTEN_MEASURED = ("ampere", "hopper", "ada")  # generations of accelerators
-# Weights below which a step may be as long as its kernels take to be handed out, and memory what a tool holds beside the model.
+_OFTEN_MEASURED = ("ampere", "hopper", "ada")  # generations with many published measurements
+# Parameters below which launch overhead may dominate a step, and fixed costs of a framework may dominate memory.
 _SMALL = 10**9
 
 
-_CLOSE = 0.02  # so near to the device's memory few layers cannot tell whether it fits: all are observed
+# Of the device's memory: closer to it, few layers do not decide whether a plan fits, and all are observed.
+_CLOSE = 0.02
 
 
 def _segments(device: Device) -> str | None:
-    """How torch's allocator takes memory, as `hardware.segments` has it; None on a CPU, whose heap is our own."""
+    """Returns the allocator's kind of segments, as in `hardware.segments`; None on a CPU, which uses our own heap."""
     if device.kind == "cpu":
         return None
     return "expandable" if device.expandable else "fixed"
@@ -47,25 +48,28 @@ def _interval(value: float, factors: tuple[float, float]) -> list[float]:
     return [value * factor for factor in factors]
 
 
-def _known(seen: Observation, spent: Seconds, rates: Roofline) -> tuple[str, str]:
-    """How much is known of such plans' memory and speed: less where the model is small or few have measured the accelerator; of speed, too, where a pipeline
-    waits or the host's link is used."""
-    little = seen.parameters < _SMALL or rates.device.generation not in _OFTEN_MEASURED
+def _known(observation: Observation, spent: Seconds, rates: Roofline) -> tuple[str, str]:
+    """Returns the keys of the intervals of memory and speed.
+
+    Less is known of small models and of accelerators with few measurements; of speed also if a pipeline has a bubble or
+    the host link is used.
+    """
+    little = observation.parameters < _SMALL or rates.device.generation not in _OFTEN_MEASURED
     names = ("catalogue", "catalogue, little known")
     return names[little], names[bool(little or spent.idle or spent.link)]
 
 
 def steps_of(recipe: Recipe, rows: int | None) -> int | None:
-    """Optimizer steps of the whole run; None when only the clock ends it, or when epochs need rows that are not known."""
+    """Returns the optimizer steps of the whole run; None if only time limits it, or if epochs need unknown rows."""
     stop, batch = recipe.stop, recipe.batch
-    found = []
+    limits = []
     if stop.steps:
-        found.append(stop.steps)
+        limits.append(stop.steps)
     if stop.tokens:
-        found.append(math.ceil(stop.tokens / (batch.size * batch.length)))
+        limits.append(math.ceil(stop.tokens / (batch.size * batch.length)))
     if stop.epochs and rows:
-        found.append(max(1, math.ceil(stop.epochs * rows / batch.size)))
-    return min(found) if found else None
+        limits.append(max(1, math.ceil(stop.epochs * rows / batch.size)))
+    return min(limits) if limits else None
 
 
 def plan(
@@ -78,14 +82,14 @@ def plan(
     in_use: int = 0,
     world: int | None = None,
 ) -> dict[str, Any]:
-    """Predicts memory and time of a recipe, for each device; by few of its layers, where that tells whether it fits.
+    """Predicts the memory per device and the speed of a recipe, extrapolated from few layers if possible.
 
     Args:
-        vocabulary: pieces of the tokenizer.
-        rates: measured on `device` (`preheat.hardware.benchmark_rates.rates`), or what the catalogue says of one that is not here.
-        rows: training rows, where known; `stop.epochs` needs it.
-        in_use: bytes of the device that are taken before the run (on a CPU by the imports).
-        world: devices; as many as the recipe names when not given.
+        vocabulary: vocabulary size of the tokenizer.
+        rates: measured on `device` (`preheat.hardware.benchmark_rates.rates`), or from the catalogue.
+        rows: number of training rows if known; `stop.epochs` needs it.
+        in_use: bytes of the device in use before the run (on a CPU by the imports).
+        world: number of devices; the recipe's own number by default.
 
     Returns:
         The keys of `preheat.run_dir.PLAN_KEYS`.
@@ -93,13 +97,13 @@ def plan(
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    seen = observe_few(recipe, vocabulary=vocabulary, device=device, world=world)
-    made = describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
-    near = abs(made["peak_gib"] / made["available_gib"] - 1) < _CLOSE
-    if not seen.log and (near or gives_back(seen, device)):
-        seen = observe(recipe, vocabulary=vocabulary, device=device, world=world)
-        made = describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
-    return made
+    observation = observe_few(recipe, vocabulary=vocabulary, device=device, world=world)
+    result = describe(recipe, observation, device=device, rates=rates, rows=rows, in_use=in_use)
+    near = abs(result["peak_gib"] / result["available_gib"] - 1) < _CLOSE
+    if not observation.log and (near or gives_back(observation, device)):
+        observation = observe(recipe, vocabulary=vocabulary, device=device, world=world)
+        result = describe(recipe, observation, device=device, rates=rates, rows=rows, in_use=in_use)
+    return result
 
 
 def settled(
@@ -112,8 +116,8 @@ def settled(
     in_use: int = 0,
     world: int | None = None,
 ) -> Recipe:
-    """The recipe with values for what its techniques leave to a dry run (`Searchable.resolve_auto`); arguments as of `plan`."""
-    # Compiled layers keep less, which decides what is recomputed and how many rows go at once.
+    """Resolves settings that techniques leave to the planner (`Searchable.resolve_auto`); arguments as of `plan`."""
+    # Compilation first: compiled layers save fewer activations, which decides recomputation and micro-batch size.
     for name in sorted(
         recipe.techniques, key=lambda name: (type(recipe.techniques[name]).stage != Stage.COMPILE, name)
     ):
@@ -131,30 +135,30 @@ def settled(
     return recipe
 
 
-def _memory(found: Mapping[str, int], added: int) -> dict[str, float]:
-    """GiB by category, of an observation's bytes and those beside them."""
-    overhead = sum(found[what] for what in BESIDE) + added
-    return {category: found[category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
+def _memory(sizes: Mapping[str, int], added: int) -> dict[str, float]:
+    """Returns GiB by category; `added` bytes count as overhead."""
+    overhead = sum(sizes[what] for what in BESIDE) + added
+    return {category: sizes[category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
 
 
 def describe(
-    recipe: Recipe, seen: Observation, *, device: Device, rates: Rates | Roofline, rows: int | None, in_use: int
+    recipe: Recipe, observation: Observation, *, device: Device, rates: Rates | Roofline, rows: int | None, in_use: int
 ) -> dict[str, Any]:
-    """An observation as a plan."""
-    more = process_overhead(recipe, seen, device)
+    """Turns an observation into a plan, with the keys of `preheat.run_dir.PLAN_KEYS`."""
+    more = process_overhead(recipe, observation, device)
     added = sum(more.values())
-    phases = {phase: _memory(found, added) for phase, found in seen.categories.items()}
-    lines = {what: seen.categories[seen.peak_phase][what] for what in BESIDE} | more
-    exported = exporting(recipe, seen, device)
+    phases = {phase: _memory(sizes, added) for phase, sizes in observation.categories.items()}
+    lines = {what: observation.categories[observation.peak_phase][what] for what in BESIDE} | more
+    exported = exporting(recipe, observation, device)
     lines = {what: size for what, size in lines.items() if size}
-    peak = (seen.peak[seen.peak_phase] + added) / GIB
-    # A limit may be below what the process holds already: nothing is left then, and a plan divides by what is left.
+    peak = (observation.peak[observation.peak_phase] + added) / GIB
+    # A limit may be below what the process already holds; at least 1 byte, because plans divide by this.
     available = max(device.memory - in_use, 1) / GIB
     if isinstance(rates, Roofline):
-        spent = rates.seconds(seen)
-        seconds, (of_memory, of_speed) = spent.total, _known(seen, spent, rates)
+        spent = rates.seconds(observation)
+        seconds, (of_memory, of_speed) = spent.total, _known(observation, spent, rates)
     else:
-        seconds, of_memory, of_speed = step_seconds(seen, rates), "measured", "measured"
+        seconds, of_memory, of_speed = step_seconds(observation, rates), "measured", "measured"
     tags = frozenset[Tag]().union(*(t.provided() for t in recipe.techniques.values()))
     dtype = "bf16" if Tag.BF16_COMPUTE in tags else "tf32" if Tag.TF32_PRODUCTS in tags else "fp32"
     ceiling = rates.peak_matrix_rate.get(dtype)
@@ -170,36 +174,36 @@ def describe(
         "peak_gib": peak,
         "peak_gib_interval": _interval(peak, _MEMORY[of_memory]),
         "available_gib": available,
-        "memory": phases[seen.peak_phase],
+        "memory": phases[observation.peak_phase],
         "overhead": {what: size / GIB for what, size in lines.items()},
         "overhead_sources": {what: SOURCES[what] for what in lines},
-        "allocated_gib": seen.peak[seen.peak_phase] / GIB,
-        "reserved_gib": (seen.peak[seen.peak_phase] + more["allocator"]) / GIB,
-        "phases": {phase: (size + added) / GIB for phase, size in seen.peak.items()},
+        "allocated_gib": observation.peak[observation.peak_phase] / GIB,
+        "reserved_gib": (observation.peak[observation.peak_phase] + more["allocator"]) / GIB,
+        "phases": {phase: (size + added) / GIB for phase, size in observation.peak.items()},
         "phase_memory": phases,
         "export": exported
         and _memory(exported, sum(size for what, size in more.items() if what not in ("allocator", "saving"))),
-        "peak_phase": seen.peak_phase,
+        "peak_phase": observation.peak_phase,
         "seconds_per_step": seconds,
-        "tokens_per_second": seen.tokens / seconds,
-        "tokens_per_second_interval": _interval(seen.tokens / seconds, _SPEED[of_speed]),
-        "mfu": seen.model_flops / seconds / ceiling,
+        "tokens_per_second": observation.tokens / seconds,
+        "tokens_per_second_interval": _interval(observation.tokens / seconds, _SPEED[of_speed]),
+        "mfu": observation.model_flops / seconds / ceiling,
         "matrix_rate": ceiling,
         "fp32_rate": quicker
         if dtype == "bf16" and (quicker := rates.peak_matrix_rate.get("fp32", 0.0)) > 1.2 * ceiling
         else None,
-        "flops_per_step": sum(seen.flops.values()),
-        "model_flops_per_step": seen.model_flops,
-        "tokens_per_step": seen.tokens,
-        "parameters": {"total": seen.parameters, "trained": seen.trained},
+        "flops_per_step": sum(observation.flops.values()),
+        "model_flops_per_step": observation.model_flops,
+        "tokens_per_step": observation.tokens,
+        "parameters": {"total": observation.parameters, "trained": observation.trained},
         "steps": steps,
         "seconds_to_start": start,
         "seconds_total": total,
-        "slots": seen.slots,
+        "slots": observation.slots,
         "device": {"kind": device.kind, "name": device.name, "segments": _segments(device)},
         "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,
         "pace": rates.pace,
-        "gives_back": peak <= available and gives_back(seen, device),
+        "gives_back": peak <= available and gives_back(observation, device),
         "heap": unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
     }

@@ -1,4 +1,4 @@
-"""Processes that observe beside this one, so that a search takes more than one core. What they see reaches this one through the cache of observations."""
+"""Worker processes for dry runs, which return their observations through the cache on disk."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ Task = dict[str, Any]
 """Arguments of `planning.observation_cache.observe_cached`."""
 
 _log = logging.getLogger(__name__)
-_MOST = 4  # each holds torch and transformers: 0.6 GiB
+_MOST = 4  # each process holds torch and transformers: 0.6 GiB
 
 
 def processes() -> int:
-    """How many a search takes: $PREHEAT_PROCESSES, or one a core and four at most; one where a process cannot be copied safely."""
-    if not _copies_serve():
+    """Returns the number of processes of a search: $PREHEAT_PROCESSES, or one per core up to 4; 1 without fork."""
+    if not _can_fork():
         return 1
-    stated = os.environ.get("PREHEAT_PROCESSES", "")
-    return max(int(stated), 1) if stated.isdigit() else min(len(os.sched_getaffinity(0)), _MOST)
+    setting = os.environ.get("PREHEAT_PROCESSES", "")
+    return max(int(setting), 1) if setting.isdigit() else min(len(os.sched_getaffinity(0)), _MOST)
 
 
-def _copies_serve() -> bool:
+def _can_fork() -> bool:
     import torch
 
-    return sys.platform == "linux" and not torch.cuda.is_initialized()  # CUDA's threads and locks are not copied
+    return sys.platform == "linux" and not torch.cuda.is_initialized()  # CUDA does not survive a fork
 
 
 class _Worker:
-    """A copy of this process, with the task that it has."""
+    """A fork of this process and its current task."""
 
     def __init__(self, do: Callable[[Task], None]) -> None:
         self.pipe, far = Pipe()
@@ -54,13 +54,13 @@ class _Worker:
 
     def take(self, task: Task) -> None:
         self.task = task
-        with suppress(OSError):  # it has ended, which is heard next
+        with suppress(OSError):  # the worker has ended, which `_collect` handles next
             self.pipe.send(task)
 
     def end(self) -> None:
         self.pipe.close()
         with suppress(ProcessLookupError):
-            os.kill(self.process, signal.SIGKILL)  # it holds nothing that would be left half done
+            os.kill(self.process, signal.SIGKILL)  # workers hold no state that a kill could corrupt
         os.waitpid(self.process, 0)
 
 
@@ -69,19 +69,20 @@ _helpers: list[_Worker] = []
 
 @contextmanager
 def worker_pool(do: Callable[[Task], None], size: int | None = None) -> Iterator[None]:
-    """Within, `run_tasks` has as many processes as `size` says with this one; `processes()` when not given.
+    """Context manager that gives `run_tasks` worker processes: `size` processes including this one, or `processes()`.
+
+    The workers are forks of this process, which must not have run a backward pass yet: autograd's threads do not
+        survive a fork.
+    There are no workers if CUDA is initialized already.
 
     Args:
-        do: does one task in such a process, and leaves nothing of it in memory.
-
-    They are copies of this process, which must have run no backward pass yet: torch's threads for those would be missing in them. Where
-    CUDA is in use already there are none.
+        do: runs one task in a worker and leaves nothing of it in memory.
     """
-    import transformers.modeling_utils  # noqa: F401  # both are needed by all: else each would import them
+    import transformers.modeling_utils  # noqa: F401  # imported before the fork, so that the workers share it
 
     gc.collect()
-    gc.freeze()  # what the collector would touch would be copied
-    _helpers.extend(_Worker(do) for _ in range((size or processes()) - 1 if _copies_serve() else 0))
+    gc.freeze()  # garbage collection would touch, and so copy, shared pages
+    _helpers.extend(_Worker(do) for _ in range((size or processes()) - 1 if _can_fork() else 0))
     try:
         yield
     finally:
@@ -91,52 +92,56 @@ def worker_pool(do: Callable[[Task], None], size: int | None = None) -> Iterator
 
 
 def is_serial() -> bool:
-    """Whether `run_tasks` has no process but this one."""
+    """True if `run_tasks` has no workers."""
     return not _helpers
 
 
 def run_tasks(tasks: Iterable[Task], do: Callable[[Task], None]) -> None:
-    """Does all tasks, some of them in the crew's processes. What fails there is done again here, where it is told.
+    """Runs all tasks, some of them in the workers; tasks that fail there are repeated here, so that errors surface.
 
     Args:
-        do: does one here.
+        do: runs one task in this process.
     """
     left = deque(tasks)
-    while left or any(helper.task for helper in _helpers):
-        left.extend(_hear(0.0 if left else None))
-        for helper in _helpers:
-            if helper.task is None and left:
-                helper.take(left.pop())
+    while left or any(worker.task for worker in _helpers):
+        left.extend(_collect(0.0 if left else None))
+        for worker in _helpers:
+            if worker.task is None and left:
+                worker.take(left.pop())
         if left:
             do(left.popleft())
 
 
-def _hear(seconds: float | None) -> list[Task]:
-    """Takes note of who is done. One that has ended or failed is no longer asked; gives what it has left undone."""
+def _collect(seconds: float | None) -> list[Task]:
+    """Receives the results of finished workers; removes failed ones and returns their unfinished tasks."""
     undone = []
-    for pipe in wait([helper.pipe for helper in _helpers], seconds):
-        helper = next(h for h in _helpers if h.pipe is pipe)
+    for pipe in wait([worker.pipe for worker in _helpers], seconds):
+        worker = next(h for h in _helpers if h.pipe is pipe)
         try:
-            failure = helper.pipe.recv()
+            failure = worker.pipe.recv()
         except (EOFError, OSError):
             failure = "its process has ended"
         if failure:
             _log.debug("an observation in another process failed, and is made again: %s", failure)
-            undone += [helper.task] if helper.task else []
-            _helpers.remove(helper)
-            helper.end()
-        helper.task = None
+            undone += [worker.task] if worker.task else []
+            _helpers.remove(worker)
+            worker.end()
+        worker.task = None
     return undone
 
 
 def _serve(pipe: Connection, parent: int, do: Callable[[Task], None]) -> NoReturn:
-    for number in (*heeded(), signal.SIGUSR1):  # a terminal signals all its processes; whoever asked ends this one
+    # A terminal signals the whole process group; the parent ends its workers itself.
+    for number in (
+        *heeded(),
+        signal.SIGUSR1,
+    ):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(parent)
     import torch
 
     null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):  # what fails here is done again by whoever asked, and says so there
+    for standard in (0, 1, 2):  # failed tasks are repeated by the parent, which reports the error
         os.dup2(null, standard)
     try:
         torch.set_num_threads(1)
@@ -144,6 +149,6 @@ def _serve(pipe: Connection, parent: int, do: Callable[[Task], None]) -> NoRetur
             do(pipe.recv())
             pipe.send("")
     finally:
-        with suppress(OSError):  # whoever asked may have ended
+        with suppress(OSError):  # the parent may have ended
             pipe.send(repr(sys.exception()))
         os._exit(0)

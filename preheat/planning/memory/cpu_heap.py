@@ -1,7 +1,8 @@
-"""What a process holds for the tensors that a dry run saw: the log of allocations replayed through the allocator's own algorithm.
+"""Memory that a process reserves for its tensors: replays the log of a dry run through a model of the allocator.
 
-On a CPU that is the heap of `hardware/cpu_allocator.cpp`: tensors of 64 KiB and more are cut from one heap, where freed ones are joined and used again by
-the best fit, and which never shrinks; smaller ones are malloc's. On a GPU it is torch's caching allocator.
+On a CPU that is the heap of `hardware/cpu_allocator.cpp`: tensors of 64 KiB and more come from one heap that never
+shrinks, with best fit and coalescing of free blocks; smaller tensors come from malloc. On a GPU it is torch's caching
+allocator.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ from preheat.planning.memory.free_list import Holes
 
 __all__ = ["Heap", "hold", "replay"]
 
-_SMALL, _HUGE = 64 << 10, 2 << 20  # of cpu_allocator.cpp
-_STEPS = 3  # the first builds the optimizer's states behind its own tensors; after the second nothing moves
+_SMALL, _HUGE = 64 << 10, 2 << 20  # kSmall and kHuge of cpu_allocator.cpp
+_STEPS = 3  # the first step allocates the optimizer states behind its own tensors; after the second nothing moves
 
 
 class Heap:
-    """The heap of `hardware/cpu_allocator.cpp`. Sizes in bytes."""
+    """Model of the heap of `hardware/cpu_allocator.cpp`; sizes in bytes."""
 
     def __init__(self) -> None:
-        self.small = 0  # malloc's
-        self.end = 0  # of what is handed out or free between; what is free at the end does not count
-        self.touched = 0  # the furthest that `end` has been
-        self._where: dict[int, tuple[int, int]] = {}  # block -> (start, size); start -1: malloc's
+        self.small = 0  # bytes allocated by malloc
+        self.end = 0  # end of the last used block
+        self.touched = 0  # largest value of `end` so far
+        self._where: dict[int, tuple[int, int]] = {}  # block -> (start, size); start -1: from malloc
         self._holes = Holes()
 
     @property
     def resident(self) -> int:
-        """Bytes held from the system, in huge pages."""
+        """Bytes reserved from the system, in huge pages."""
         return self.small + -(-self.touched // _HUGE) * _HUGE
 
     def allocate(self, block: int, size: int) -> None:
-        """Sizes are already rounded up to 64, as the recorder logs them."""
+        """Allocates a block; the recorder has already rounded its size up to 64 bytes."""
         if size < _SMALL:
             self.small += size
             self._where[block] = (-1, size)
@@ -62,11 +63,11 @@ class Heap:
 
 
 def hold(log: list[tuple[int, int, Phase]], streams: Mapping[int, str], device: Device) -> int:
-    """Bytes that a process on a device holds at most for the tensors of a dry run: our heap on a CPU, torch's segments on a GPU.
+    """Returns the peak of reserved bytes for the tensors of a dry run: our heap on a CPU, torch's segments on a GPU.
 
     Args:
-        log: of the dry run.
-        streams: {block: stream} of those that are made beside the main one.
+        log: log of the dry run.
+        streams: {block: stream} for the blocks that are not allocated on the main stream.
     """
     if device.kind == "cpu":
         return replay(log)
@@ -74,11 +75,11 @@ def hold(log: list[tuple[int, int, Phase]], streams: Mapping[int, str], device: 
 
 
 def replay(log: Iterable[tuple[int, int, str]]) -> int:
-    """The most bytes that the heap comes to hold over the allocations of a dry run, its step some times over.
+    """Returns the peak of the heap's reserved bytes over a dry run, with the step repeated a few times.
 
     Args:
-        log: (block, bytes: positive when made and negative when freed, phase) in order; phase `load` comes before the first
-            step; what is in none of `STEP` is left out.
+        log: (block, bytes: positive when allocated and negative when freed, phase) in order; phase `load` comes before
+            the first step; phases outside `STEP` are ignored.
 
     Example:
         >>> replay([(0, 1 << 20, "load"), (1, 64 << 20, "forward"), (1, -(64 << 20), "forward")]) >> 20
@@ -92,9 +93,8 @@ def replay(log: Iterable[tuple[int, int, str]]) -> int:
     for turn, entries in enumerate([load, *[step] * _STEPS]):
         living: dict[int, None] = {}  # in order
         for block, size, _ in entries:
-            key = (
-                block if turn == 0 or block in lasting else -1 - block
-            )  # the step's own blocks, apart from those that last
+            # Separate keys for blocks that live within the step.
+            key = block if turn == 0 or block in lasting else -1 - block
             if size > 0:
                 heap.allocate(key, size)
                 living[key] = None
@@ -103,6 +103,6 @@ def replay(log: Iterable[tuple[int, int, str]]) -> int:
                 lasting.discard(key)
                 heap.free(key)
             peak = max(peak, heap.resident)
-        for key in living if turn else ():  # what only a later phase frees
+        for key in living if turn else ():  # blocks that only a later phase frees
             heap.free(key)
     return peak

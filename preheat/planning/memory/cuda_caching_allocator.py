@@ -1,9 +1,11 @@
-"""What torch's CUDA caching allocator reserves for the tensors that a dry run saw: the log of allocations replayed through a model of it.
+"""Model of torch's CUDA caching allocator: replays the allocations of a dry run and returns the reserved memory.
 
-Tensors are rounded to 512 bytes and cut from segments that are had from the driver and kept: of 2 MiB for those up to 1 MiB, of 20 MiB for those
-below 10 MiB, else of the tensor's size rounded to 2 MiB. A freed piece joins free neighbours of its segment and serves the best fit again,
-but only on its own stream. With `expandable_segments` there is one segment a stream that grows page by page, so that pieces of any size fit
-behind each other. Source: torch's c10/cuda/CUDACachingAllocator.cpp and https://pytorch.org/docs/stable/notes/cuda.html#memory-management.
+Tensors are rounded to 512 bytes and cut from segments that the driver provides and the allocator caches: 2 MiB segments
+for tensors up to 1 MiB, 20 MiB segments for tensors below 10 MiB, otherwise the tensor's size rounded up to 2 MiB. A
+freed block is coalesced with free neighbours in its segment and reused by best fit, on its own stream only. With
+`expandable_segments` each stream has one segment that grows page by page, so blocks of any size fit one after the
+other. Source: torch's c10/cuda/CUDACachingAllocator.cpp and
+https://pytorch.org/docs/stable/notes/cuda.html#memory-management.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ __all__ = ["Caching", "Reserved", "replay_caching"]
 _MIB = 2**20
 _ROUND, _SMALL, _SMALL_SEGMENT = 512, _MIB, 2 * _MIB
 _LARGE_SEGMENT, _OWN_SEGMENT, _ROUND_LARGE = 20 * _MIB, 10 * _MIB, 2 * _MIB
-_GAP = 1  # between segments, so that pieces of two never join
+_GAP = 1  # gap between segments, so that blocks of two segments never coalesce
 
 
 class _Pool:
-    """Segments of one stream, for small tensors or for large ones."""
+    """Segments of one stream, for either small or large tensors."""
 
     def __init__(self) -> None:
         self.holes = Holes()
@@ -37,23 +39,24 @@ class _Pool:
         return start, size
 
     def stretch(self, need: int, page: int) -> tuple[tuple[int, int], int]:
-        """With one segment that grows: a piece at its end, and by how much it grew."""
-        held = self.segments.get(0, 0)
-        last = self.holes.ending(held)
-        start = held if last is None else last
+        """Extends the expandable segment; returns the free block at its end, and the bytes by which it grew."""
+        size = self.segments.get(0, 0)
+        last = self.holes.ending(size)
+        start = size if last is None else last
         if last is not None:
             self.holes.remove(last)
-        grown = -(-(start + need - held) // page) * page
-        self.segments[0] = held + grown
-        return (start, held + grown - start), grown
+        grown = -(-(start + need - size) // page) * page
+        self.segments[0] = size + grown
+        return (start, size + grown - start), grown
 
 
 class Caching:
-    """The allocator as far as tensors go. Sizes in bytes.
+    """The allocator's handling of tensors; sizes in bytes.
 
     Args:
         expandable: `PYTORCH_ALLOC_CONF=expandable_segments:True`.
-        limit: of what can be reserved. Before it is crossed segments that are free as a whole are given back, of one that grows all free pages.
+        limit: maximum of reserved bytes. Before it is exceeded, free segments are released; of an expandable segment
+            all free pages.
 
     Example:
         >>> held = Caching()
@@ -71,7 +74,7 @@ class Caching:
         self._where: dict[int, tuple[_Pool, int, int]] = {}
 
     def allocate(self, block: int, size: int, stream: str = "") -> bool:
-        """False: `limit` leaves no room for it."""
+        """Allocates a block; returns False if `limit` leaves no room for it."""
         need = max(-(-size // _ROUND) * _ROUND, _ROUND)
         small = need <= _SMALL
         if self.expandable and self.limit is not None and self.allocated + need > self.limit:
@@ -118,10 +121,10 @@ class Caching:
         return pool.grow(size)
 
     def _give_back(self) -> None:
-        """All segments in which nothing lives."""
+        """Releases all segments without live blocks."""
         for pool in self._pools.values():
             for start, size in list(pool.segments.items()):
-                if pool.holes.whole(start, size):
+                if pool.holes.is_free(start, size):
                     pool.holes.remove(start)
                     del pool.segments[start]
                     self.reserved -= size
@@ -129,12 +132,12 @@ class Caching:
 
 @dataclass(frozen=True)
 class Reserved:
-    """What a device's process holds at most for its tensors; in bytes.
+    """Peaks of a process's memory for tensors, in bytes.
 
     Attributes:
-        reserved: segments had from the driver; what `nvidia-smi` shows but for the context.
-        allocated: pieces of them that are in use.
-        fits: no allocation failed under the limit.
+        reserved: segments from the driver; what `nvidia-smi` shows, without the context.
+        allocated: blocks in use.
+        fits: True if no allocation failed under the limit.
     """
 
     reserved: int
@@ -150,18 +153,19 @@ def replay_caching(
     limit: int | None = None,
     steps: int = 2,
 ) -> Reserved:
-    """Replays the allocations of a dry run: what comes before the first step once, its step some times over.
+    """Replays the allocations of a dry run: `load` once, then the step `steps` times.
 
     Args:
-        log: (block, bytes: positive when made and negative when freed, phase) in order; after `load` those of `STEP` alone.
-        streams: {block: name} of those that are made on a stream beside the main one.
+        log: (block, bytes: positive when allocated and negative when freed, phase) in order; phases other than `load`
+            and `STEP` are ignored.
+        streams: {block: name} for the blocks that are not allocated on the main stream.
 
     Example:
         >>> log = [(0, 100 << 20, "load"), (1, 15 << 20, "forward"), (1, -(15 << 20), "backward")]
         >>> replay_caching(log).reserved >> 20
         116
     """
-    held, streams = Caching(expandable=expandable, limit=limit), streams or {}
+    allocator, streams = Caching(expandable=expandable, limit=limit), streams or {}
     log = list(log)
     load = [entry for entry in log if entry[2] == Phase.LOAD]
     step = [entry for entry in log if entry[2] in STEP]
@@ -171,21 +175,20 @@ def replay_caching(
     for turn, entries in enumerate([load, *[step] * steps]):
         living: dict[int, None] = {}  # in order
         for block, size, _ in entries:
-            key = (
-                block if turn == 0 or block in lasting else -1 - block
-            )  # the step's own blocks, apart from those that last
-            if size > 0 and not held.holds(key):
-                if held.allocate(key, size, streams.get(block, "")):
+            # Separate keys for blocks that live within the step.
+            key = block if turn == 0 or block in lasting else -1 - block
+            if size > 0 and not allocator.holds(key):
+                if allocator.allocate(key, size, streams.get(block, "")):
                     living[key] = None
                 else:
                     fits = False
-            elif size < 0 and held.holds(key):
-                held.free(key)
+            elif size < 0 and allocator.holds(key):
+                allocator.free(key)
                 living.pop(key, None)
-            if held.reserved > reserved:
-                reserved = held.reserved
-            if held.allocated > allocated:
-                allocated = held.allocated
-        for key in living if turn else ():  # what only a later phase frees
-            held.free(key)
+            if allocator.reserved > reserved:
+                reserved = allocator.reserved
+            if allocator.allocated > allocated:
+                allocated = allocator.allocated
+        for key in living if turn else ():  # blocks that only a later phase frees
+            allocator.free(key)
     return Reserved(reserved, allocated, fits)

@@ -1,4 +1,4 @@
-"""Free pieces of an address space: found by the best fit, joined with their neighbours. What models of allocators are made of."""
+"""Free list of an address space with best fit and coalescing, for the models of allocators."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["Holes"]
 
 
 class Holes:
-    """Free pieces by address and size, in bytes.
+    """Free blocks by address and size, in bytes.
 
     Example:
         >>> holes = Holes()
         >>> holes.give(0, 100), holes.give(200, 60), holes.give(100, 20)
         ((0, 100), (200, 60), (0, 120))
-        >>> holes.take(50)  # the smallest that is large enough, and of those the first
+        >>> holes.take(50)  # best fit: the smallest that is large enough, the first of equal ones
         (200, 60)
     """
 
@@ -24,7 +24,7 @@ class Holes:
         self._ends: dict[int, int] = {}  # end -> start
 
     def give(self, start: int, size: int) -> tuple[int, int]:
-        """Enters a piece; returns it with the free ones beside it, which it now makes one with: (start, size)."""
+        """Frees a block, coalesces it with its free neighbours, and returns the result: (start, size)."""
         if (behind := self._starts.get(start + size)) is not None:
             self.remove(start + size)
             size += behind
@@ -37,7 +37,7 @@ class Holes:
         return start, size
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """Takes out the smallest piece of at least `size`, whole: (start, size); None where there is none."""
+        """Removes and returns the smallest free block of at least `size`, unsplit: (start, size); None without one."""
         at = bisect_left(self._free, (size, -1))
         if at == len(self._free):
             return None
@@ -46,16 +46,16 @@ class Holes:
         return start, room
 
     def remove(self, start: int) -> int:
-        """Takes out the piece that begins at `start`; returns its size."""
+        """Removes the free block that begins at `start`; returns its size."""
         size = self._starts.pop(start)
         del self._ends[start + size]
         self._free.pop(bisect_left(self._free, (size, start)))
         return size
 
-    def whole(self, start: int, size: int) -> bool:
-        """Whether exactly this piece is free."""
+    def is_free(self, start: int, size: int) -> bool:
+        """True if exactly this block is free."""
         return self._starts.get(start) == size
 
     def ending(self, end: int) -> int | None:
-        """Start of the free piece that ends at `end`."""
+        """Returns the start of the free block that ends at `end`; None if there is none."""
         return self._ends.get(end)

@@ -1,4 +1,4 @@
-"""What a device holds beside weights, gradients, optimizer states and activations: each by its name, and where the figure is from."""
+"""Memory overhead of a process (allocator, context, workspaces, ...), itemized, each item with its source."""
 
 from __future__ import annotations
 
@@ -13,106 +13,132 @@ from preheat.recipe import Recipe
 __all__ = ["EXACT", "SOURCES", "process_overhead", "exporting", "gives_back"]
 
 _MIB = 2**20
-# Stacks and scratch of the threads, autograd's objects. By least squares over sixty recipes drawn at random: 16 MiB, and 1.3 for each product in bf16
-# (benchmarks/results/plan_vs_measured-drawn.md); 24 and 1.4 were chosen before, on thirty of them and eleven mostly larger ones.
+# Thread stacks and scratch, autograd's objects. Least squares over 60 random recipes: 16 MiB, plus 1.3 MiB per bf16
+# matmul (benchmarks/results/plan_vs_measured-drawn.md).
 _CPU_BASE = 16 * _MIB
-# oneDNN compiles a product in bf16 for each shape and keeps it, and documents bring shapes that the dry run does not see: 0.2 to 3.0 MiB measured.
+# oneDNN compiles and caches a kernel for each shape of a bf16 matmul, and packed documents bring shapes that the dry
+# run does not see: 0.2 to 3.0 MiB measured.
 _CPU_PRODUCT = round(1.3 * _MIB)
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-_CUBLAS = 32 * _MIB  # torch takes it from its own allocator
+_CUBLAS = 32 * _MIB  # allocated by torch's caching allocator
 
 SOURCES = {
-    "rounding": "the allocator rounds every tensor up, to 512 bytes on a GPU and 64 on a CPU: summed over the tensors alive at the peak",
-    "gathered weights": "other devices' shares of the weights, while a layer uses them or they are fetched ahead for the next one: seen by the dry run",
-    "communication buffers": "what weights and gradients are packed into to be sent and received: seen by the dry run; what the library of collectives has of its own is not",
-    "allocator": "freed memory that is kept, and too scattered for what comes: the dry run's allocations replayed through a model of torch's caching allocator, or of our heap on a CPU",
+    "rounding": (
+        "the allocator rounds every tensor up, to 512 bytes on a GPU and 64 on a CPU: "
+        "summed over the tensors alive at the peak"
+    ),
+    "gathered weights": (
+        "other devices' shares of the weights, while a layer uses them or they are fetched ahead for the next one: "
+        "seen by the dry run"
+    ),
+    "communication buffers": (
+        "what weights and gradients are packed into to be sent and received: seen by the dry run; "
+        "what the library of collectives has of its own is not"
+    ),
+    "allocator": (
+        "freed memory that is kept, and too scattered for what comes: the dry run's allocations replayed through a "
+        "model of torch's caching allocator, or of our heap on a CPU"
+    ),
     "process": "threads' stacks and scratch, autograd's objects: 16 MiB, measured on CPUs",
     "kernels": "products in bf16, compiled for each shape: 1.3 MiB for each that the dry run sees, measured on CPUs",
     "context": "the driver's context and loaded kernels: 527 MiB, measured on an H200",
     "workspaces": "scratch of cuBLAS: 32 MiB at most, torch's setting for Hopper (8 MiB before it)",
     "saving": "a copy of what a checkpoint holds while it is written beside the steps: sizes from the dry run",
 }
-"""Name of a line of `overhead` -> where its figure is from."""
+"""Item of a plan's `overhead` -> source of its figure."""
 
 
-def process_overhead(recipe: Recipe, seen: Observation, device: Device) -> dict[str, int]:
-    """Bytes that a process holds beside what the dry run saw, {what: bytes}."""
-    kept = max(_held(seen, device) - _alive(seen), 0)
+def process_overhead(recipe: Recipe, observation: Observation, device: Device) -> dict[str, int]:
+    """Returns {item: bytes} of the memory that a process holds in addition to the tensors of the dry run."""
+    cached = max(_held(observation, device) - _alive(observation), 0)
     if device.kind == "cpu":
-        products = sum(kernel.dtype == "bf16" and kernel.operator.startswith(_PRODUCTS) for kernel in seen.kernels)
+        products = sum(
+            kernel.dtype == "bf16" and kernel.operator.startswith(_PRODUCTS) for kernel in observation.kernels
+        )
         kernels = _CPU_PRODUCT * products
         return {
             "process": _CPU_BASE,
             "kernels": kernels,
-            "allocator": kept,
-            "saving": _copy_to_save(recipe, seen, device),
+            "allocator": cached,
+            "saving": _copy_to_save(recipe, observation, device),
         }
-    return {"context": CONTEXT, "workspaces": _CUBLAS, "allocator": kept}
+    return {"context": CONTEXT, "workspaces": _CUBLAS, "allocator": cached}
 
 
-def gives_back(seen: Observation, device: Device) -> bool:
-    """Whether a GPU has room for the tensors and not for all that its allocator would keep beside them.
+def gives_back(observation: Observation, device: Device) -> bool:
+    """True if a GPU has room for the tensors but not for all the memory that its allocator would cache.
 
-    Before an allocation fails torch gives back what is free, segments of fixed sizes that are free as a whole, single pages of those that grow; that takes time,
-    step after step. Source: `release_cached_blocks` in torch's CUDACachingAllocator.cpp.
+    Before an allocation fails, torch releases cached memory: free segments of fixed size, or single pages of expandable
+    segments. That takes time in every step. Source: `release_cached_blocks` in torch's
+    CUDACachingAllocator.cpp.
     """
-    return device.kind != "cpu" and _alive(seen) <= _room(device) < _kept_at_will(seen, device)
+    return device.kind != "cpu" and _alive(observation) <= _room(device) < _kept_at_will(observation, device)
 
 
 def _room(device: Device) -> int:
     return device.memory - CONTEXT - _CUBLAS
 
 
-def _alive(seen: Observation) -> int:
-    """Bytes of tensors, at most."""
-    return max(size for phase, size in seen.peak.items() if phase in (Phase.LOAD, *STEP))
+def _alive(observation: Observation) -> int:
+    """Returns the peak of allocated bytes in training."""
+    return max(size for phase, size in observation.peak.items() if phase in (Phase.LOAD, *STEP))
 
 
-def _kept_at_will(seen: Observation, device: Device) -> int:
-    """Bytes had from the system, at most, on a device that is large enough."""
-    if seen.held is None:
-        seen.held = hold(seen.log, seen.streams, device)
-    return seen.held
+def _kept_at_will(observation: Observation, device: Device) -> int:
+    """Returns the peak of reserved bytes on a device that is large enough."""
+    if observation.held is None:
+        observation.held = hold(observation.log, observation.streams, device)
+    return observation.held
 
 
-def _held(seen: Observation, device: Device) -> int:
-    """Bytes had from the system, at most. Whether segments of fixed sizes can be given back in time only a log tells."""
-    if gives_back(seen, device):
+def _held(observation: Observation, device: Device) -> int:
+    """Returns the peak of reserved bytes on this device.
+
+    Only a replay of the log shows if segments of fixed size can be released in time.
+    """
+    if gives_back(observation, device):
         limited = (
-            replay_caching(seen.log, seen.streams, expandable=device.expandable, limit=_room(device))
-            if seen.log
+            replay_caching(observation.log, observation.streams, expandable=device.expandable, limit=_room(device))
+            if observation.log
             else None
         )
         if limited.fits if limited else device.expandable:
             return limited.reserved if limited else _room(device)
-    return _kept_at_will(seen, device)
+    return _kept_at_will(observation, device)
 
 
-EXACT = 1 << 29  # weights up to which an export compares in fp64, as compress/export/verify.py has it
+EXACT = 1 << 29  # parameters up to which an export is verified in fp64, as in compress/export/verify.py
 
 
-def exporting(recipe: Recipe, seen: Observation, device: Device) -> dict[str, int] | None:
-    """Categories at the peak of `preheat export` of the run, a command of its own that builds the recipe anew on one device.
+def exporting(recipe: Recipe, observation: Observation, device: Device) -> dict[str, int] | None:
+    """Returns the categories at the peak of `preheat export`, which builds the recipe again on one device.
 
-    The trained model is compared with what was written in fp64 (large ones in fp32). On a CPU what was written stands there too: read again, and its
-    file's pages. None for a run on several devices, whose whole model no dry run saw.
+    The export compares the trained model with the written file in fp64 (large models in fp32). On a CPU the written
+    model is in
+    memory too: loaded again, and as pages of its file. None for a run on several devices, because no dry run observed
+        the full
+    model.
     """
     if any(t.is_parallel() for t in recipe.techniques.values()) or (recipe.parallel.devices or 1) > 1:
         return None
-    found = dict.fromkeys(seen.categories[Phase.SAVING], 0) | {
-        k: seen.categories[Phase.SAVING][k] for k in ("parameters", "optimizer")
+    sizes = dict.fromkeys(observation.categories[Phase.SAVING], 0) | {
+        k: observation.categories[Phase.SAVING][k] for k in ("parameters", "optimizer")
     }
-    compared = seen.parameters * (8 if seen.parameters <= EXACT else 4)
+    compared = observation.parameters * (8 if observation.parameters <= EXACT else 4)
     if device.kind == "cpu":
-        return {**found, "temporary": compared + found["parameters"]}
-    return {**found, "temporary": max(compared - found["parameters"], 0)}  # it takes the place of the model
+        return {**sizes, "temporary": compared + sizes["parameters"]}
+    return {**sizes, "temporary": max(compared - sizes["parameters"], 0)}  # it replaces the model
 
 
-def _copy_to_save(recipe: Recipe, seen: Observation, device: Device) -> int:
-    """On a CPU, where the host's memory is the device's; a GPU's copy is on the host."""
+def _copy_to_save(recipe: Recipe, observation: Observation, device: Device) -> int:
+    """Returns the bytes of the copy of async checkpointing, on a CPU; with a GPU the copy is in host memory."""
     if not is_async(recipe, device):
         return 0
-    held = seen.categories[Phase.SAVING]
-    # Frozen weights that stand in a folder already are not saved again.
-    share = seen.trained / seen.parameters if recipe.model.path and recipe.model.weights == "pretrained" else 1.0
-    return held["optimizer"] + round(held["parameters"] * share)
+    sizes = observation.categories[Phase.SAVING]
+    # Frozen weights of a pretrained model are not saved again.
+    share = (
+        observation.trained / observation.parameters
+        if recipe.model.path and recipe.model.weights == "pretrained"
+        else 1.0
+    )
+    return sizes["optimizer"] + round(sizes["parameters"] * share)

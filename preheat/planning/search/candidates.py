@@ -1,6 +1,7 @@
-"""What a search chooses from: techniques with their settings on one device, ways to share out the work, micro-batches. No technique is named.
+"""Search space: techniques with their settings, parallel layouts and micro-batch sizes.
 
-A technique that says what it `trades` may be added; what the recipe states already stays as it is.
+The module names no technique. A technique that states its `search_numerics` may be added; the recipe's own techniques
+stay as they are.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ Settings = tuple[Technique, ...]
 
 
 def worst(techniques: Iterable[Technique]) -> Numerics:
-    """The most that any of these settings gives up."""
+    """Returns the largest change of numerics among these techniques."""
     given_up = (t.search_numerics() for t in techniques if isinstance(t, Searchable))
     return max((numerics for numerics in given_up if numerics), key=NUMERICS.index, default="exact")
 
 
 def words(added: Iterable[Technique], micro: int | None = None) -> str:
-    """Settings in a line: names, and what differs from the defaults."""
+    """Describes techniques in a line: their names and the settings that differ from the defaults."""
     parts = []
     for t in added:
         if t.micro_batch_count() > 1:
             continue
         plain = type(t)()
-        said = [f"{key} {value}" for key, value in vars(t).items() if value != getattr(plain, key)]
-        parts.append(t.name() + (f" ({', '.join(said)})" if said else ""))
+        changed = [f"{key} {value}" for key, value in vars(t).items() if value != getattr(plain, key)]
+        parts.append(t.name() + (f" ({', '.join(changed)})" if changed else ""))
     return ", ".join(parts or ["nothing added"]) + (
         f"; {micro} row{'s' if micro > 1 else ''} at a time" if micro else ""
     )
@@ -62,14 +63,15 @@ def words(added: Iterable[Technique], micro: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """Everything that may be added to a recipe on so many devices.
+    """The techniques that may be added to a recipe on a number of devices.
 
     Attributes:
-        vocabulary: pieces of the tokenizer; None where the model decides.
-        world: devices.
-        allow: the most that may be given up.
-        rows: training rows, where known: how long the run is, where epochs end it.
-        left_open: techniques that the recipe states and leaves to a plan: the search decides on them, whatever may be given up.
+        vocabulary: vocabulary size of the tokenizer; None if the model decides.
+        world: number of devices.
+        allow: largest change of numerics that is allowed.
+        rows: number of training rows if known: the length of a run that ends after epochs.
+        left_open: techniques of the recipe with settings left to the planner; the search decides on them, regardless of
+            `allow`.
     """
 
     recipe: Recipe
@@ -83,15 +85,15 @@ class Space:
     left_open: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        stated = self.recipe.techniques
-        open_here = {name for name, t in stated.items() if isinstance(t, Searchable) and t.left_open(self.device)}
+        own = self.recipe.techniques
+        open_here = {name for name, t in own.items() if isinstance(t, Searchable) and t.left_open(self.device)}
         object.__setattr__(self, "left_open", frozenset(open_here))
-        decided = {name: t for name, t in stated.items() if name not in self.left_open}
+        decided = {name: t for name, t in own.items() if name not in self.left_open}
         object.__setattr__(self, "recipe", replace(self.recipe, techniques=decided))
         object.__setattr__(self, "config", hf.configure(self.recipe, self.vocabulary))
 
     def context(self, recipe: Recipe, world: int | None = None) -> Context:
-        """Raises RecipeError where the axes do not multiply to the devices."""
+        """Returns the context of a recipe; raises RecipeError if the mesh does not match the number of devices."""
         return context_of(recipe, self.config, self.device, world or self.world)
 
     def allowed(self, technique: Technique) -> bool:
@@ -101,7 +103,7 @@ class Space:
         return gives_up is not None and NUMERICS.index(gives_up) <= NUMERICS.index(self.allow)
 
     def searched(self) -> list[type[Searchable]]:
-        """Techniques that may be added, in the order in which they act."""
+        """Returns the techniques that may be added, in the order in which they are applied."""
         free = [
             cls
             for name, cls in registry().items()
@@ -113,7 +115,7 @@ class Space:
         return sorted(free, key=lambda cls: (cls.stage, cls.name()))
 
     def over_run(self, speed: float, added: Iterable[Technique]) -> float:
-        """Tokens a second of the whole run, where its steps have `speed`: less what these techniques take before the first step."""
+        """Returns the tokens/s of the whole run, given those of its steps and the startup time of the techniques."""
         start = sum(t.startup_seconds(self.device) for t in added)
         stop, batch = self.recipe.stop, self.recipe.batch
         steps = steps_of(self.recipe, self.rows)
@@ -122,7 +124,7 @@ class Space:
         return speed / (1 + start / min(ends)) if ends else speed
 
     def on_one_device(self) -> list[type[Searchable]]:
-        """Those that are for a single device too, but for the cutting into micro-batches."""
+        """Returns the techniques that also work on a single device, without gradient accumulation."""
         shared = parallel_tags()
         return [
             cls
@@ -131,30 +133,30 @@ class Space:
         ]
 
     def layouts(self) -> Iterator[Settings]:
-        """Ways to share out the work among the devices, each a set of techniques; () for one device."""
+        """Yields the parallel layouts, each a set of techniques; () for a single device."""
         if self.world == 1:
             yield ()
             return
         alone = set(self.on_one_device())
         spread = [cls for cls in self.searched() if cls not in alone and cls().micro_batch_count() == 1]
         given = list(self.recipe.techniques.values())
-        stated = any(0 in t.degrees().values() for t in given)
+        is_open = any(0 in t.degrees().values() for t in given)
         rest = [t for cls in spread if 0 in cls().degrees().values() and not _inner(cls) for t in self._options(cls)]
-        beside = [t for cls in spread if not cls.is_parallel() for t in self._options(cls)]
+        extras = [t for cls in spread if not cls.is_parallel() for t in self._options(cls)]
         inner = [[None, *self._options(cls)] for cls in spread if cls.is_parallel() and _inner(cls)]
         for cut in itertools.product(*inner):
             chosen = tuple(t for t in cut if t is not None)
-            taken = math.prod(size for t in (*given, *chosen) for size in t.degrees().values() if size)
-            if self.world % taken or any(t.degrees().get(Axis.TENSOR, 1) > self.per_host for t in chosen):
+            used = math.prod(size for t in (*given, *chosen) for size in t.degrees().values() if size)
+            if self.world % used or any(t.degrees().get(Axis.TENSOR, 1) > self.per_host for t in chosen):
                 continue
-            if taken == self.world or stated:
+            if used == self.world or is_open:
                 yield chosen
-            for t in () if stated or taken == self.world else rest:
+            for t in () if is_open or used == self.world else rest:
                 yield (*chosen, t)
-                yield from ((*chosen, t, also) for also in beside if self._serves(also, (*chosen, t)))
+                yield from ((*chosen, t, also) for also in extras if self._serves(also, (*chosen, t)))
 
     def _serves(self, t: Technique, layout: Settings) -> bool:
-        """Whether something that shares nothing out by itself has its place beside a layout."""
+        """True if a technique that is not parallel by itself can be added to a layout."""
         tags = frozenset(tag for other in (*self.recipe.techniques.values(), *layout) for tag in other.provided())
         sizes = self.sizes((*self.recipe.techniques.values(), *layout))
         if sizes is None or not t.needs <= tags:
@@ -162,52 +164,53 @@ class Space:
         return not problems_of(t, Context(self.recipe, hf.facts(self.config), self.device, tags, sizes))
 
     def _options(self, cls: type[Searchable]) -> list[Technique]:
-        made = cls()
+        default = cls()
         sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: self.world}
         tags = frozenset(tag for t in techniques_of(self.recipe) for tag in t.provided())
         context = Context(self.recipe, hf.facts(self.config), self.device, tags, sizes)
-        return [t for t in made.options(context) if self.allowed(t)]
+        return [t for t in default.options(context) if self.allowed(t)]
 
     def having(self, added: Iterable[Technique]) -> Recipe:
-        """The recipe with these besides, on all devices."""
+        """Returns the recipe with these techniques added, on all devices."""
         techniques = {**self.recipe.techniques, **{t.name(): t for t in added}}
         return replace(self.recipe, techniques=techniques, parallel=replace(self.recipe.parallel, devices=self.world))
 
     def single(self, added: Iterable[Technique]) -> Recipe:
-        """The same on one device, one row at a time: without what shares out and cuts."""
-        made = self.having(added)
-        kept = {name: t for name, t in single_device(made.techniques).items() if t.micro_batch_count() == 1}
-        parallel = replace(made.parallel, devices=1)
-        model = made.model
-        if getattr(
-            self.config.get_text_config(), "first_k_dense_replace", None
-        ):  # so that a look at one layer sees experts
+        """Returns the recipe on one device with batch size 1: without parallelism and gradient accumulation."""
+        recipe = self.having(added)
+        techniques = {name: t for name, t in single_device(recipe.techniques).items() if t.micro_batch_count() == 1}
+        parallel = replace(recipe.parallel, devices=1)
+        model = recipe.model
+        # A model of one layer must contain experts.
+        if getattr(self.config.get_text_config(), "first_k_dense_replace", None):
             model = replace(model, config={**model.config, "first_k_dense_replace": 0})
-        return replace(made, model=model, techniques=kept, parallel=parallel, batch=replace(made.batch, size=1))
+        return replace(
+            recipe, model=model, techniques=techniques, parallel=parallel, batch=replace(recipe.batch, size=1)
+        )
 
     def even(self, sizes: Mapping[Axis, int]) -> bool:
-        """Whether each device has as many rows as the others."""
+        """True if the batch divides evenly across the data-parallel ranks."""
         return self.recipe.batch.size % math.prod(sizes[axis] for axis in DATA) == 0
 
     def sizes(self, techniques: Iterable[Technique]) -> dict[Axis, int] | None:
-        """The mesh of some techniques; None where they do not multiply to the devices."""
+        """Returns the mesh of these techniques; None if their degrees do not multiply to the number of devices."""
         try:
             return sizes_of(techniques, self.world)
         except ValueError:
             return None
 
     def sizes_of(self, recipe: Recipe) -> Mapping[Axis, int]:
-        """The mesh of a recipe that can be."""
+        """Returns the mesh of a valid recipe."""
         return self.context(recipe).sizes
 
 
 def _inner(cls: type[Technique]) -> bool:
-    """Whether it shares out something else than rows."""
+    """True if the technique splits something other than the batch (layers, tensors, sequences)."""
     return not set(cls().degrees()) & set(DATA)
 
 
 def candidate_problems(space: Space, recipe: Recipe, world: int | None = None) -> list[Problem]:
-    """Why a candidate cannot be used; empty if it can."""
+    """Returns why a candidate cannot be used; empty if it can."""
     try:
         context = space.context(recipe, world)
     except RecipeError as error:

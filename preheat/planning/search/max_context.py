@@ -1,4 +1,4 @@
-"""The longest rows that fit: of a recipe as it stands, or with a search for each length, until none fits."""
+"""Longest sequences that fit: for a recipe as it is, or with a search at each length."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from preheat.recipe import Recipe
 __all__ = ["longest", "longest_as_stated"]
 
 DOUBLINGS = 10
-"""Of a recipe as it stands: a dry run each, and a thousand times the length is far beyond any."""
+"""For a recipe as it is: each doubling costs a dry run, and 1024 times its length is beyond any practical limit."""
 SHORTEST = 32
-"""Tokens of a row, below which nobody asks."""
+"""Tokens of the shortest sequence worth reporting."""
 
 
 def longest(
@@ -34,11 +34,12 @@ def longest(
     in_use: int = 0,
     seconds: float = 10.0,
     confirm: bool = True,
-    tell: Callable[[str], None] = lambda words: None,
+    tell: Callable[[str], None] = lambda message: None,
 ) -> SearchResult:
-    """The longest rows that fit, as `search` finds them: doubled until they do not, up to the model's positions; tokens a batch stay what they are.
+    """Finds the longest sequences that fit, with a search at each length.
 
-    Arguments and errors as of `search`.
+    The length is doubled until nothing fits, up to the model's positions; the tokens per batch stay the same. Arguments
+    and errors as of `search`.
     """
     batch = space.recipe.batch
     positions = hf.facts(space.config).positions or batch.length
@@ -47,14 +48,14 @@ def longest(
     while True:
         size = max(tokens // length, space.world)
         recipe = replace(space.recipe, batch=replace(batch, length=length, size=size))
-        found = search(
+        result = search(
             replace(space, recipe=recipe), rates=rates, in_use=in_use, seconds=seconds / 3, confirm=False, tell=tell
         )
-        if not found.best.plan["fits"]:
+        if not result.best.plan["fits"]:
             if best is not None:
-                best.rejected.append((f"rows of {length:,} tokens", too_large(found.best.plan)))
-            return best or found
-        best = found
+                best.rejected.append((f"rows of {length:,} tokens", too_large(result.best.plan)))
+            return best or result
+        best = result
         if 2 * length > positions and not _scaled(space.recipe, space.vocabulary, 2 * length):
             best.rejected.append((f"rows of {2 * length:,} tokens", f"the model has {positions:,} positions"))
             return best
@@ -70,41 +71,49 @@ def longest_as_stated(
     in_use: int = 0,
     world: int | None = None,
 ) -> dict[str, Any]:
-    """The longest rows that fit with the techniques that a recipe has, one row a micro-batch; arguments as of `planning.plan.plan`.
+    """Finds the longest sequences that fit with the recipe's own techniques and micro-batches of one sequence.
 
-    Rows are doubled from the recipe's own length on, or halved where these do not fit.
+    Starts from the recipe's length and doubles it, or halves it if it does not fit. Arguments as of
+    `planning.plan.plan`.
 
     Returns:
-        {length, peak_gib, limit}: tokens (0: not even the shortest fits), its predicted peak, and why no longer, in words.
+        {length, peak_gib, limit}: tokens (0 if not even the shortest fits), the predicted peak, and the reason why no
+        longer sequence fits.
     """
-    how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "rates": rates, "in_use": in_use, "world": world}
+    kwargs: dict[str, Any] = {
+        "vocabulary": vocabulary,
+        "device": device,
+        "rates": rates,
+        "in_use": in_use,
+        "world": world,
+    }
     sizes = context_of(recipe, hf.configure(recipe, vocabulary), device, world).sizes
     rows = math.prod(sizes[axis] for axis in DATA) * math.prod(
         t.micro_batch_count() for t in recipe.techniques.values()
     )
-    made: dict[str, Any] = {"length": 0, "peak_gib": None, "limit": ""}
+    longest: dict[str, Any] = {"length": 0, "peak_gib": None, "limit": ""}
     length, doubled = recipe.batch.length, 0
     while doubled < DOUBLINGS:
         longer = replace(recipe, batch=replace(recipe.batch, length=length, size=rows))
         try:
-            found = plan(longer, **how)
-        except RecipeError as error:  # of the length: the recipe itself was planned before
-            return {**made, "limit": f"rows of {length:,} tokens: {str(error).splitlines()[0]}"}
-        if found["fits"]:
-            made |= {"length": length, "peak_gib": found["peak_gib"]}
-            if made["limit"]:
-                return made
+            planned = plan(longer, **kwargs)
+        except RecipeError as error:  # the length is to blame: the recipe itself was planned before
+            return {**longest, "limit": f"rows of {length:,} tokens: {str(error).splitlines()[0]}"}
+        if planned["fits"]:
+            longest |= {"length": length, "peak_gib": planned["peak_gib"]}
+            if longest["limit"]:
+                return longest
             length, doubled = 2 * length, doubled + 1
             continue
-        made["limit"] = f"rows of {length:,} tokens: {too_large(found)}"
-        if made["length"] or length < 2 * SHORTEST:
-            return made
+        longest["limit"] = f"rows of {length:,} tokens: {too_large(planned)}"
+        if longest["length"] or length < 2 * SHORTEST:
+            return longest
         length //= 2
-    return {**made, "limit": f"rows of {length:,} tokens were not tried"}
+    return {**longest, "limit": f"rows of {length:,} tokens were not tried"}
 
 
 def _scaled(recipe: Recipe, vocabulary: int | None, length: int) -> bool:
-    """Whether the recipe itself gives the model as many positions as it needs."""
+    """True if the recipe extends the model's positions to the given length (RoPE scaling)."""
     try:
         hf.configure(replace(recipe, batch=replace(recipe.batch, length=length)), vocabulary)
     except RecipeError:

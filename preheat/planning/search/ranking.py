@@ -1,7 +1,8 @@
-"""What a candidate may need, in microseconds of a guess: for the order in which a search looks at candidates, never for its verdicts.
+"""Fast estimates of memory and speed, which order the candidates of a search; verdicts come from dry runs.
 
-One layer and two are observed on one device with one row; the difference is a layer, the rest embedding, head and loss. Layers, rows and devices
-are multiplied and divided from there; what devices send each other is taken from the sizes of weights and hidden states.
+Dry runs of one layer and of two, on one device with one sequence, give the cost of a layer (their difference) and of
+the ends (embedding, head, loss). An estimate scales these by layers, rows and devices, and computes the communication
+from the sizes of weights and hidden states.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ __all__ = ["Guess", "LayerCost", "estimate", "observe_layer", "seconds"]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a model needs on one device for one row: of a layer, and of its ends (embedding, head, loss). Bytes and seconds.
+    """Cost of one layer and of the ends (embedding, head, loss), on one device for one sequence, in bytes and seconds.
+
+    Each attribute is a pair (layer, ends).
 
     Attributes:
         states: weights, gradients and optimizer states.
-        weights: of these.
-        kept: what a layer keeps for its backward pass; of the ends whatever else is alive at the peak.
+        weights: the weights alone.
+        kept: activations that a layer saves for backward; for the ends everything else that is alive at the peak.
         seconds: forward and backward.
-        update: seconds of the optimizer's, whatever the rows.
+        update: optimizer update, which does not depend on the batch size.
     """
 
     states: tuple[float, float]
@@ -43,9 +46,9 @@ class LayerCost:
     update: tuple[float, float]
 
     def with_change(self, other: LayerCost, base: LayerCost) -> LayerCost:
-        """This look, changed as `other` is from `base`: two changes that were seen apart, taken together.
+        """Applies the change from `base` to `other` to this cost: combines two changes that were observed separately.
 
-        Bytes change by the difference, since one thing is not kept for another's sake; seconds by the ratio.
+        Bytes change by the difference, because savings are independent of each other; seconds change by the ratio.
         """
 
         def by(name: str) -> tuple[float, float]:
@@ -61,21 +64,23 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Guess:
-    """Of one device: bytes at the peak, seconds of a step, tokens a second of all devices together."""
+    """Estimate of a candidate: peak bytes of a device, seconds per step, tokens/s of all devices together."""
 
     bytes: float
     seconds: float
     tokens_per_second: float
 
 
-def seconds(seen: Observation, rates: Rates | Roofline) -> float:
-    """Of one optimizer step, without what a CPU has from the system anew."""
-    return rates.seconds(seen).total if isinstance(rates, Roofline) else step_seconds(seen, rates)
+def seconds(observation: Observation, rates: Rates | Roofline) -> float:
+    """Returns the seconds of one optimizer step."""
+    return rates.seconds(observation).total if isinstance(rates, Roofline) else step_seconds(observation, rates)
 
 
-def _of_update(seen: Observation, rates: Rates | Roofline) -> float:
-    """Seconds of the device for the update; the host hands its kernels out while the step's others still run."""
-    only = replace(seen, kernels=Counter({kernel: n for kernel, n in seen.kernels.items() if kernel.alone}))
+def _of_update(observation: Observation, rates: Rates | Roofline) -> float:
+    """Returns the device seconds of the update; the host launches its kernels while earlier ones still run."""
+    only = replace(
+        observation, kernels=Counter({kernel: n for kernel, n in observation.kernels.items() if kernel.alone})
+    )
     if isinstance(rates, Roofline):
         parts = rates.seconds(only)
         return parts.total - parts.host
@@ -90,22 +95,24 @@ def observe_layer(
     rates: Rates | Roofline,
     layer: LayerCost | None = None,
 ) -> LayerCost:
-    """Looks at one layer and at two of a model, on one device with one row.
+    """Observes the model with one layer and with two, on one device with one sequence.
 
     Args:
-        recipe: with one row, and nothing that shares it out.
-        layer: a look with the same layers, where only embedding, head and loss differ: then one is enough.
+        recipe: recipe with batch size 1 and no parallelism.
+        layer: cost of the same layers, if only embedding, head and loss differ: one dry run is then enough.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
 
     def numbers(layers: int) -> tuple[float, ...]:
-        seen = observe_cached(of_layers(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step")
-        at = seen.categories[Phase.UPDATE]
-        update = _of_update(seen, rates)
+        observation = observe_cached(
+            of_layers(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step"
+        )
+        at = observation.categories[Phase.UPDATE]
+        update = _of_update(observation, rates)
         states = at["parameters"] + at["gradients"] + at["optimizer"]
-        return states, at["parameters"], seen.passing, max(seconds(seen, rates) - update, 0.0), update
+        return states, at["parameters"], observation.passing, max(seconds(observation, rates) - update, 0.0), update
 
     one = numbers(1)
     if layer is not None:
@@ -117,7 +124,7 @@ def observe_layer(
 
 
 def estimate(
-    seen: LayerCost,
+    cost: LayerCost,
     batch: Batch,
     model: ModelFacts,
     sizes: Mapping[Axis, int],
@@ -125,11 +132,12 @@ def estimate(
     tags: frozenset[Tag],
     rates: Rates | Roofline,
 ) -> Guess:
-    """Of a batch on this mesh, a device's rows cut into so many micro-batches.
+    """Estimates a step on a mesh.
 
     Args:
-        seen: the same techniques on one device.
-        tags: of all techniques.
+        cost: cost of the same techniques on one device.
+        micros: micro-batches per device.
+        tags: tags of all techniques.
     """
     pipeline, tensor, context = (sizes[axis] for axis in (Axis.PIPELINE, Axis.TENSOR, Axis.CONTEXT))
     layers, rows = model.layers / pipeline, batch.size / math.prod(sizes[axis] for axis in DATA)
@@ -139,19 +147,19 @@ def estimate(
     def of_all(pair: tuple[float, float]) -> float:
         return (pair[0] * layers + pair[1]) / tensor
 
-    weights = of_all(seen.weights)
+    weights = of_all(cost.weights)
     gathered = 0.0
-    if sharded > 1:  # a layer's weights and the next one's, or the ends', which are the largest group
-        gathered = (seen.weights[0] + max(seen.weights)) / tensor if Tag.RESHARD_AFTER_FORWARD in tags else weights
+    if sharded > 1:  # the weights of a layer and of the next one, or of the ends, the largest FSDP group
+        gathered = (cost.weights[0] + max(cost.weights)) / tensor if Tag.RESHARD_AFTER_FORWARD in tags else weights
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
-            gathered += weights  # gradients of all weights wait for the last micro-batch
-    flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals stay whole
-    alive = min(pipeline, micros) * layers * seen.kept[0] / flowing + seen.kept[1] / tensor
-    memory = of_all(seen.states) / sharded + gathered + micro * alive / context
-    working = rows * (seen.seconds[0] * layers + seen.seconds[1] / pipeline) / (tensor * context)
-    waiting, beside = _sent(batch, model, sizes, micros, micro, weights, tags, rates)
-    time = (working + waiting + max(beside - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(
-        seen.update
+            gathered += weights  # unsharded gradients accumulate until the last micro-batch
+    flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals are replicated
+    alive = min(pipeline, micros) * layers * cost.kept[0] / flowing + cost.kept[1] / tensor
+    memory = of_all(cost.states) / sharded + gathered + micro * alive / context
+    working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
+    waiting, hidden = _sent(batch, model, sizes, micros, micro, weights, tags, rates)
+    time = (working + waiting + max(hidden - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(
+        cost.update
     ) / sharded
     return Guess(memory, time, batch.size * batch.length / time)
 
@@ -166,7 +174,7 @@ def _sent(
     tags: frozenset[Tag],
     rates: Rates | Roofline,
 ) -> tuple[float, float]:
-    """Seconds of a step that stand in the way, and those beside the computing. Nothing is known of the links of a measured machine."""
+    """Returns the seconds of exposed and of overlapped communication; zeros for a measured machine (unknown links)."""
     if not isinstance(rates, Roofline):
         return 0.0, 0.0
     order = list(Axis)
@@ -183,9 +191,9 @@ def _sent(
     waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)
     half = 0.5 if Tag.BF16_ALL_GATHER in tags else 1.0
     gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1)
-    beside = gathers * once("all_gather_into_tensor", weights * half, Axis.SHARD)
-    beside += (micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1) * once(
+    overlapped = gathers * once("all_gather_into_tensor", weights * half, Axis.SHARD)
+    overlapped += (micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1) * once(
         "reduce_scatter_tensor", weights, Axis.SHARD
     )
-    beside += once("all_reduce", weights / sizes[Axis.SHARD], Axis.REPLICATE)
-    return waiting, beside
+    overlapped += once("all_reduce", weights / sizes[Axis.SHARD], Axis.REPLICATE)
+    return waiting, overlapped

@@ -1,4 +1,4 @@
-"""What a search comes to."""
+"""Result of a search."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["SearchResult", "EstimatedPlan", "EvaluatedPlan", "falls_short", "fra
 
 
 class EstimatedPlan(NamedTuple):
-    """A candidate as it was estimated, without a dry run.
+    """A candidate with its estimate, without a dry run.
 
     Attributes:
-        what: its techniques and micro-batch, for people.
+        what: readable description of techniques and micro-batch.
         techniques: the same without the micro-batch.
     """
 
@@ -28,11 +28,11 @@ class EstimatedPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class EvaluatedPlan:
-    """A candidate that was looked at.
+    """A candidate that was dry-run.
 
     Attributes:
-        plan: as of `planning.plan.plan`.
-        trades: the most that it gives up of its numbers beyond the recipe as it was given.
+        plan: plan, as of `planning.plan.plan`.
+        trades: largest change of numerics compared with the given recipe.
     """
 
     recipe: Recipe
@@ -48,16 +48,16 @@ class EvaluatedPlan:
 
 @dataclass
 class SearchResult:
-    """What a search came to.
+    """Result of a search.
 
     Attributes:
-        best: what serves the aim best of what fits; where nothing does, what needs the least memory of what was looked at.
-        others: what fits besides, of other techniques, the best of each.
-        seen: all that was looked at, in order.
-        rejected: (settings in words, why not), a line each.
-        guessed: how many candidates were put in order.
-        confirmed: the best was dry-run with all its layers.
-        guesses: (settings in words, GiB, tokens a second) of the candidates as they were put in order, the fastest first; of many, some.
+        best: the best candidate that fits; if none fits, the one that needs the least memory.
+        others: alternatives that fit, the best of each other set of techniques.
+        seen: all dry-run candidates, in order.
+        rejected: (settings, reason), a line each.
+        guessed: number of estimated candidates.
+        confirmed: True if the best was dry-run with all its layers.
+        guesses: estimates of the candidates, fastest first; a sample if there are many.
     """
 
     best: EvaluatedPlan
@@ -70,7 +70,7 @@ class SearchResult:
 
 
 def too_large(plan: Mapping[str, Any]) -> str:
-    """Why a plan does not fit, with what fills the most."""
+    """Describes why a plan does not fit, with the two largest categories."""
     most = sorted(plan["memory"].items(), key=lambda item: -item[1])[:2]
     what = ", ".join(f"{category} {size:.1f}" for category, size in most)
     return "; ".join(
@@ -81,7 +81,7 @@ def too_large(plan: Mapping[str, Any]) -> str:
 
 
 def falls_short(plan: Mapping[str, Any]) -> str:
-    """By how much a plan does not fit.
+    """Describes by how much a plan does not fit.
 
     Example:
         >>> device = {"name": "a CPU"}
@@ -101,12 +101,18 @@ def size(gib: float) -> str:
 
 
 def fragmentation_hint(plan: Mapping[str, Any]) -> str:
-    """What to try on a GPU that has room for a plan's tensors and not for the freed memory that torch's allocator keeps in segments of fixed sizes; else empty."""
-    kept = plan["overhead"].get("allocator", 0.0)
+    """Suggests expandable segments if the tensors fit on a GPU but the allocator's fragmentation does not."""
+    cached = plan["overhead"].get("allocator", 0.0)
     if plan["device"].get("segments") != "fixed":
         return ""
     if plan.get("gives_back"):
-        return "the allocator must give back freed memory in each step to make room, which takes time: --set hardware.segments=expandable has less to give back"
-    if not plan["peak_gib"] - kept <= plan["available_gib"] < plan["peak_gib"]:
+        return (
+            "the allocator must give back freed memory in each step to make room, which takes time: "
+            "--set hardware.segments=expandable has less to give back"
+        )
+    if not plan["peak_gib"] - cached <= plan["available_gib"] < plan["peak_gib"]:
         return ""
-    return f"{kept:.1f} of it is freed memory in pieces; segments that grow give it back page by page: --set hardware.segments=expandable"
+    return (
+        f"{cached:.1f} of it is freed memory in pieces; segments that grow give it back page by page: "
+        "--set hardware.segments=expandable"
+    )

@@ -1,7 +1,8 @@
-"""The search: of all that may be added to a recipe, what fits a device and serves an aim best, and why not the others.
+"""Search for the techniques, parallel layout and micro-batch size that fit a device and serve an aim best.
 
-Candidates are put in order by a guess (`planning/search/ranking.py`), and looked at from the best on by a dry run; each look corrects the guesses of its kin. What
-did not fit with some micro-batch is not tried with a larger one. Verdicts come from dry runs alone, and the one that is chosen is dry-run with all its layers.
+Candidates are ordered by an estimate (`planning/search/ranking.py`) and dry-run from the best on; each dry run
+recalibrates the estimates of similar candidates. A candidate that does not fit rules out the same one with larger
+micro-batches. All verdicts come from dry runs, and the chosen candidate is dry-run with all its layers.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ __all__ = ["AIMS", "Aim", "search"]
 
 Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
-_SLACK = 1.03  # guesses up to so much over the memory are looked at all the same
-_LAYOUTS = 40  # ways to share out the work, of which all is guessed
-_ALIKE = 10  # of these, by the same techniques
-_LOOKS = 3  # however long they take
-_CONFIRM = 1.5  # of the seconds for looking, for the best with all its layers
-_OTHERS = 3  # alternatives
-_WORTH = 1.01  # how much faster another must promise to be
-_BESIDE = 1.1  # how far guesses of the same layout may be off
-_DRAWN = 300  # candidates that a page draws
+_SLACK = 1.03  # of the available memory: candidates estimated up to this are dry-run, since estimates may be too high
+_LAYOUTS = 40  # layouts whose candidates are all estimated
+_ALIKE = 10  # of these, layouts of the same techniques that differ in degrees only
+_MIN_DRY_RUNS = 3  # dry runs at least, however long they take
+_CONFIRM = 1.5  # of the search's seconds: time allowed to confirm the best with all its layers
+_ALTERNATIVES = 3  # alternatives
+_GAIN = 1.01  # speedup that another candidate must promise to be dry-run
+_TOLERANCE = 1.1  # error of estimates within the same layout
+_PLOTTED = 300  # candidates in the plot of the report
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Techniques on one device, how the work is shared out, and into how many micro-batches a device's rows are cut."""
+    """Techniques on one device (`kind`), parallel layout, and gradient accumulation (`cuts`) of `rows` per device."""
 
     kind: Settings
     layout: Settings
@@ -57,12 +58,12 @@ class Candidate:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What shares out the work."""
+        """Names of the techniques of the layout."""
         return tuple(t.name() for t in self.layout)
 
     @property
     def micro(self) -> int:
-        """Rows of a micro-batch."""
+        """Micro-batch size."""
         return math.ceil(self.rows / (self.cuts.micro_batch_count() if self.cuts else 1))
 
 
@@ -74,26 +75,28 @@ def search(
     aim: Aim = "fastest",
     seconds: float = 10.0,
     confirm: bool = True,
-    tell: Callable[[str], None] = lambda words: None,
+    tell: Callable[[str], None] = lambda message: None,
 ) -> SearchResult:
-    """The best recipe that fits.
+    """Finds the best recipe that fits.
 
     Args:
-        space: the recipe, what may be added to it, and on what.
-        rates: of the device, measured or by the catalogue.
-        in_use: bytes of the device that are taken before the run.
-        aim: fastest and cheapest: most tokens a second; largest-batch: most rows in a micro-batch; closest: least given up of the numbers.
-        seconds: of this process's work; after so many nothing more is tried, but what is needed for a verdict.
+        space: the recipe, the techniques that may be added, and the devices.
+        rates: rates of the device, measured or from the catalogue.
+        in_use: bytes of the device that are in use before the run.
+        aim: fastest and cheapest: most tokens/s; largest-batch: largest micro-batch; closest: smallest change of
+            numerics.
+        seconds: CPU time of this process after which only the dry runs needed for a verdict are added.
         confirm: dry-run the best with all its layers.
-        tell: is told what goes on.
+        tell: called with a progress message before each dry run.
 
     Raises:
-        RecipeError: the recipe contradicts itself, or cannot be shared out among the devices.
+        RecipeError: the recipe contradicts itself, or cannot be split across the devices.
 
     Example:
         >>> from preheat.recipe import parse
         >>> from preheat.core import Device
-        >>> recipe = parse("model: {layers: 2, width: 64, heads: 2, vocabulary: 128}\\nbatch: {size: 2, length: 16}\\nstop: {steps: 1}")
+        >>> model = "{layers: 2, width: 64, heads: 2, vocabulary: 128}"
+        >>> recipe = parse(f"model: {model}\\nbatch: {{size: 2, length: 16}}\\nstop: {{steps: 1}}")
         >>> gpu = Roofline.of("H100")
         >>> search(Space(recipe, None, gpu.as_device, 1), rates=gpu).best.plan["fits"]
         True
@@ -112,32 +115,32 @@ class _Search:
         self.seen: list[EvaluatedPlan] = []
         self.rejected: list[tuple[str, str]] = []
         self.guessed = 0
-        self._scale: dict[
-            Any, tuple[float, float]
-        ] = {}  # (kind, names of the layout), these, None -> the last look over its guess: memory, tokens a second
-        self._clash: dict[Any, Problem | None] = {}  # (kind, layout) -> why the two do not go together
-        self._cut: dict[int, list[Technique]] = {}  # rows of a device -> settings that cut them
-        self._took = 0.0  # seconds of the last look by few layers
-        self._failed: dict[Any, int] = {}  # (kind, layout) -> rows of the least micro-batch that did not fit
+        # Last dry run over its estimate (memory, tokens/s): by (kind, layout names), by layout names, and overall
+        # (None).
+        self._corrections: dict[Any, tuple[float, float]] = {}
+        self._conflicts: dict[Any, Problem | None] = {}  # (kind, layout) -> why the two are incompatible
+        self._cuts: dict[int, list[Technique]] = {}  # rows of a device -> gradient accumulation settings
+        self._seconds_per_dry_run = 0.0  # of the last dry run of few layers
+        self._too_large: dict[Any, int] = {}  # (kind, layout) -> smallest micro-batch that did not fit
 
     def run(self, confirm: bool) -> SearchResult:
         for resort in (False, True):
             kinds = technique_combinations(self.space, self.rates, self._reject, resort=resort)
             candidates = self._candidates(kinds)
             if not candidates:
-                raise RecipeError(self._why_none())
+                raise RecipeError(self._no_candidate_message())
             self.until = time.process_time() + self.seconds
-            self._look_from_the_best(candidates)
+            self._evaluate_best_first(candidates)
             if any(s.plan["fits"] for s in self.seen):
-                self._look_beside_the_best(candidates)
-                self._look_at_others(candidates)
+                self._evaluate_larger_micro_batches(candidates)
+                self._evaluate_alternatives(candidates)
                 break
-            self._look_at_the_least(candidates)
+            self._evaluate_smallest(candidates)
             if any(s.plan["fits"] for s in self.seen):
                 break
         if not self.seen:
             if self.space.recipe.batch.size % self.space.world:
-                raise RecipeError(self._why_none())
+                raise RecipeError(self._no_candidate_message())
             reasons = dict.fromkeys(why for _, why in self.rejected[:3])
             raise RecipeError(f"techniques: nothing that may be added can be planned here: {'; '.join(reasons)}")
         fitting = [s for s in self.seen if s.plan["fits"]]
@@ -145,69 +148,71 @@ class _Search:
         confirmed = False
         layers = self.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
         if confirm and fitting:
-            quick = (
-                self._took * layers / (9 if is_serial() else 5) <= _CONFIRM * self.seconds
-            )  # 4 layers and 5 were looked at
+            # The dry run was of 4 and of 5 layers.
+            quick = self._seconds_per_dry_run * layers / (9 if is_serial() else 5) <= _CONFIRM * self.seconds
             best, confirmed = self._confirm(best, "whole" if quick else "enough")
             confirmed &= quick
         guesses = self._guesses(candidates)
-        found = SearchResult(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed, guesses)
-        self._say_why_slower(found)
-        return found
+        result = SearchResult(
+            best, self._alternatives(best), self.seen, self.rejected, self.guessed, confirmed, guesses
+        )
+        self._explain_slower(result)
+        return result
 
     # Candidates
 
     def _candidates(self, kinds: list[Combination]) -> list[Candidate]:
-        """All of the most promising layouts, of each set of techniques some; which these are is told by the best kinds."""
+        """Returns all candidates of the most promising layouts; if there are many, a few kinds decide which."""
         layouts = list(self._meshes())
         if len(layouts) > _LAYOUTS:
             best = [k for k in kinds if not k.better]
             others = [
-                sorted(kinds, key=lambda k: k.look.seconds[0]),
-                sorted(kinds, key=lambda k: k.look.states[0] + k.look.kept[0]),
+                sorted(kinds, key=lambda k: k.cost.seconds[0]),
+                sorted(kinds, key=lambda k: k.cost.states[0] + k.cost.kept[0]),
             ]
-            every = max(len(kinds) // 10, 1)  # to try them all would take as long as looking
-            some: dict[
-                Any, list[Combination]
-            ] = {}  # layouts that differ in numbers of devices alone go with the same kinds, mostly
-            # Those of most rows a device first, which can be cut for a pipeline.
+            every = max(len(kinds) // 10, 1)  # estimating all of them would take as long as the dry runs
+            # Layouts that differ in degrees only are mostly compatible with the same kinds.
+            some: dict[Any, list[Combination]] = {}
+            # Layouts with the most rows per device first: these can be cut into enough micro-batches for a pipeline.
             for layout, _ in sorted(layouts, key=lambda pair: math.prod(pair[1][axis] for axis in DATA)):
                 if (shape := _shape(layout)) not in some:
-                    found = [k for k in best if self._go_together(k, layout)]
+                    compatible = [k for k in best if self._is_compatible(k, layout)]
                     firsts = (
-                        next((k for k in order[::every] if self._go_together(k, layout)), None) for order in others
+                        next((k for k in order[::every] if self._is_compatible(k, layout)), None) for order in others
                     )
-                    some[shape] = found or [k for k in firsts if k is not None]
-            tried = [self._of(layout, sizes, some[_shape(layout)]) for layout, sizes in layouts]
+                    some[shape] = compatible or [k for k in firsts if k is not None]
+            tried = [self._candidates_of(layout, sizes, some[_shape(layout)]) for layout, sizes in layouts]
             self.guessed += sum(map(len, tried))
-            taken: Counter[tuple[str, ...]] = Counter()
+            counts: Counter[tuple[str, ...]] = Counter()
             ranked = []
-            for _, n in sorted((self._hope(made), n) for n, made in enumerate(tried)):
-                taken[names := tuple(t.name() for t in layouts[n][0])] += 1
-                if taken[names] <= _ALIKE:
+            for _, n in sorted((self._layout_key(of_layout), n) for n, of_layout in enumerate(tried)):
+                counts[names := tuple(t.name() for t in layouts[n][0])] += 1
+                if counts[names] <= _ALIKE:
                     ranked.append(layouts[n])
             layouts = ranked[:_LAYOUTS]
         candidates = []
         for layout, sizes in layouts:
-            possible = {n: k for n, k in enumerate(kinds) if self._go_together(k, layout)}
-            candidates += self._of(layout, sizes, [k for k in possible.values() if not k.better & possible.keys()])
+            possible = {n: k for n, k in enumerate(kinds) if self._is_compatible(k, layout)}
+            candidates += self._candidates_of(
+                layout, sizes, [k for k in possible.values() if not k.better & possible.keys()]
+            )
         self.guessed += len(candidates)
         return candidates
 
-    def _go_together(self, kind: Combination, layout: Settings) -> bool:
-        """Whether a kind and a layout can be, with the whole batch at once or cut as small as it may be."""
+    def _is_compatible(self, kind: Combination, layout: Settings) -> bool:
+        """True if a kind is compatible with a layout, with the largest or the smallest micro-batches."""
         key = (kind.settings, layout)
-        if key not in self._clash:
+        if key not in self._conflicts:
             both = (*kind.settings, *layout)
             why = candidate_problems(self.space, self.space.having(both))
-            cuts = self._ways_to_cut(layout) if why else [None]
+            cuts = self._micro_batch_options(layout) if why else [None]
             if cuts[-1] is not None:
                 why = candidate_problems(self.space, self.space.having((*both, cuts[-1])))
-            self._clash[key] = why[0] if why else None
-        return self._clash[key] is None
+            self._conflicts[key] = why[0] if why else None
+        return self._conflicts[key] is None
 
-    def _hope(self, candidates: list[Candidate]) -> tuple[float, float]:
-        """Less is better: does none fit, and how slow is the fastest that does."""
+    def _layout_key(self, candidates: list[Candidate]) -> tuple[float, float]:
+        """Sort key of a layout: first those in which something fits, by their fastest candidate, then the others."""
         fitting = [c for c in candidates if c.guess.bytes <= self.room * _SLACK]
         least = min((c.guess.bytes for c in candidates), default=math.inf)
         return (0.0, -max(c.guess.tokens_per_second for c in fitting)) if fitting else (1.0, least)
@@ -218,75 +223,77 @@ class _Search:
             if sizes is not None and self.space.even(sizes):
                 yield layout, sizes
 
-    def _of(self, layout: Settings, sizes: dict[Axis, int], kinds: Iterable[Combination]) -> list[Candidate]:
-        stated, batch = tuple(self.space.recipe.techniques.values()), self.space.recipe.batch
+    def _candidates_of(self, layout: Settings, sizes: dict[Axis, int], kinds: Iterable[Combination]) -> list[Candidate]:
+        own, batch = tuple(self.space.recipe.techniques.values()), self.space.recipe.batch
         fixed, rows = (
-            math.prod(t.micro_batch_count() for t in stated),
+            math.prod(t.micro_batch_count() for t in own),
             batch.size // math.prod(sizes[axis] for axis in DATA),
         )
-        cuts = self._ways_to_cut(layout)
-        made = []
+        cuts = self._micro_batch_options(layout)
+        candidates = []
         for kind in kinds:
-            tags = frozenset(tag for t in (*stated, *kind.settings, *layout) for tag in t.provided())
+            tags = frozenset(tag for t in (*own, *kind.settings, *layout) for tag in t.provided())
             for cut in cuts:
                 micros = cut.micro_batch_count() if cut else fixed
                 if sizes[Axis.PIPELINE] <= micros:
-                    guessed = estimate(kind.look, batch, self.model, sizes, micros, tags, self.rates)
-                    made.append(Candidate(kind.settings, layout, cut, rows, guessed))
-        return made
+                    guessed = estimate(kind.cost, batch, self.model, sizes, micros, tags, self.rates)
+                    candidates.append(Candidate(kind.settings, layout, cut, rows, guessed))
+        return candidates
 
-    def _ways_to_cut(self, layout: Settings) -> list[Technique | None]:
-        """Ways to cut a device's rows into micro-batches, from none on, which is the only one where the recipe states how."""
-        stated = self.space.recipe.techniques.values()
-        sizes = self.space.sizes((*stated, *layout))
+    def _micro_batch_options(self, layout: Settings) -> list[Technique | None]:
+        """Returns the gradient accumulation settings of a layout; only None if the recipe has its own."""
+        own = self.space.recipe.techniques.values()
+        sizes = self.space.sizes((*own, *layout))
         rows = self.space.recipe.batch.size // math.prod(sizes[axis] for axis in DATA) if sizes else 1
-        if rows == 1 or any(t.micro_batch_count() > 1 for t in stated):
+        if rows == 1 or any(t.micro_batch_count() > 1 for t in own):
             return [None]
-        if rows not in self._cut:
+        if rows not in self._cuts:
             context = self.space.context(self.space.having(layout))
-            self._cut[rows] = [
+            self._cuts[rows] = [
                 t for cls in self.space.searched() if cls().micro_batch_count() > 1 for t in cls().options(context)
             ]
-        return [None, *self._cut[rows]]
+        return [None, *self._cuts[rows]]
 
-    def _why_none(self) -> str:
-        """Raises where what the recipe states contradicts itself already."""
+    def _no_candidate_message(self) -> str:
+        """Returns the message for an empty search; raises RecipeError if the recipe contradicts itself."""
         if any(t.is_parallel() for t in self.space.recipe.techniques.values()):
             self.space.context(self.space.recipe)
         size, world = self.space.recipe.batch.size, self.space.world
-        simplest = sorted(
-            self._clash, key=lambda pair: len(pair[0]) + len(pair[1])
-        )  # before layouts that nobody asked for
-        reasons = [problem for problem in dict.fromkeys(map(self._clash.get, simplest)) if problem is not None]
-        # What the recipe states itself binds; what it lacks, a search might have added.
-        stated = [
+        # Problems of the recipe itself before those of added layouts.
+        simplest = sorted(self._conflicts, key=lambda pair: len(pair[0]) + len(pair[1]))
+        reasons = [problem for problem in dict.fromkeys(map(self._conflicts.get, simplest)) if problem is not None]
+        # Problems of the recipe's own techniques come first; a missing tag could have been added by the search.
+        binding = [
             problem
             for problem in reasons
             if problem.technique in self.space.recipe.techniques and problem.code is not ProblemCode.MISSING_TAG
         ]
         if size % world == 0 and reasons:
-            return f"techniques: nothing that may be added can be planned here: {'; '.join(map(str, (stated or reasons)[:3]))}"
+            why = "; ".join(map(str, (binding or reasons)[:3]))
+            return f"techniques: nothing that may be added can be planned here: {why}"
+        length = self.space.recipe.batch.length
+        tokens = size // world * world * length or world * length
         return (
-            f"batch.size: {size} rows cannot be shared out evenly among {world} devices by what may be added; use a multiple of {world}"
-            f" (--batch-tokens {size // world * world * self.space.recipe.batch.length or world * self.space.recipe.batch.length}), or fewer devices"
+            f"batch.size: {size} rows cannot be shared out evenly among {world} devices by what may be added; "
+            f"use a multiple of {world} (--batch-tokens {tokens}), or fewer devices"
         )
 
-    # Looks
+    # Dry runs
 
     def _corrected(self, c: Candidate) -> tuple[float, float]:
-        """Bytes and tokens a second of the run of a guess, as looks at its kin were beside theirs: the less they have in common, the less they tell."""
-        if own := self._scale.get((c.kind, c.names)):
+        """Returns bytes and tokens/s of an estimate, corrected by dry runs of the most similar candidates."""
+        if own := self._corrections.get((c.kind, c.names)):
             memory, speed = own
-        elif alike := self._scale.get(c.names):
+        elif alike := self._corrections.get(c.names):
             memory, speed = math.sqrt(alike[0]), alike[1]
         else:
-            memory, speed = 1.0, math.sqrt(self._scale.get(None, (1.0, 1.0))[1])
+            memory, speed = 1.0, math.sqrt(self._corrections.get(None, (1.0, 1.0))[1])
         return c.guess.bytes * memory, self.space.over_run(c.guess.tokens_per_second * speed, c.added)
 
-    def _promise(self, c: Candidate) -> tuple[float, ...]:
-        """As `_rank`, of a guess."""
+    def _estimated_rank(self, c: Candidate) -> tuple[float, ...]:
+        """Sort key as `_rank`, from the estimate."""
         _, speed = self._corrected(c)
-        slow = -round(math.log(speed) / math.log(_WORTH))
+        slow = -round(math.log(speed) / math.log(_GAIN))
         first: tuple[float, ...] = ()
         if self.aim == "largest-batch":
             first = (-c.micro,)
@@ -295,11 +302,11 @@ class _Search:
         return (*first, slow, -c.micro, len(c.added))
 
     def _speed(self, s: EvaluatedPlan) -> float:
-        """Tokens a second of the whole run."""
+        """Returns the tokens/s of the whole run."""
         return self.space.over_run(s.plan["tokens_per_second"], s.added)
 
     def _rank(self, s: EvaluatedPlan) -> tuple[float, ...]:
-        """Less is better."""
+        """Sort key by the aim; less is better."""
         speed = -self._speed(s)
         if self.aim == "largest-batch":
             return (-s.micro, speed)
@@ -307,49 +314,53 @@ class _Search:
             return (NUMERICS.index(s.trades), speed)
         return (speed,)
 
-    def _open(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Those that may fit and are not ruled out by what was looked at."""
+    def _viable(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Returns the candidates that may fit and are not ruled out by an earlier dry run."""
         return [
             c
             for c in candidates
-            if self._corrected(c)[0] <= self.room * _SLACK and c.micro < self._failed.get((c.kind, c.layout), math.inf)
+            if self._corrected(c)[0] <= self.room * _SLACK
+            and c.micro < self._too_large.get((c.kind, c.layout), math.inf)
         ]
 
-    def _look_from_the_best(self, candidates: list[Candidate]) -> None:
+    def _evaluate_best_first(self, candidates: list[Candidate]) -> None:
         left = candidates
-        while left and (time.process_time() < self.until or len(self.seen) < _LOOKS):
-            left = self._open(left)
+        while left and (time.process_time() < self.until or len(self.seen) < _MIN_DRY_RUNS):
+            left = self._viable(left)
             if not left:
                 return
-            c = min(left, key=self._promise)
+            c = min(left, key=self._estimated_rank)
             fitting = [s for s in self.seen if s.plan["fits"]]
-            if fitting and self._no_better(c, min(fitting, key=self._rank)):
+            if fitting and self._cannot_improve(c, min(fitting, key=self._rank)):
                 return
             left = [other for other in left if other is not c]
-            self._look_at(c)
+            self._evaluate(c)
 
-    def _look_beside_the_best(self, candidates: list[Candidate]) -> None:
-        """Looks at as many rows and more at a time in the best's layout, where they may be as good. Guesses are of one row at a time: what does not grow
-        with rows (weights that are gathered, or made from 4 bits) is less of a step where more go at once, and memory may be guessed too high."""
+    def _evaluate_larger_micro_batches(self, candidates: list[Candidate]) -> None:
+        """Dry-runs the same or larger micro-batches in the best candidate's layout.
+
+        Estimates scale up a single sequence, but some costs do not grow with the micro-batch (gathering or dequantizing
+        weights), so larger micro-batches may be faster than estimated, and need less memory.
+        """
         looked: set[tuple[Any, ...]] = {s.added for s in self.seen}
         while time.process_time() < self.until:
             best = min((s for s in self.seen if s.plan["fits"]), key=self._rank)
-            beside = [
+            nearby = [
                 c
                 for c in candidates
                 if c.added not in looked
-                and best.micro <= c.micro < self._failed.get((c.kind, c.layout), math.inf)
+                and best.micro <= c.micro < self._too_large.get((c.kind, c.layout), math.inf)
                 and set(c.layout) <= set(best.added)
-                and self._corrected(c)[0] <= self.room * _BESIDE
-                and not self._no_better(c, best, 1 / _BESIDE)
+                and self._corrected(c)[0] <= self.room * _TOLERANCE
+                and not self._cannot_improve(c, best, 1 / _TOLERANCE)
             ]
-            if not beside:
+            if not nearby:
                 return
-            c = min(beside, key=self._promise)
+            c = min(nearby, key=self._estimated_rank)
             looked.add(c.added)
-            self._look_at(c)
+            self._evaluate(c)
 
-    def _no_better(self, c: Candidate, best: EvaluatedPlan, worth: float = _WORTH) -> bool:
+    def _cannot_improve(self, c: Candidate, best: EvaluatedPlan, worth: float = _GAIN) -> bool:
         speed = self._corrected(c)[1]
         slower = bool(speed < self._speed(best) * worth)
         if self.aim == "largest-batch":
@@ -359,32 +370,32 @@ class _Search:
             return trade > mine or (trade == mine and slower)
         return slower
 
-    def _look_at_the_least(self, candidates: list[Candidate]) -> None:
-        """Looks at what seems to need the least memory: only then is it true that nothing fits."""
+    def _evaluate_smallest(self, candidates: list[Candidate]) -> None:
+        """Dry-runs the candidate with the least estimated memory, to be sure that nothing fits."""
         for c in sorted(candidates, key=lambda c: c.guess.bytes)[:12]:
-            s = self._look_at(c)
+            s = self._evaluate(c)
             if s is not None:
                 return
 
-    def _look_at_others(self, candidates: list[Candidate]) -> None:
-        """Looks at the best of other sets of techniques, while there is time: they are the alternatives."""
-        for c in sorted(self._open(candidates), key=self._promise):
-            if time.process_time() > self.until or len({s.names for s in self.seen if s.plan["fits"]}) > _OTHERS:
+    def _evaluate_alternatives(self, candidates: list[Candidate]) -> None:
+        """Dry-runs the best of other sets of techniques while time remains, as alternatives."""
+        for c in sorted(self._viable(candidates), key=self._estimated_rank):
+            if time.process_time() > self.until or len({s.names for s in self.seen if s.plan["fits"]}) > _ALTERNATIVES:
                 return
             if frozenset(t.name() for t in (*c.kind, *c.layout)) not in {s.names for s in self.seen}:
-                self._look_at(c)
+                self._evaluate(c)
 
     def _guesses(self, candidates: list[Candidate]) -> list[EstimatedPlan]:
-        """Every candidate as it was put in order, the fastest first; of thousands, so many as a plot can show."""
+        """Returns the estimates of the candidates, fastest first; at most as many as a plot can show."""
         ordered = sorted(candidates, key=lambda c: -self._corrected(c)[1])
-        shown = [ordered[n * len(ordered) // _DRAWN] for n in range(_DRAWN)] if len(ordered) > _DRAWN else ordered
+        shown = [ordered[n * len(ordered) // _PLOTTED] for n in range(_PLOTTED)] if len(ordered) > _PLOTTED else ordered
         return [
             EstimatedPlan(words(c.added, c.micro), words(c.added), c_bytes / GIB, speed)
             for c in shown
             for c_bytes, speed in [self._corrected(c)]
         ]
 
-    def _look_at(self, c: Candidate) -> EvaluatedPlan | None:
+    def _evaluate(self, c: Candidate) -> EvaluatedPlan | None:
         recipe = self.space.having(c.added)
         why = candidate_problems(self.space, recipe)
         if why:
@@ -393,41 +404,49 @@ class _Search:
         self.tell(words(c.added, c.micro))
         began = time.perf_counter()
         try:
-            seen = observe_cached(
+            observation = observe_cached(
                 recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how="few"
             )
-        except RecipeError as error:  # what only a build finds out
+        except RecipeError as error:  # found by the build only
             self._reject(words(c.added), str(error).splitlines()[0])
             return None
         plan = describe(
-            recipe, seen, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use
+            recipe, observation, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use
         )
-        made = EvaluatedPlan(recipe, plan, worst(c.added), c.micro, c.added)
-        self.seen.append(made)
-        self._took = time.perf_counter() - began
+        evaluated = EvaluatedPlan(recipe, plan, worst(c.added), c.micro, c.added)
+        self.seen.append(evaluated)
+        self._seconds_per_dry_run = time.perf_counter() - began
         scale = (plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second)
-        self._scale[c.kind, c.names] = self._scale[c.names] = self._scale[None] = scale
+        self._corrections[c.kind, c.names] = self._corrections[c.names] = self._corrections[None] = scale
         if not plan["fits"]:
             key = (c.kind, c.layout)
-            self._failed[key] = min(c.micro, self._failed.get(key, c.micro))
+            self._too_large[key] = min(c.micro, self._too_large.get(key, c.micro))
             self._reject(words(c.added, c.micro), too_large(plan))
-        return made
+        return evaluated
 
     def _reject(self, what: str, why: str) -> None:
-        if why not in {said for _, said in self.rejected}:  # of many that fail alike the first is enough
+        if why not in {reason for _, reason in self.rejected}:  # one example per reason is enough
             self.rejected.append((what, why))
 
-    # The end
+    # Result
 
     def _confirm(self, best: EvaluatedPlan, how: str) -> tuple[EvaluatedPlan, bool]:
-        """The best with all its layers, or with as many as tell what an allocator keeps; where those say that it does not fit, the next best."""
+        """Dry-runs the best with all its layers (`whole`) or with enough for the allocator.
+
+        Continues with the next best if it does not fit.
+        """
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
             self.tell(f"{'all' if how == 'whole' else 'more'} layers of {words(s.added, s.micro)}")
-            seen = observe_cached(
+            observation = observe_cached(
                 s.recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how=how
             )
             plan = describe(
-                s.recipe, seen, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use
+                s.recipe,
+                observation,
+                device=self.space.device,
+                rates=self.rates,
+                rows=self.space.rows,
+                in_use=self.in_use,
             )
             confirmed = replace(s, plan=plan)
             self.seen[self.seen.index(s)] = confirmed
@@ -438,19 +457,19 @@ class _Search:
             )
         return best, False
 
-    def _others(self, best: EvaluatedPlan) -> list[EvaluatedPlan]:
-        """The best of each other set of techniques that fits, of those that were looked at."""
+    def _alternatives(self, best: EvaluatedPlan) -> list[EvaluatedPlan]:
+        """Returns the best dry-run candidate of each other set of techniques that fits."""
         groups: dict[frozenset[str], EvaluatedPlan] = {}
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
             if s.names != best.names:
                 groups.setdefault(s.names, s)
         return list(groups.values())
 
-    def _say_why_slower(self, found: SearchResult) -> None:
-        for s in found.seen:
-            if s.plan["fits"] and s is not found.best and found.best.plan["fits"]:
-                share = s.plan["tokens_per_second"] / found.best.plan["tokens_per_second"] - 1
-                late = s.plan["seconds_to_start"] - found.best.plan["seconds_to_start"]
+    def _explain_slower(self, result: SearchResult) -> None:
+        for s in result.seen:
+            if s.plan["fits"] and s is not result.best and result.best.plan["fits"]:
+                share = s.plan["tokens_per_second"] / result.best.plan["tokens_per_second"] - 1
+                late = s.plan["seconds_to_start"] - result.best.plan["seconds_to_start"]
                 waits = (
                     f", but {late:.0f} s later to its first step, in a run this short" if share > 0 and late > 0 else ""
                 )
@@ -461,5 +480,5 @@ class _Search:
 
 
 def _shape(layout: Settings) -> tuple[Any, ...]:
-    """A way to share out the work, but for the numbers of devices."""
+    """Returns the layout without its parallel degrees."""
     return tuple((type(t), *(value for value in vars(t).values() if type(value) is not int)) for t in layout)

@@ -1,4 +1,4 @@
-"""Which techniques go together on one device, and what each combination is good for: looked at one by one, combined by guess."""
+"""Combinations of techniques on one device: each setting is dry-run separately, combinations are estimated."""
 
 from __future__ import annotations
 
@@ -21,86 +21,88 @@ __all__ = ["Combination", "technique_combinations"]
 
 
 class Option(NamedTuple):
-    """A setting, or None for doing without; its look, and that of the same without it."""
+    """A setting of a technique (None: without the technique), the cost with it, and the cost of the same without it."""
 
     setting: Technique | None
-    look: LayerCost
-    beside: LayerCost
+    cost: LayerCost
+    base: LayerCost
 
 
 class Combination(NamedTuple):
-    """Techniques on one device, and what they are good for there.
+    """Techniques on one device with their estimated cost.
 
     Attributes:
-        better: numbers of those kinds that are worse in nothing and better in something.
+        better: indices of the combinations that dominate this one (worse in nothing, better in something).
     """
 
     settings: Settings
-    look: LayerCost
+    cost: LayerCost
     better: frozenset[int]
 
 
 def technique_combinations(
     space: Space, rates: Rates | Roofline, reject: Callable[[str, str], None], *, resort: bool = False
 ) -> list[Combination]:
-    """Combinations of techniques on one device. Those that others better are among them: these may not go with every way to share out the work.
+    """Returns the combinations of techniques on one device.
+
+    Dominated combinations are included, because the better ones may not be compatible with every parallel layout.
 
     Args:
-        reject: is told what cannot be, and why.
-        resort: with what is a last resort, too.
+        reject: called with (settings, reason) for every setting that is impossible.
+        resort: also try techniques that are a last resort.
 
     Raises:
         RecipeError: the recipe as it is cannot be built.
     """
-    return _Kinds(space, rates, reject, resort).found()
+    return _Combiner(space, rates, reject, resort).run()
 
 
 @dataclass
-class _Kinds:
+class _Combiner:
     space: Space
     rates: Rates | Roofline
     reject: Callable[[str, str], None]
     resort: bool
 
-    def found(self) -> list[Combination]:
+    def run(self) -> list[Combination]:
         self._prepare([()])
-        plain = self._look(())
+        plain = self._observe(())
         choices = self._choices(plain)
         kinds = []
         for chosen in itertools.product(*choices):
             kind = tuple(c.setting for c in chosen if c.setting is not None)
             if not self._problems(kind):
-                made = plain
+                cost = plain
                 for c in chosen:
-                    made = made if c.setting is None else made.with_change(c.look, c.beside)
-                kinds.append((kind, made))
-        sums = [self._sums(made, kind) for kind, made in kinds]
+                    cost = cost if c.setting is None else cost.with_change(c.cost, c.base)
+                kinds.append((kind, cost))
+        sums = [self._sums(cost, kind) for kind, cost in kinds]
         return [
-            Combination(kind, made, frozenset(n for n, other in enumerate(sums) if _worse(mine, other)))
-            for (kind, made), mine in zip(kinds, sums, strict=True)
+            Combination(kind, cost, frozenset(n for n, other in enumerate(sums) if _worse(mine, other)))
+            for (kind, cost), mine in zip(kinds, sums, strict=True)
         ]
 
     def _choices(self, plain: LayerCost) -> list[list[Option]]:
-        """What is worth choosing from for each technique; each setting is tried beside the best of those before it."""
+        """Returns the useful options of each technique; each setting is tried on top of the best ones before it."""
         base, under = Settings(), plain
         choices: dict[type[Searchable], list[Option]] = {}
-        refused: dict[type[Searchable], list[Technique]] = {}  # settings that serve only beside others
+        refused: dict[type[Searchable], list[Technique]] = {}  # settings that need another technique
 
         def take(cls: type[Searchable], tried: list[Option]) -> None:
-            """Leaves what is worth choosing; the best becomes part of the base."""
+            """Keeps the useful options of a technique and adds the best one to the base."""
             nonlocal base, under
             without = Option(None, under, under)
-            kept = self._worth([*choices.get(cls, [without]), *tried])
-            # Worse by itself, but what excludes this technique may be worth more.
-            choices[cls] = kept if kept[0].setting is None else [without, *kept]
-            # What brings an optimizer excludes others that do, and is slow to observe: not beside everything else.
-            light = [c for c in kept if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
-            best = min(light or kept, key=lambda c: self._cost(c.look, c.setting) / self._cost(c.beside))
-            if best.setting is not None and best.beside is under:
-                base, under = (*base, best.setting), best.look
+            worthwhile = self._pareto([*choices.get(cls, [without]), *tried])
+            # Keep the option to do without: a technique that excludes this one may be better.
+            choices[cls] = worthwhile if worthwhile[0].setting is None else [without, *worthwhile]
+            # Optimizers exclude each other and are slow to observe, so they do not become part of the base.
+            light = [c for c in worthwhile if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
+            best = min(light or worthwhile, key=lambda c: self._cost(c.cost, c.setting) / self._cost(c.base))
+            if best.setting is not None and best.base is under:
+                base, under = (*base, best.setting), best.cost
 
         searched = [cls for cls in self.space.on_one_device() if self.resort or not cls.last_resort]
-        for cls in sorted(searched, key=self._late):
+        for cls in sorted(searched, key=self._priority):
             refused = {cls: self._options(cls, base), **refused}
             for each in [each for each in refused if each not in choices]:
                 self._prepare([(*base, t) for t in refused[each]])
@@ -114,64 +116,70 @@ class _Kinds:
                 take(cls, tried)
         return list(choices.values())
 
-    def _late(self, cls: type[Searchable]) -> tuple[bool, bool]:
-        """Sorts techniques, which are tried in the order in which they act, but on a GPU precision first: it decides which kernels the others have.
-        What only the ends have shows its worth beside layers that are small already."""
+    def _priority(self, cls: type[Searchable]) -> tuple[bool, bool]:
+        """Sort key: the order in which techniques are tried.
+
+        On a GPU precision comes first, because it decides which kernels the others run. Techniques that change only the
+        ends
+        come last: their benefit shows when the layers are small already.
+        """
         first = self.space.device.kind == "cuda" and Tag.BF16_COMPUTE in cls.provides
-        return _of_the_ends((cls(),)), not first
+        return _changes_ends_only((cls(),)), not first
 
     def _options(self, cls: type[Searchable], base: Settings) -> list[Technique]:
-        """Settings whose effect is seen in a layer; of many the first, the middle and the last."""
+        """Returns the settings that show their effect in a single layer; of many the first, the middle and the last."""
         context = self.space.context(self.space.single(base), 1)
-        found = [t for t in cls().options(context) if self.space.allowed(t) and t.period() == 1]
-        return found if len(found) <= 4 else [found[0], found[len(found) // 2], found[-1]]
+        settings = [t for t in cls().options(context) if self.space.allowed(t) and t.period() == 1]
+        return settings if len(settings) <= 4 else [settings[0], settings[len(settings) // 2], settings[-1]]
 
     def _problems(self, added: Settings) -> list[Problem]:
         return candidate_problems(self.space, self.space.single(added), 1)
 
-    def _look(self, added: Settings, under: LayerCost | None = None) -> LayerCost:
+    def _observe(self, added: Settings, under: LayerCost | None = None) -> LayerCost:
         return observe_layer(
             self.space.single(added),
             vocabulary=self.space.vocabulary,
             device=self.space.device,
             rates=self.rates,
-            layer=under if _of_the_ends(added) else None,
+            layer=under if _changes_ends_only(added) else None,
         )
 
     def _prepare(self, tried: list[Settings]) -> None:
-        """Has what is about to be looked at observed by all processes at once."""
-        singles = [(self.space.single(added), _of_the_ends(added)) for added in tried if not self._problems(added)]
-        how = {"vocabulary": self.space.vocabulary, "device": self.space.device, "world": 1, "how": "step"}
+        """Observes the given settings in all worker processes at once."""
+        singles = [
+            (self.space.single(added), _changes_ends_only(added)) for added in tried if not self._problems(added)
+        ]
+        kwargs = {"vocabulary": self.space.vocabulary, "device": self.space.device, "world": 1, "how": "step"}
         prefetch(
-            {"recipe": of_layers(recipe, layers), **how}
+            {"recipe": of_layers(recipe, layers), **kwargs}
             for recipe, ends in singles
             for layers in ((1,) if ends else (1, 2))
         )
 
     def _try(self, t: Technique, base: Settings, under: LayerCost) -> Option | None:
-        """A setting beside the base; None where the two do not go together."""
+        """Returns a setting on top of the base; None if the two are incompatible."""
         try:
-            return None if self._problems((*base, t)) else Option(t, self._look((*base, t), under), under)
-        except RecipeError:  # what only a build finds out
+            return None if self._problems((*base, t)) else Option(t, self._observe((*base, t), under), under)
+        except RecipeError:  # found by the build only
             return None
 
     def _try_elsewhere(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Option | None:
-        """A setting that the base refuses, beside as much of it as goes with that; where there is no such place, says why."""
+        """Tries a setting that conflicts with the base on the compatible part of it; reports why if there is none."""
         problems = self._problems((*(other for other in base if type(other) is not type(t)), t))
         why = [problem.text if problem.technique == t.name() else str(problem) for problem in problems]
-        place = self._place(t, base, choices)
+        place = self._compatible_base(t, base, choices)
         try:
             if place is not None:
-                beside = self._servable(place)  # some of it may serve only beside `t`
-                return Option(t, self._look((*place, t)), self._look(beside))
-        except RecipeError as error:  # what only a build finds out
+                rest = self._servable(place)  # some techniques may need `t`
+                return Option(t, self._observe((*place, t)), self._observe(rest))
+        except RecipeError as error:  # found by the build only
             why = str(error).splitlines()
         if why:
             self.reject(words((t,)), why[0])
         return None
 
-    def _place(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Settings | None:
-        """Of the base as much as goes with a setting, and one other choice where it needs that: another precision, for one."""
+    def _compatible_base(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Settings | None:
+        """Returns the part of the base that is compatible with a setting, plus one other option if it needs one."""
         others = [
             c.setting for choice in choices for c in choice if c.setting is not None and type(c.setting) is not type(t)
         ]
@@ -186,64 +194,64 @@ class _Kinds:
         return max(places, key=lambda place: len(set(place) & set(base)), default=None)
 
     def _servable(self, settings: Settings) -> Settings:
-        """As many of these as go together without anything else."""
-        kept = Settings()
+        """Returns as many of these as are compatible by themselves."""
+        servable = Settings()
         for t in settings:
-            if not self._problems((*kept, t)):
-                kept = (*kept, t)
-        return kept
+            if not self._problems((*servable, t)):
+                servable = (*servable, t)
+        return servable
 
-    def _whole(self, pair: tuple[float, float]) -> float:
+    def _of_model(self, pair: tuple[float, float]) -> float:
         return pair[0] * self._layers + pair[1]
 
     @property
     def _layers(self) -> int:
         return hf.facts(self.space.config).layers
 
-    def _bytes(self, seen: LayerCost) -> float:
-        """Of a device with a row, where all share the states."""
-        return self._whole(seen.states) / self.space.world + self._whole(seen.kept)
+    def _bytes(self, cost: LayerCost) -> float:
+        """Returns the bytes of a device with one sequence, with the states sharded across all devices."""
+        return self._of_model(cost.states) / self.space.world + self._of_model(cost.kept)
 
-    def _cost(self, seen: LayerCost, added: Technique | None = None) -> float:
-        """Bytes times seconds of one row."""
-        return self._bytes(seen) * self._seconds(seen, (added,) if added else ())
+    def _cost(self, cost: LayerCost, added: Technique | None = None) -> float:
+        """Returns bytes times seconds of one sequence."""
+        return self._bytes(cost) * self._seconds(cost, (added,) if added else ())
 
-    def _seconds(self, seen: LayerCost, added: Settings = ()) -> float:
-        """Of a row, with its part of the update and of what `added` take to start."""
+    def _seconds(self, cost: LayerCost, added: Settings = ()) -> float:
+        """Returns the seconds of one sequence, with its part of the update and of the startup time of `added`."""
         batch = self.space.recipe.batch
-        row = self._whole(seen.seconds) + self._whole(seen.update) / batch.size * self.space.world
+        row = self._of_model(cost.seconds) + self._of_model(cost.update) / batch.size * self.space.world
         tokens = batch.length * self.space.world
         return tokens / self.space.over_run(tokens / row, added)
 
-    def _sums(self, seen: LayerCost, added: Settings) -> tuple[float, float, float]:
-        return self._whole(seen.states), self._whole(seen.kept), self._seconds(seen, added)
+    def _sums(self, cost: LayerCost, added: Settings) -> tuple[float, float, float]:
+        return self._of_model(cost.states), self._of_model(cost.kept), self._seconds(cost, added)
 
-    def _worth(self, choices: list[Option]) -> list[Option]:
-        """Those that are better than each other one in something; of equals the first."""
+    def _pareto(self, choices: list[Option]) -> list[Option]:
+        """Returns the options on the Pareto front of memory and time; of nearly equal ones the first."""
         sizes = [
             (
-                self._bytes(c.look) / self._bytes(c.beside),
-                self._seconds(c.look, (c.setting,) if c.setting else ()) / self._seconds(c.beside),
+                self._bytes(c.cost) / self._bytes(c.base),
+                self._seconds(c.cost, (c.setting,) if c.setting else ()) / self._seconds(c.base),
             )
             for c in choices
         ]
-        kept = []
+        worthwhile = []
         for n, (memory, time) in enumerate(sizes):
             better = (
                 m <= memory * 1.002 and s <= time * 1.002 and (m < memory * 0.99 or s < time * 0.99) for m, s in sizes
             )
             equal = (abs(m / memory - 1) < 0.01 and abs(s / time - 1) < 0.01 for m, s in sizes[:n])
             if not any(better) and not any(equal):
-                kept.append(choices[n])
-        return kept
+                worthwhile.append(choices[n])
+        return worthwhile
 
 
-def _of_the_ends(added: Settings) -> bool:
-    """Whether the last of these leaves the layers as they are."""
+def _changes_ends_only(added: Settings) -> bool:
+    """True if the last of these techniques changes only head and loss, not the layers."""
     return bool(added) and Slot.OVER_LOGITS in added[-1].owned()
 
 
 def _worse(mine: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    """Whether the one is worse in something and better in nothing, by more than a guess is worth."""
+    """True if `other` dominates `mine` by more than the error of an estimate."""
     better = any(a < b * 0.995 for a, b in zip(mine, other, strict=True))
     return not better and any(a > b * 1.005 for a, b in zip(mine, other, strict=True))

@@ -1,4 +1,4 @@
-"""FLOPs of operators, by torch's formulas and where it has none by ours."""
+"""FLOPs of operators: torch's formulas, and our own for operators without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["flops_of", "formula_of"]
 
 
 def _attention_flops(q: Any, k: Any, v: Any) -> int:
-    """Of one forward pass as if every token saw all others (as torch's own formulas count): 4 rows heads n m head_dim."""
+    """Returns the FLOPs of one forward pass without masking, as torch's formulas count: 4 rows heads n m head_dim."""
     rows, heads, n, width = q
     return int(2 * rows * heads * n * k[2] * (width + v[3]))
 
@@ -20,11 +20,11 @@ def _attention_flops(q: Any, k: Any, v: Any) -> int:
 def flops_of(formula: Any, args: Any, out: Any) -> int:
     if formula is None:
         return 0
-    args = tuple(a for a in args if not isinstance(a, torch.dtype))  # of the result, which no formula takes
+    args = tuple(a for a in args if not isinstance(a, torch.dtype))  # the dtype of the result, which no formula takes
     shapes = tuple(a.shape if isinstance(a, Tensor) else a for a in args)
     try:
         return _counted(formula, shapes, out.shape if isinstance(out, Tensor) else None)
-    except TypeError:  # lists among the arguments, as of a convolution
+    except TypeError:  # list arguments, as in convolutions, are not hashable
         return int(formula(*args, out_val=out))
 
 
@@ -34,15 +34,14 @@ def _counted(formula: Any, shapes: Any, out: Any) -> int:
 
 
 def formula_of(operator: Any) -> Any:
-    """Shapes of an operator's arguments and its result's -> FLOPs; None where it has none."""
+    """Returns the FLOP formula of an operator (argument shapes, result shape -> FLOPs); None if it has none."""
     from torch.utils.flop_counter import flop_registry
 
     aten, packet = torch.ops.aten, operator._overloadpacket
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # torch has no formula for it
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # torch has no formula for the CPU kernel
         return lambda q, k, v, *_, out_val: _attention_flops(q, k, v)
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return lambda _, q, k, v, *more, out_val: _attention_flops(q, k, v) * 5 // 2
-    packet = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}.get(
-        packet, packet
-    )  # torch lists no in-place products
+    # Torch registers no in-place matmuls.
+    packet = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}.get(packet, packet)
     return flop_registry.get(packet)

@@ -1,10 +1,10 @@
-"""Seconds of an observed step on an accelerator of the catalogue, which is not at hand: each kernel by what limits it.
+"""Roofline model: the step time of an observation on an accelerator of the catalogue.
 
-A matrix product takes its FLOPs over the rate that the device sustains, less what the last wave of tiles leaves idle, or its bytes over the
-memory's bandwidth, whichever is longer; attention a share of that rate by generation; everything else its bytes. Collectives take their bytes
-over the link or the network and a latency. Those that share out rows of the batch (weights gathered, gradients summed) run beside the
-computing, those within a layer (tensor, context, expert parallel) stand in its way. The host hands out kernels one by one, and where it
-is slower than the device, it decides.
+A matmul takes the longer of FLOPs over the sustained rate (with wave quantization) and bytes over memory bandwidth.
+Attention reaches a fraction of the matmul rate that depends on the generation. Everything else takes its bytes over
+bandwidth. Collectives take a latency plus bytes over the link or network. Those of data parallelism (weight
+all-gathers, gradient reductions) overlap with compute; those within a layer (tensor, context, expert parallelism) are
+exposed. If the host launches kernels more slowly than the device runs them, the host decides.
 
     Roofline.of("H100").seconds(observation).total
 """
@@ -24,20 +24,23 @@ from preheat.planning.dry_run import Observation
 
 __all__ = ["Roofline", "Seconds", "fused_share", "link_seconds"]
 
-_BANDWIDTH = (
-    0.85  # of the memory's, that kernels over large tensors reach (device copies on H100 and H200: 0.82 to 0.90)
-)
-_LINK = 0.8  # of a link's, that collectives of large buffers reach (8 H100s: 361 of 450 GB/s, nccl-tests in stas00/ml-engineering)
-_NETWORK = (
-    25e9  # bytes a second a device, where the catalogue has none: 200 Gbit/s, as of hosts with eight of them at 1,600
-)
-_HOST_LINK = 31.5e9  # bytes a second to the host's memory, where the catalogue has none: PCI Express 4.0 x16
-# Bytes a second of an optimizer on the host: a billion parameters in 0.22 s (ZeRO-Offload, arXiv:2101.06840, CPU-Adam), 28 bytes each.
+# Of memory bandwidth, reached by kernels over large tensors (device copies on H100 and H200: 0.82 to 0.90).
+_BANDWIDTH = 0.85
+# Of link bandwidth, reached by large collectives (8 H100s: 361 of 450 GB/s, nccl-tests in stas00/ml-engineering).
+_LINK = 0.8
+_NETWORK = 25e9  # bytes/s per device if the catalogue has none: 200 Gbit/s, as in hosts of 8 devices with 1,600 Gbit/s
+_HOST_LINK = 31.5e9  # bytes/s to host memory if the catalogue has none: PCIe 4.0 x16
+# Bytes/s of an optimizer on the host: a billion parameters in 0.22 s, 28 bytes each (CPU-Adam of ZeRO-Offload,
+# arXiv:2101.06840).
 _HOST_MEMORY = 127e9
-_LATENCY, _LATENCY_NETWORK = 20e-6, 40e-6  # of a collective within a host and across hosts
-_LAUNCH = 3e-6  # between two kernels on the device
-_HOST, _HOST_COMPILED = 9e-6, 3e-6  # Python, autograd and the launch of a kernel, with its views; of a compiled layer's
-# Bytes of small operators that are left where a compiler fuses them: fp32 ones between half ones stay in registers.
+_LATENCY, _LATENCY_NETWORK = 20e-6, 40e-6  # seconds of a collective within a host and across hosts
+_LAUNCH = 3e-6  # seconds between two kernels on the device
+# Seconds per kernel of Python, autograd and launch, views included; in compiled layers.
+_HOST, _HOST_COMPILED = (
+    9e-6,
+    3e-6,
+)
+# Fraction of a pointwise operator's bytes that remains after fusion: fp32 intermediates stay in registers.
 _FUSED = {"bf16": 0.4, "fp16": 0.4, "float8": 0.4, "fp32": 0.1}
 _POINTWISE = frozenset(
     [
@@ -79,18 +82,18 @@ _POINTWISE = frozenset(
         "slice_backward",
     ]
 )
-_TILE = 128  # rows and columns of the result that one processor makes at a time
-_ATTENTION: Mapping[
-    str, tuple[float, float]
-] = {  # share of the best matrix rate, forward and backward, causal work only
-    # FlashAttention 2 (arXiv:2307.08691, figures 4 and 6: heads of 128 at 2k to 8k on an A100, H100), and 3 (2407.08608) not assumed
+_TILE = 128  # rows and columns of the output tile of one SM
+# Fraction of the peak matmul rate, forward and backward, counting causal work only.
+_ATTENTION: Mapping[str, tuple[float, float]] = {
+    # FlashAttention-2 (arXiv:2307.08691, figures 4 and 6: head dim 128, 2k to 8k tokens, A100 and H100);
+    # FlashAttention-3 (2407.08608) is not assumed.
     "ampere": (0.62, 0.52),
     "ada": (0.62, 0.52),
     "hopper": (0.38, 0.33),
     "blackwell": (0.45, 0.38),
     "cdna": (0.45, 0.35),
 }
-_CAPABILITY = {  # CUDA's, the least of a generation
+_CAPABILITY = {  # lowest CUDA compute capability of a generation
     "volta": (7, 0),
     "turing": (7, 5),
     "ampere": (8, 0),
@@ -98,9 +101,8 @@ _CAPABILITY = {  # CUDA's, the least of a generation
     "hopper": (9, 0),
     "blackwell": (10, 0),
 }
-_COLLECTIVES: Mapping[
-    str, tuple[str, float]
-] = {  # operator's ending -> (the larger side's bytes are its size, times they cross the link)
+# Operator suffix -> (side with the full buffer, how often its bytes cross the link).
+_COLLECTIVES: Mapping[str, tuple[str, float]] = {
     "all_gather_into_tensor": ("out", 1.0),
     "all_gather_into_tensor_out": ("out", 1.0),
     "_allgather_base_": ("out", 1.0),
@@ -123,15 +125,15 @@ _COLLECTIVES: Mapping[
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where a step's time goes. Seconds.
+    """Breakdown of a step's time, in seconds.
 
     Attributes:
-        products, attention, moved: matrix products, attention, and what moves more than it computes.
-        waiting: for collectives that nothing hides.
-        hidden: collectives beside the computing.
-        link: for copies to and from the host's memory and for what the host computes, as far as nothing hides them.
-        host: that the host takes longer to hand kernels out than the device to run them.
-        idle: a pipeline's bubble.
+        products, attention, moved: matmuls, attention, and memory-bound kernels.
+        waiting: exposed communication.
+        hidden: communication that overlaps with compute.
+        link: exposed copies between device and host memory, and exposed compute on the host.
+        host: time by which launching kernels on the host exceeds running them on the device.
+        idle: pipeline bubble.
     """
 
     products: float
@@ -150,7 +152,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Roofline:
-    """An accelerator that is not at hand, in hosts of `per_host`.
+    """An accelerator of the catalogue, in hosts of `per_host` devices.
 
     Example:
         >>> Roofline.of("H100").peak_matrix_rate["bf16"] / 1e12
@@ -164,23 +166,23 @@ class Roofline:
 
     @classmethod
     def of(cls, name: str, per_host: int = 8) -> Roofline:
-        """By its name in the catalogue.
+        """Looks up an accelerator by name.
 
         Raises:
-            RecipeError: there is none; names the nearest.
+            RecipeError: the name is unknown; the message suggests the closest one.
         """
         return cls(accelerator(name), per_host)
 
     @property
     def as_device(self) -> Device:
-        """What a build is planned for."""
+        """The device to plan for."""
         assert self.device.memory is not None
         capability = _CAPABILITY.get(self.device.generation)
         return Device("cuda", self.device.name, self.device.memory, capability, at_hand=False)
 
     @cached_property
     def peak_matrix_rate(self) -> Mapping[str, float]:
-        """dtype -> FLOP/s of the data sheet: what MFU is a share of."""
+        """dtype -> peak FLOP/s of the data sheet, the denominator of MFU."""
         return self.device.peaks()
 
     @cached_property
@@ -210,7 +212,7 @@ class Roofline:
         return done / (self.peak_matrix_rate.get(dtype, self._rate("bf16")) * share)
 
     def collective(self, kernel: Kernel) -> float:
-        """Seconds of a collective by itself."""
+        """Returns the seconds of a collective without overlap."""
         assert kernel.group is not None
         devices, stride = kernel.group
         if devices == 1:
@@ -220,7 +222,7 @@ class Roofline:
             max(kernel.bytes_read, kernel.bytes_written) if side == "out" else kernel.bytes_read or kernel.bytes_written
         )
         share = times * (devices - 1) / devices
-        within = min(devices, max(self.per_host // stride, 1))  # of the group, on one host
+        within = min(devices, max(self.per_host // stride, 1))  # devices of the group on one host
         link = (self.device.link or _NETWORK) * (within - 1 if self.device.link_each else 1) * _LINK
         if within == devices:
             return _LATENCY + size * share / link
@@ -228,19 +230,19 @@ class Roofline:
         return _LATENCY_NETWORK * math.log2(max(devices / within, 2)) + size * share / min(network, link)
 
     def seconds(self, observation: Observation) -> Seconds:
-        """Seconds of one optimizer step."""
-        products = attention = moved = waiting = beside = 0.0
+        """Returns the seconds of one optimizer step, by cause."""
+        products = attention = moved = waiting = overlapped = 0.0
         launches = 0
         for kernel, count in observation.kernels.items():
             if kernel.where != "device":
-                continue  # `_link` has them
+                continue  # `_link` counts these
             if kernel.group is not None:
                 seconds = self.collective(kernel) * count
                 axes = observation.groups[kernel.group]
                 if "all_to_all" in kernel.operator or "alltoall" in kernel.operator:
-                    waiting += seconds  # what is exchanged within a layer, also among devices that share out rows
+                    waiting += seconds  # expert parallelism, also along data-parallel axes
                 elif {*DATA, Axis.PIPELINE} & set(axes):
-                    beside += seconds
+                    overlapped += seconds
                 else:
                     waiting += seconds
                 continue
@@ -254,10 +256,10 @@ class Roofline:
                 moved += (self._moving(kernel.bytes_read + kernel.bytes_written) + _LAUNCH) * fused * count
         computing = products + attention + moved
         host = max(launches * (_HOST_COMPILED if observation.compiled else _HOST) * observation.slowed - computing, 0.0)
-        waiting += max(beside - computing, 0.0)
+        waiting += max(overlapped - computing, 0.0)
         working = computing + host + waiting
         idle, link = working * observation.idle, self._link(observation, computing)
-        return Seconds(products, attention, moved, waiting, min(beside, computing), host, idle, link)
+        return Seconds(products, attention, moved, waiting, min(overlapped, computing), host, idle, link)
 
     def _link(self, observation: Observation, computing: float) -> float:
         link = (self.device.host or _HOST_LINK) * _LINK
@@ -265,21 +267,22 @@ class Roofline:
 
 
 def fused_share(kernel: Kernel, observation: Observation) -> float:
-    """The share of a small operator's time that is left if a compiler fuses it with its neighbours."""
+    """Returns the fraction of a pointwise operator's time that remains after fusion with its neighbours."""
     return _FUSED.get(kernel.dtype, 1.0) if observation.compiled and kernel.operator in _POINTWISE else 1.0
 
 
 def link_seconds(observation: Observation, computing: float, *, to_host: float, to_device: float) -> float:
-    """Seconds that copies between a GPU's memory and the host's add to a step, in both directions at once.
+    """Returns the exposed seconds of copies between GPU and host memory, with both directions in parallel.
 
-    Those of the forward pass run beside it, and those of the backward pass beside that, which takes twice as long. In the update the device
-    waits: for gradients that arrive, for the host that computes with them, for weights that come back, one parameter behind the other.
+    Copies of the forward pass overlap with it, and those of backward with backward, which takes twice as long. In the
+    update the device waits for the slowest of gradient copies, host compute and weight copies, which are pipelined by
+    parameter.
 
     Args:
         computing: seconds that the device computes.
-        to_host, to_device: bytes a second.
+        to_host, to_device: bandwidths in bytes/s.
     """
-    found: dict[tuple[str, bool], float] = defaultdict(float)
+    times: dict[tuple[str, bool], float] = defaultdict(float)
     for kernel, count in observation.kernels.items():
         if kernel.where == "host":
             seconds = (kernel.bytes_read + kernel.bytes_written) / _HOST_MEMORY
@@ -287,17 +290,17 @@ def link_seconds(observation: Observation, computing: float, *, to_host: float, 
             seconds = kernel.bytes_written / (to_host if kernel.where == "out" else to_device)
         else:
             continue
-        found[kernel.where, kernel.alone] += seconds * count
-    update = max(found["out", True], found["back", True], found["host", True])
-    beside = max(found["out", False] - computing / 3, 0.0) + max(found["back", False] - computing * 2 / 3, 0.0)
-    return update + beside + found["host", False]
+        times[kernel.where, kernel.alone] += seconds * count
+    update = max(times["out", True], times["back", True], times["host", True])
+    exposed = max(times["out", False] - computing / 3, 0.0) + max(times["back", False] - computing * 2 / 3, 0.0)
+    return update + exposed + times["host", False]
 
 
 def _last_wave(kernel: Kernel, units: int | None) -> float:
-    """The share of the processors' time that a product's tiles fill."""
+    """Returns the SM utilization of a matmul under wave and tile quantization."""
     if units is None:
         return 1.0
-    at = 1 if kernel.operator.startswith(("addmm", "baddbmm")) else 0  # behind what is added to
+    at = 1 if kernel.operator.startswith(("addmm", "baddbmm")) else 0  # skip the addend
     a, b = kernel.shapes[at : at + 2]
     rows, columns, batch = a[-2] if len(a) > 1 else 1, b[-1], math.prod(a[:-2])
     tiles = -(-rows // _TILE) * -(-columns // _TILE) * batch

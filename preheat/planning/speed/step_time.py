@@ -1,8 +1,8 @@
-"""Seconds of an observed step: each kernel's FLOPs or bytes over the rate that this machine was measured to do them at.
+"""Step time of an observation on this machine, from its measured rates.
 
-One device runs one kernel after the other, so times add up. What a kernel is limited by is not guessed: matrix products and
-attention are measured by FLOPs, everything else by bytes moved (hardware/rates.py has the classes). A CPU hands out its own kernels, so
-that time comes on top; a GPU computes meanwhile, so the longer of the two counts.
+A device runs one kernel after the other, so their times add up. Matmuls and attention are measured in FLOP/s,
+everything else in bytes/s (`hardware/rates.py`). On a CPU the launch overhead is added; a GPU computes while the host
+launches, so the longer of the two counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from preheat.planning.speed.roofline import fused_share, link_seconds
 
 __all__ = ["kernel_seconds", "step_seconds"]
 
-# aten operator -> the measured mover that behaves like it
+# aten operator -> the operator of `hardware.rates.MOVERS` with a similar cost
 _MOVERS = {
     "add": "add",
     "sub": "add",
@@ -51,7 +51,7 @@ _MOVERS = {
     "linalg_vector_norm": "norm",
     "_foreach_norm": "norm",
     "_softmax": "softmax",
-    "softmax": "softmax_",  # only as softmax.out does the dispatcher call it so
+    "softmax": "softmax_",  # this overload is dispatched for softmax.out only
     "_softmax_backward_data": "log_softmax_backward",
     "_log_softmax": "log_softmax",
     "_log_softmax_backward_data": "log_softmax_backward",
@@ -74,6 +74,7 @@ _MOVERS = {
     "slice_backward": "copy",
     "select_backward": "copy",
 }
+# Touch few elements of their operands.
 _SPARSE = {
     "gather",
     "scatter_add_",
@@ -82,10 +83,10 @@ _SPARSE = {
     "index_put_",
     "nll_loss_forward",
     "nll_loss_backward",
-}  # touch few places of what they are given
+}
 
 
-_CUSTOM = 40  # launches that a call of an operator of ours costs, in Python for the most part
+_CUSTOM = 40  # a call of our custom operators costs as much as 40 launches, mostly in Python
 
 
 def _dtype(kernel: Kernel, rates: Rates) -> str:
@@ -94,7 +95,7 @@ def _dtype(kernel: Kernel, rates: Rates) -> str:
 
 
 def _product(kernel: Kernel, rates: Rates) -> float:
-    at = 1 if kernel.operator.startswith(("addmm", "baddbmm")) else 0  # behind what is added to
+    at = 1 if kernel.operator.startswith(("addmm", "baddbmm")) else 0  # skip the addend
     (a, b), (first, second) = kernel.shapes[at : at + 2], kernel.transposed[at : at + 2]
     n, k, m = math.prod(a[:-1]), a[-1], b[-1]
     layout: Layout = "forward" if second else "grad_weight" if first else "grad_input"
@@ -107,12 +108,12 @@ def _product(kernel: Kernel, rates: Rates) -> float:
 
 
 def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
-    """Seconds of one call: on a CPU with its launch, on a GPU of the device alone."""
+    """Returns the seconds of one call: on a CPU including the launch, on a GPU the device time only."""
     return (0.0 if rates.of_gpu else _launch_seconds(kernel, rates)) + _device_seconds(kernel, rates)
 
 
 def _launch_seconds(kernel: Kernel, rates: Rates) -> float:
-    """On a CPU: what a call takes beside its work; products and attention were measured with theirs."""
+    """Returns the launch overhead of a call on a CPU; measured times of matmuls and attention include it."""
     name, moves = kernel.operator, kernel.bytes_read + kernel.bytes_written > 0
     if kernel.flops or name == "_fused_adamw_":
         return 0.0
@@ -126,7 +127,7 @@ def _device_seconds(kernel: Kernel, rates: Rates) -> float:
         return kernel.flops / rates.attention_rate(_dtype(kernel, rates), direction, kernel.shapes[0][-2])  # type: ignore[arg-type]
     if kernel.flops:
         return _product(kernel, rates)
-    if name == "_fused_adamw_":  # weights, gradients and two moments are read
+    if name == "_fused_adamw_":  # reads weights, gradients and two moments: 16 bytes per parameter
         return rates.adamw["fp32"] * kernel.bytes_read / 16
     if moved == 0:
         return 0.0
@@ -148,7 +149,8 @@ def _device_seconds(kernel: Kernel, rates: Rates) -> float:
             mover = "copy"
     elif name in ("mul", "sum"):
         mover = _broadcast(kernel)
-    elif name == "index_select" and len(kernel.shapes[0]) == 1:  # number by number, however few bytes each has
+    elif name == "index_select" and len(kernel.shapes[0]) == 1:
+        # A table lookup costs per element, not per byte.
         mover, dtype, moved = "look_up", "fp32", 8 * math.prod(kernel.shapes[1])
     elif name == "where":
         dtype, moved = "fp32", 12 * max(map(math.prod, kernel.shapes))
@@ -157,7 +159,7 @@ def _device_seconds(kernel: Kernel, rates: Rates) -> float:
 
 def _broadcast(kernel: Kernel) -> str:
     shapes = kernel.shapes
-    if kernel.operator == "sum":  # over the last dimension, or over the rows as for a norm's weight
+    if kernel.operator == "sum":  # over the last dimension, or over the rows (gradient of a norm's weight)
         return (
             "mean"
             if kernel.bytes_written * 4 > kernel.bytes_read // max(shapes[0][-1], 1)
@@ -171,15 +173,16 @@ def _broadcast(kernel: Kernel) -> str:
     return "mul"
 
 
-# In a training step each kernel also passes Python, the dispatcher and autograd's graph, with its views: 11 microseconds in the
-# profile of the demo, where a bare call takes 1.2.
+# In a training step each kernel also costs Python, dispatcher, autograd and views: 11 microseconds in a profile of the
+# demo, where a bare call takes 1.2.
 _HOST_SHARE = 8
-# On a GPU's host a bare call, its launch included, takes 4 to 5 microseconds, and in a step 9; in a compiled layer 3 (see planning/speed/roofline.py).
+# With a GPU a bare call including its launch takes 4 to 5 microseconds; in a step it takes 9, in a compiled layer 3
+# (see `_HOST` in planning/speed/roofline.py).
 _GPU_SHARE, _GPU_SHARE_COMPILED = 2.0, 0.7
 
 
 def step_seconds(observation: Observation, rates: Rates) -> float:
-    """Seconds of one optimizer step."""
+    """Returns the seconds of one optimizer step."""
     if rates.of_gpu:
         return rates.pace * _gpu_seconds(observation, rates)
     host = rates.launch * (_HOST_SHARE * observation.slowed - 1)
@@ -189,7 +192,7 @@ def step_seconds(observation: Observation, rates: Rates) -> float:
 
 
 def _gpu_seconds(observation: Observation, rates: Rates) -> float:
-    """The host hands kernels out while the device runs those before: the slower of the two decides. Copies over their link come on top."""
+    """Returns the seconds of a step on a GPU: the slower of host and device, plus exposed copies over the link."""
     kernels = [(kernel, count) for kernel, count in observation.kernels.items() if kernel.where == "device"]
     device = sum(kernel_seconds(kernel, rates) * fused_share(kernel, observation) * count for kernel, count in kernels)
     share = _GPU_SHARE_COMPILED if observation.compiled else _GPU_SHARE
