@@ -76,7 +76,7 @@ def _words(error: Any) -> str:
         return str(context["error"])
     if kind == "string_type" and isinstance(error.get("input"), int | float):
         return "must be text (a number with its unit, or in quotes)"
-    return {
+    texts = {
         "int_type": "must be a whole number",
         "int_from_float": "must be a whole number",
         "float_type": "must be a number",
@@ -84,7 +84,8 @@ def _words(error: Any) -> str:
         "string_type": "must be text",
         "tuple_type": "must be a list",
         "dict_type": "must be a mapping",
-    }.get(kind, error["msg"][0].lower() + error["msg"][1:])
+    }
+    return str(texts.get(kind, error["msg"][0].lower() + error["msg"][1:]))
 
 
 _MOST_PROBLEMS = 10

@@ -38,14 +38,19 @@ class _Unusable(yaml.constructor.ConstructorError):
 class _Loader(yaml.SafeLoader):
     depth = values = 0
 
+    def _here(self) -> yaml.Mark:
+        """Where the next node begins."""
+        mark: yaml.Mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        return mark
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.depth += 1
         self.values += 1
         if self.values > _MOST_VALUES:  # here too: PyYAML takes a minute for a megabyte of them
-            raise _Unusable(None, None, _TOO_MANY, self.peek_event().start_mark)
+            raise _Unusable(None, None, _TOO_MANY, self._here())
         if self.depth > _DEEPEST:  # PyYAML recurses for each level: stop before the stack overflows
             problem = f"is nested more than {_DEEPEST} levels deep"
-            raise _Unusable(None, None, problem, self.peek_event().start_mark)
+            raise _Unusable(None, None, problem, self._here())
         try:
             return super().compose_node(parent, index)
         finally:
