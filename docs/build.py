@@ -1,4 +1,4 @@
-"""Builds the site: the pages of docs/pages, and from the registry, the recipe and benchmarks/results everything else. `make docs` runs it."""
+"""Builds the site (`make docs`) from docs/pages, the registry, the recipe's schema and benchmarks/results."""
 
 import ast
 import dataclasses
@@ -101,7 +101,9 @@ def measured(name: str) -> list[tuple[str, str]]:
         row = next((r for r in bench["rows"] if r["name"] in (f"only {name}", name) and not r["failed"]), None)
         plain = next((r for r in bench["rows"] if r["name"] == "plain" and not r["failed"]), None)
         if row and plain:
-            gave = f"{row['ratio']:.2f} x the plain speed ({row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}), {row['peak_gib'] / plain['peak_gib']:.0%} of its memory"
+            low, high = row["ratio_spread"]
+            memory = row["peak_gib"] / plain["peak_gib"]
+            gave = f"{row['ratio']:.2f} x the plain speed ({low:.2f} to {high:.2f}), {memory:.0%} of its memory"
             found.append(
                 (gave, f"`{bench['name']}`, {bench['machine']['name']}, {bench['machine']['threads']} threads")
             )
@@ -163,7 +165,8 @@ def cheat_sheet() -> str:
         "---",
         "# Techniques",
         "",
-        "Numerics, of loss and gradients: `exact` gives the plain model's numbers but for the order of sums, `rounding` up to the number format, `different` another model or loss.",
+        "Numerics, of loss and gradients: `exact` gives the plain model's numbers but for the order of sums, "
+        "`rounding` up to the number format, `different` another model or loss.",
         "",
         "| technique | what | helps | hurts | numerics | measured alone |",
         "|---|---|---|---|---|---|",
@@ -172,7 +175,8 @@ def cheat_sheet() -> str:
         about = parts(cls)
         gave = "; ".join(gave for gave, _ in measured(name)) or "not yet"
         lines.append(
-            f"| [{name}]({name}.md) | {about['title'].partition(': ')[2]} | {about['Helps']} | {about['Hurts']} | {cls.numerics} | {gave} |"
+            f"| [{name}]({name}.md) | {about['title'].partition(': ')[2]} | {about['Helps']} | {about['Hurts']} "
+            f"| {cls.numerics} | {gave} |"
         )
     machines = sorted({f"{b['machine']['name']}, {b['machine']['threads']} threads" for b in ablations()})
     return "\n".join(
@@ -187,12 +191,13 @@ def cheat_sheet() -> str:
 
 
 def conflicts() -> list[str]:
-    """A table of what is declared not to go together; what depends on a setting or a model is said by `check` when it is planned."""
+    """A table of the techniques that cannot be combined; what depends on settings or models, `check` says in a plan."""
     known = {name: cls() for name, cls in shipped().items()}
     lines = [
         "## What cannot go together",
         "",
-        "As declared, at default settings: two that own one slot, or one that cannot go with what the other brings. All other pairs that a CPU can run are built and stepped by `make test-pairs`.",
+        "As declared, at default settings: two that own one slot, or one that conflicts with what the other provides. "
+        "`make test-pairs` builds all other pairs that a CPU can run and takes a step.",
         "",
         "| technique | cannot go with |",
         "|---|---|",
@@ -248,7 +253,8 @@ def ablation_page() -> str:
         lines += [
             f"## {bench['name']}",
             "",
-            f"{bench['machine']['name']}, {bench['machine']['threads']} threads; {bench['repeats']} turns of {bench['steps']} steps.",
+            f"{bench['machine']['name']}, {bench['machine']['threads']} threads; "
+            f"{bench['repeats']} turns of {bench['steps']} steps.",
             "",
             f"`{bench['command']}`",
             "",
@@ -265,7 +271,9 @@ def ablation_page() -> str:
                 continue
             cosine = "-" if row["gradient_cosine"] is None else f"{row['gradient_cosine']:.6f}"
             lines.append(
-                f"| {row['name']} | {row['tokens_per_second']:,.0f} | {row['ratio']:.2f} ({row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}) | {row['peak_gib'] * 1024:.0f} | {row['startup_seconds']:.1f} | {row['loss']:.3f} | {cosine} |"
+                f"| {row['name']} | {row['tokens_per_second']:,.0f} "
+                f"| {row['ratio']:.2f} ({row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}) "
+                f"| {row['peak_gib'] * 1024:.0f} | {row['startup_seconds']:.1f} | {row['loss']:.3f} | {cosine} |"
             )
         lines.append("")
     return "\n".join(lines)

@@ -83,7 +83,7 @@ def finished() -> bool:
 
 
 def work() -> None:
-    """What each host runs. The first host's address is Ray's own choice (MASTER_ADDR); the rendezvous has a port beside Ray's."""
+    """What each host runs. Ray chooses the first host (MASTER_ADDR); the rendezvous has a port of its own."""
     first = train.get_context().get_world_rank() == 0
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.yaml"
@@ -96,7 +96,8 @@ def work() -> None:
             *("-m", "preheat", "train", str(recipe), "--out", RUN, "--auto-resume"),
         ]
         # Of Ray's own process group nothing may reach torchrun, which gives each process its own.
-        ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
+        ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"}
+        ours |= {"MASTER_ADDR", "MASTER_PORT"}
         environment = {key: value for key, value in os.environ.items() if key not in ours} | ENVIRONMENT
         agent = subprocess.Popen(command, env=environment)
         try:
