@@ -380,5 +380,5 @@ class MixedPrecision(Searchable):
         modes = ["bf16", "bf16_weights"]
         if Tag.FROZEN_BASE not in context.tags:
             modes.append("bf16_master")
-        # Not fp32 with TF32: a device that has it has bf16 too, which is faster, and each option costs a search layouts.
+        # Not fp32 with TF32: such a device has bf16 too, which is faster, and each option costs a search layouts.
         return [MixedPrecision(mode=mode) for mode in modes]  # type: ignore[arg-type]
