@@ -102,7 +102,7 @@ class Technique(ABC):
     """
 
     stage: ClassVar[Stage]
-    numerics: ClassVar[Literal["exact", "rounding", "different"]]
+    numerics: ClassVar[Numerics]
     """exact: same result up to the order of sums; rounding: same up to the number format; different: another model or
     loss."""
     trials: ClassVar[Trials] = Trials()

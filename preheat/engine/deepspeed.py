@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from preheat.core import Axis, Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
+from preheat.core import Axis, Batch, Build, Change, Context, LossSum, Numerics, Slot, Stage, Tag, Technique
 from preheat.engine.step import add_up, forward, transform
 from preheat.errors import RunError
 
@@ -79,7 +79,7 @@ class DeepSpeed(Technique):
     """Not a key of `techniques`: `parallel.engine` selects it."""
 
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     owns: ClassVar[frozenset[Slot]] = frozenset(
         {Slot.FORWARD, Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE, Slot.OPTIMIZER}
     )

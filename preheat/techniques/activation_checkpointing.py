@@ -23,6 +23,7 @@ from preheat.core import (
     Change,
     Context,
     Device,
+    Numerics,
     Searchable,
     Stage,
     Tag,
@@ -124,7 +125,7 @@ class Checkpointed:
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing(Searchable):
     stage: ClassVar[Stage] = Stage.CHECKPOINT
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(
         settings=(
             {"mode": "budget", "budget": 0.6},

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Searchable, Stage, Trials
+from preheat.core import Build, Change, Context, Numerics, Searchable, Stage, Trials
 from preheat.recipe import Bound, Whole
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def offload_activations(
 @dataclass(frozen=True, kw_only=True)
 class ActivationOffload(Searchable):
     stage: ClassVar[Stage] = Stage.CHECKPOINT
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="needs a CUDA device")
     last_resort: ClassVar[bool] = True
     memory_saving: ClassVar[bool] = True

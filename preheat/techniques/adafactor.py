@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from preheat.core import Build, Change, Slot, Stage, Tag, Technique
+from preheat.core import Build, Change, Numerics, Slot, Stage, Tag, Technique
 from preheat.recipe import Positive
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def adafactor_optimizer(parameters: Iterable[Any], **settings: Any) -> torch.opt
 @dataclass(frozen=True, kw_only=True)
 class Adafactor(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "exact"  # for the gradients; the updates differ
+    numerics: ClassVar[Numerics] = "exact"  # for the gradients; the updates differ
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PER_MATRIX_STATES})

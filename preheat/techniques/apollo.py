@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Slot, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Numerics, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Positive, Share
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def apollo_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **s
 @dataclass(frozen=True, kw_only=True)
 class Apollo(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "exact"  # for the gradients; the updates differ
+    numerics: ClassVar[Numerics] = "exact"  # for the gradients; the updates differ
     trials: ClassVar[Trials] = Trials(settings=({"rank": 0.0},))
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PER_MATRIX_STATES})

@@ -17,7 +17,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Count
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def add_block_sparse_attention(model: PreTrainedModel, *, local: int, global_tok
 @dataclass(frozen=True, kw_only=True)
 class BlockSparseAttention(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"local": 5, "global_tokens": 2},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN, Tag.SLIDING_WINDOW, Tag.GLOBAL_TOKENS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN})

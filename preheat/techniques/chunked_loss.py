@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Searchable, Slot, Stage, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Technique, Trials
 from preheat.recipe import Bound
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def chunked_cross_entropy(
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLoss(Searchable):
     stage: ClassVar[Stage] = Stage.KERNEL
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(
         settings=(
             {"rows": 7},

@@ -17,7 +17,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from preheat.core import Batch, Build, Change, Context, ExampleKind, LossSum, Slot, Stage, Tag, Technique, Trials
+from preheat.core import (
+    Batch,
+    Build,
+    Change,
+    Context,
+    ExampleKind,
+    LossSum,
+    Numerics,
+    Slot,
+    Stage,
+    Tag,
+    Technique,
+    Trials,
+)
 from preheat.recipe import Bound, Recipe
 
 if TYPE_CHECKING:
@@ -88,7 +101,7 @@ def accuracy_and_f1(table: Tensor) -> dict[str, float]:
 @dataclass(frozen=True, kw_only=True)
 class Classification(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"classes": 5},), first_loss={None: math.log(2), 5: math.log(5)})
     unsupported_for_images: ClassVar[str] = "reads text alone so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE})

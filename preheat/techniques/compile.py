@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Device, Searchable, Slot, Stage, Tag, Technique, conflicts_of
+from preheat.core import Build, Change, Context, Device, Numerics, Searchable, Slot, Stage, Tag, Technique, conflicts_of
 from preheat.errors import RunError
 from preheat.recipe import Bound
 
@@ -180,7 +180,7 @@ def compile_layers(
 @dataclass(frozen=True, kw_only=True)
 class Compile(Searchable):
     stage: ClassVar[Stage] = Stage.COMPILE
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     unsupported_for_images: ClassVar[str] = "compiles layers of models of text alone so far; leave it out"
     # Both would fuse the same operators, and the compiler cannot trace external kernels.
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.COMPILED_LAYERS})

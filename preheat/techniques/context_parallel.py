@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Axis, Build, Change, Context, Order, Searchable, Slot, Stage, Tag, Technique, Trials
+from preheat.core import Axis, Build, Change, Context, Numerics, Order, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
 from preheat.recipe import Bound
 
@@ -81,7 +81,7 @@ _RING_POSITIONS = 4096
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel(Searchable):
     stage: ClassVar[Stage] = Stage.PARALLEL
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="context 2 does not multiply to 1 device")
     unsupported_for_images: ClassVar[str] = (
         "cuts rows, and would cut the images in them; use fsdp with smaller micro-batches"

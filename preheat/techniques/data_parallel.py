@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Axis, Build, Change, Context, Searchable, Slot, Stage, Tag, Trials
+from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Slot, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,7 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel(Searchable):
     stage: ClassVar[Stage] = Stage.SHARD
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
     supports_encoder_decoder: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.REPLICATED_WEIGHTS, Tag.REDUCED_GRADIENTS})

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Slot, Stage, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Slot, Stage, Technique, Trials
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.recipe import Bound, Share
 
@@ -205,7 +205,7 @@ class _Ranking:
 @dataclass(frozen=True, kw_only=True)
 class DifficultyCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
-    numerics: ClassVar[Any] = "exact"  # for a given batch; the order of batches differs
+    numerics: ClassVar[Numerics] = "exact"  # for a given batch; the order of batches differs
     trials: ClassVar[Trials] = Trials(settings=({"by": "length", "curve": "linear"},))
     unsupported_for_images: ClassVar[str] = "orders rows by their text alone; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.SAMPLE_ORDER})

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Batch, Build, Change, Context, LossSum, Order, Slot, Stage, Tag, Technique, Trials
+from preheat.core import Batch, Build, Change, Context, LossSum, Numerics, Order, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import PreheatError, RunError
 from preheat.recipe import Bound, NonNegative, Positive, Share
 
@@ -89,7 +89,7 @@ class Distillation(Technique):
     # After adapters and precision are applied to the student, so that they affect neither the teacher nor the discarded
     # maps.
     stage: ClassVar[Stage] = Stage.SPLIT
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(
         settings=(
             {"divergence": "reverse", "temperature": 2.0},

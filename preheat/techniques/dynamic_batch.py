@@ -20,7 +20,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from preheat.core import DATA, Batch, Build, Change, Context, MaskSpec, Searchable, Slot, Stage, Tag, Technique, Trials
+from preheat.core import (
+    DATA,
+    Batch,
+    Build,
+    Change,
+    Context,
+    MaskSpec,
+    Numerics,
+    Searchable,
+    Slot,
+    Stage,
+    Tag,
+    Technique,
+    Trials,
+)
 from preheat.recipe import Bound, Count
 
 __all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
@@ -154,7 +168,7 @@ class MicroBatch:
 @dataclass(frozen=True, kw_only=True)
 class DynamicBatch(Searchable):
     stage: ClassVar[Stage] = Stage.LOADER
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(settings=({"start": 1, "every": 2},))
     unsupported_for_images: ClassVar[str] = "regroups rows without the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD})

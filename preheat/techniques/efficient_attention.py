@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from preheat.core import Axis, Build, Change, Context, MaskSpec, Searchable, Slot, Stage, Tag, Trials
+from preheat.core import Axis, Build, Change, Context, MaskSpec, Numerics, Searchable, Slot, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -145,7 +145,7 @@ def _half(context: Context | Build) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class EfficientAttentionTechnique(Searchable):
     stage: ClassVar[Stage] = Stage.KERNEL
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(settings=({"kernel": "blocks"},))
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_KERNEL})
 

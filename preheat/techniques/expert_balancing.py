@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import DATA, Axis, Build, Change, Stage, Tag, Technique, Trials
+from preheat.core import DATA, Axis, Build, Change, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Positive
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def move_bias(biases: Sequence[Tensor], tokens: Tensor, rate: float) -> None:
 @dataclass(frozen=True, kw_only=True)
 class ExpertBalancing(Technique):
     stage: ClassVar[Stage] = Stage.MATERIALIZE
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"method": "loss"},), family="qwen3_moe")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXPERTS})
     # Adapters freeze the routers, and adapter folders cannot store a bias.

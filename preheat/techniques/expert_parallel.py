@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Axis, Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
+from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Stage, Tag, Technique, Trials
 from preheat.recipe import Whole
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel(Searchable):
     stage: ClassVar[Stage] = Stage.PARALLEL
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="shares out experts, and llama has none")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.SHARDED_WEIGHTS, Tag.SHARDED_EXPERTS})
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS})

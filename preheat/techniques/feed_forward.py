@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +61,7 @@ def replace_feed_forward(model: nn.Module, activation: str) -> int:
 @dataclass(frozen=True, kw_only=True)
 class FeedForward(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"activation": "relu"},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.UNGATED_MLP})
     unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"

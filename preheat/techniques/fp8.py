@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Searchable, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def convert_to_fp8(
 @dataclass(frozen=True, kw_only=True)
 class Fp8(Searchable):
     stage: ClassVar[Stage] = Stage.FAKE_QUANTIZE
-    numerics: ClassVar[Any] = "rounding"
+    numerics: ClassVar[Numerics] = "rounding"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="a CPU has no fp8 products")
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.BF16_COMPUTE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FP8_COMPUTE})

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Axis, Build, Change, Context, Searchable, Slot, Stage, Tag, Technique, Trials
+from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Count
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **set
 @dataclass(frozen=True, kw_only=True)
 class FSDP(Searchable):
     stage: ClassVar[Stage] = Stage.SHARD
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
     supports_encoder_decoder: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset(

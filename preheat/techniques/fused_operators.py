@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Axis, Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
+from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +55,7 @@ def fuse_operators(model: PreTrainedModel, *, norm: bool = True, gate: bool = Tr
 @dataclass(frozen=True, kw_only=True)
 class FusedOperators(Searchable):
     stage: ClassVar[Stage] = Stage.KERNEL
-    numerics: ClassVar[Any] = "rounding"
+    numerics: ClassVar[Numerics] = "rounding"
     trials: ClassVar[Trials] = Trials(settings=({"gate": False},))
     memory_saving: ClassVar[bool] = True
     # CPU plans of fused operators have not been validated against enough runs.

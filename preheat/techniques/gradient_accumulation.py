@@ -23,6 +23,7 @@ from preheat.core import (
     Change,
     Context,
     Device,
+    Numerics,
     Searchable,
     Stage,
     Tag,
@@ -131,7 +132,7 @@ def _rows(recipe: Recipe, sizes: Mapping[Axis, int]) -> tuple[int, int]:
 @dataclass(frozen=True, kw_only=True)
 class GradientAccumulation(Searchable):
     stage: ClassVar[Stage] = Stage.LOADER
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(settings=({"steps": 3},))
     supports_encoder_decoder: ClassVar[bool] = True
     memory_saving: ClassVar[bool] = True

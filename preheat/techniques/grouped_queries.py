@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from preheat.core import Build, Change, Stage, Technique, Trials
+from preheat.core import Build, Change, Numerics, Stage, Technique, Trials
 from preheat.recipe import Bound
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def group_queries(model: nn.Module, kv_heads: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class GroupedQueries(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(family="llama")
     unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Shape, Slot, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Shape, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count, Positive, Share
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def shape_at(length: int, *, rows: int, micro: int, full: int, keep: Literal["ro
 @dataclass(frozen=True, kw_only=True)
 class LengthCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
-    numerics: ClassVar[Any] = "exact"  # for a given batch; the batches differ
+    numerics: ClassVar[Numerics] = "exact"  # for a given batch; the batches differ
     trials: ClassVar[Trials] = Trials(
         settings=(
             {"schedule": "root", "keep": "rows"},

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Searchable, Slot, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +71,7 @@ def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True,
 @dataclass(frozen=True, kw_only=True)
 class Liger(Searchable):
     stage: ClassVar[Stage] = Stage.KERNEL
-    numerics: ClassVar[Any] = "rounding"
+    numerics: ClassVar[Numerics] = "rounding"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="need a CUDA device")
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS})

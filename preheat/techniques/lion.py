@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from preheat.core import Build, Change, Slot, Stage, Technique
+from preheat.core import Build, Change, Numerics, Slot, Stage, Technique
 from preheat.recipe import Positive, Share
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def lion_optimizer(parameters: Iterable[Any], **settings: Any) -> torch.optim.Op
 @dataclass(frozen=True, kw_only=True)
 class Lion(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "exact"  # for the gradients; the updates differ
+    numerics: ClassVar[Numerics] = "exact"  # for the gradients; the updates differ
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 

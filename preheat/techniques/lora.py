@@ -26,7 +26,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.errors import SettingError
 from preheat.recipe import Bound, Positive, Share, Whole
 
@@ -190,7 +190,7 @@ def merge_lora(model: nn.Module) -> int:
 @dataclass(frozen=True, kw_only=True)
 class Lora(Technique):
     stage: ClassVar[Stage] = Stage.ADAPT
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(
         settings=(
             {"variant": "dora", "rank": 4},

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Searchable, Slot, Stage, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Technique, Trials
 from preheat.errors import RecipeError
 from preheat.recipe import Whole
 
@@ -47,7 +47,7 @@ def low_bit_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Opt
 @dataclass(frozen=True, kw_only=True)
 class LowBitAdamW(Searchable):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "exact"  # for the gradients; the updates differ
+    numerics: ClassVar[Numerics] = "exact"  # for the gradients; the updates differ
     trials: ClassVar[Trials] = Trials(
         settings=(
             {"bits": 4, "block_size": 64, "least": 0},

@@ -26,7 +26,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Device, Finish, Searchable, Slot, Stage, Tag, Technique, Trials
+from preheat.core import (
+    Build,
+    Change,
+    Context,
+    Device,
+    Finish,
+    Numerics,
+    Searchable,
+    Slot,
+    Stage,
+    Tag,
+    Technique,
+    Trials,
+)
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.recipe import Bound, Positive
@@ -201,7 +214,7 @@ def train_with_mixed_precision(
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision(Searchable):
     stage: ClassVar[Stage] = Stage.KERNEL
-    numerics: ClassVar[Any] = "rounding"
+    numerics: ClassVar[Numerics] = "rounding"
     trials: ClassVar[Trials] = Trials(
         settings=(
             {"keep_fp32": "norm|^lm_head$"},
@@ -252,7 +265,7 @@ class MixedPrecision(Searchable):
     def _patterns(self) -> tuple[str, ...]:
         return (self.keep_fp32,) if isinstance(self.keep_fp32, str) else self.keep_fp32
 
-    def search_numerics(self) -> Literal["exact", "rounding", "different"]:
+    def search_numerics(self) -> Numerics:
         return {"fp32": "rounding" if self.tf32 else "exact", "bf16_pure": "different"}.get(self.mode, "rounding")  # type: ignore[return-value]
 
     def read_on(self, device: Device) -> Technique:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from preheat.core import Build, Change, Slot, Stage, Technique
+from preheat.core import Build, Change, Numerics, Slot, Stage, Technique
 from preheat.recipe import Bound, Share
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def muon_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **set
 @dataclass(frozen=True, kw_only=True)
 class Muon(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "exact"  # for the gradients; the updates differ
+    numerics: ClassVar[Numerics] = "exact"  # for the gradients; the updates differ
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 

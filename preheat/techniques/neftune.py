@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from preheat.core import Build, Change, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Positive
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def add_embedding_noise(embedding: nn.Module, alpha: float = 5.0) -> RemovableHa
 @dataclass(frozen=True, kw_only=True)
 class Neftune(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     training_only: ClassVar[bool] = True
     unsupported_for_images: ClassVar[str] = (
         "adds noise to the embeddings of text, and was not tried beside images; leave it out"

@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Searchable, Stage, Tag, Trials
+from preheat.core import Build, Change, Numerics, Searchable, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,7 +86,7 @@ def from_nf4(model: nn.Module) -> int:
 @dataclass(frozen=True, kw_only=True)
 class Nf4(Searchable):
     stage: ClassVar[Stage] = Stage.COMPRESS
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"double_quantization": False, "keep": ".*down_proj"},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.QUANTIZED_BASE})
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE})  # 4-bit weights cannot be trained

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Batch, Build, Change, Context, LossSum, Searchable, Slot, Stage, Tag, Trials
+from preheat.core import Batch, Build, Change, Context, LossSum, Numerics, Searchable, Slot, Stage, Tag, Trials
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> UpdateInBackward:
 @dataclass(frozen=True, kw_only=True)
 class OptimizerInBackward(Searchable):
     stage: ClassVar[Stage] = Stage.LOADER  # the only stage after the optimizer is created
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(recipe=("optimizer.clip=0",))
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE})

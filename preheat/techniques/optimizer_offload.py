@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Searchable, Slot, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ def host_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimi
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOffload(Searchable):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "rounding"
+    numerics: ClassVar[Numerics] = "rounding"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="needs a CUDA device")
     last_resort: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from preheat.core import Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -146,7 +146,7 @@ def merge_peft_adapter(model: nn.Module) -> int:
 @dataclass(frozen=True, kw_only=True)
 class PeftAdapter(Technique):
     stage: ClassVar[Stage] = Stage.ADAPT
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"method": "loha", "settings": {"alpha": 64}},), family="llama")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ADAPTER, Tag.FROZEN_BASE, Tag.NON_LORA_ADAPTER})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ADAPTER})

@@ -30,6 +30,7 @@ from preheat.core import (
     Context,
     Finish,
     LossSum,
+    Numerics,
     Searchable,
     Slot,
     Stage,
@@ -142,7 +143,7 @@ class _Runner:
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallel(Searchable):
     stage: ClassVar[Stage] = Stage.SPLIT
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="pipeline 2 does not multiply to 1 device")
     unsupported_for_images: ClassVar[str] = (
         "cuts a chain of layers into stages, and a vision tower feeds several of them; use fsdp"

@@ -23,7 +23,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Batch, Build, Change, Context, ExampleKind, LossSum, Slot, Stage, Tag, Technique, Trials
+from preheat.core import (
+    Batch,
+    Build,
+    Change,
+    Context,
+    ExampleKind,
+    LossSum,
+    Numerics,
+    Slot,
+    Stage,
+    Tag,
+    Technique,
+    Trials,
+)
 from preheat.errors import DataError
 from preheat.recipe import Bound, NonNegative, Positive
 
@@ -70,7 +83,7 @@ def preference_loss(
 class Preference(Technique):
     # After structure and precision are applied, so that a copy has them too; before what only training needs.
     stage: ClassVar[Stage] = Stage.SPLIT
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(
         settings=(
             {"loss": "orpo"},

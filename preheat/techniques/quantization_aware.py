@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Stage, Tag, Technique
+from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def round_weights(model: PreTrainedModel, settings: QuantizationAware | None = N
 @dataclass(frozen=True, kw_only=True)
 class QuantizationAware(Technique):
     stage: ClassVar[Stage] = Stage.FAKE_QUANTIZE
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FAKE_QUANTIZED_WEIGHTS})
     # Only a LoRA is rounded with its base.
     conflicts: ClassVar[frozenset[Tag]] = frozenset(

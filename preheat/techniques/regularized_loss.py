@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from preheat.core import Build, Change, Context, Slot, Stage, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Slot, Stage, Technique, Trials
 from preheat.recipe import Bound, Share
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def regularized_cross_entropy(
 @dataclass(frozen=True, kw_only=True)
 class RegularizedLoss(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"label_smoothing": 0.1, "z": 0.0},))
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ROW_LOSS})

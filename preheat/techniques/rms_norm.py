@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from preheat.core import Build, Change, Context, Stage, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +54,7 @@ def layer_norm_to_rms_norm(model: nn.Module) -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class RmsNorm(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
-    numerics: ClassVar[Any] = (
+    numerics: ClassVar[Numerics] = (
         "different"  # the first loss of pretrained weights is the same; new models and updates differ
     )
     trials: ClassVar[Trials] = Trials(family="gpt2")

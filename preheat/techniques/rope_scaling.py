@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count, Positive
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def scale_rope(
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(
         settings=(
             {"kind": "auto", "factor": "auto", "original_length": 16},

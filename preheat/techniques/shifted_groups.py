@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _while_training(model: Any, group: int, kernel: Callable[..., Any]) -> Calla
 @dataclass(frozen=True, kw_only=True)
 class ShiftedGroups(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"group": 10},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN, Tag.PER_HEAD_PATTERN})
     # Groups change the documents, which compiled layers have as data only.

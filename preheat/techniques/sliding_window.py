@@ -16,7 +16,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def add_sliding_window(model: PreTrainedModel, *, window: int, every: int | None
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindow(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"window": 5, "every": 2},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN, Tag.SLIDING_WINDOW})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN})

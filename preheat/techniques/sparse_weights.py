@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Finish, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Finish, Numerics, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def zero_two_of_four(maps: Sequence[nn.Module]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class SparseWeights(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(
         settings=({"prune": "2:4"},), refused_on_cpu="keeps the zeros of weights that are read"
     )

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Axis, Build, Change, Context, Finish, Searchable, Slot, Stage, Tag, Technique, Trials
+from preheat.core import Axis, Build, Change, Context, Finish, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
 from preheat.recipe import Bound, Whole
 
@@ -72,7 +72,7 @@ def parallelize(
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel(Searchable):
     stage: ClassVar[Stage] = Stage.PARALLEL
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="shares out matrices among devices, and there is one")
     unsupported_for_images: ClassVar[str] = "has no plan for a vision tower; use fsdp"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +54,7 @@ def tie_embeddings(model: nn.Module, keep: str = "embedding") -> int:
 @dataclass(frozen=True, kw_only=True)
 class TiedEmbeddings(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(family="llama")
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.CLASSIFICATION_HEAD})  # it has no row per token
 

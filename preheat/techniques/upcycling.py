@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from preheat.core import Build, Change, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count, Share
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def upcycle(model: nn.Module, experts: int = 8, *, chosen: int = 2, redrawn: flo
 @dataclass(frozen=True, kw_only=True)
 class Upcycling(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
-    numerics: ClassVar[Any] = "different"
+    numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"experts": 4, "chosen": 1},), family="llama")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXPERTS})
     # Frozen copies would stay identical; experts need a gated block.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Axis, Build, Change, Searchable, Stage, Tag, Trials
+from preheat.core import Axis, Build, Change, Numerics, Searchable, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from preheat.ops.optim.zero1 import SharedOut
@@ -52,7 +52,7 @@ def share_out_optimizer(
 @dataclass(frozen=True, kw_only=True)
 class Zero1(Searchable):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.REPLICATED_WEIGHTS})
     # Updates in backward do not support shards; states of whole matrices cannot be sharded.
