@@ -29,7 +29,7 @@ __all__ = ["observe_few", "of_layers"]
 # memory is affine from 8 on, and noisy, so its layer counts are further apart.
 FEW, ENOUGH = (4, 1), (8, 4)
 _LONGEST_PATTERN = 6  # layers in the longest repeating pattern of layer types
-_CPU_LIMIT = 256  # up to this many layers a model on one CPU is observed in full; more would take minutes
+_ALL = 256  # up to this many layers a model on one CPU is observed in full; more would take minutes
 
 
 def observe_few(
@@ -64,7 +64,7 @@ def observe_few(
     kwargs: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world}
     if (
         few is None
-        or (cpu and devices == 1 and heap and layers <= _CPU_LIMIT)
+        or (cpu and devices == 1 and heap and layers <= _ALL)
         or layers <= sum(few)
         or (cpu and world is not None)
     ):
