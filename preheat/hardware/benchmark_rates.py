@@ -122,7 +122,7 @@ _FIRST, _PATIENCE = 256, 4.0
 """Size of the first square matmul, and the seconds that the next one may take at its rate."""
 _TOO_LONG = 0.06
 """Seconds: matmuls expected to take longer are extrapolated from the layer with fewer rows."""
-_COLD = 64 << 20
+_COLD_BYTES = 64 << 20
 """Bytes of operands and results that a measurement cycles through.
 
 In a step, tensors are not in cache, as they would be if an operator were repeated on the same ones. On two cores with 4
@@ -207,10 +207,10 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
 
 
 def _turns(bytes: int) -> int:
-    return min(max(1, _COLD // bytes), _TURNS)
+    return min(max(1, _COLD_BYTES // bytes), _TURNS)
 
 
-class _Turns:
+class _Cycle:
     """Cycles through calls and keeps as many results alive, so that neither operands nor outputs are in cache."""
 
     def __init__(self, calls: Sequence[Callable[[], object]]):
@@ -280,7 +280,7 @@ def _layer(
         }
         for layout, pairs in factors.items():
             if layout not in last or flops / last[layout] < _TOO_LONG:
-                last[layout] = flops / seconds(_Turns([partial(torch.matmul, a, b) for a, b in pairs]))
+                last[layout] = flops / seconds(_Cycle([partial(torch.matmul, a, b) for a, b in pairs]))
                 measured.append(MatrixRate(name, layout, n, k, m, last[layout]))
     return measured
 
@@ -291,7 +291,7 @@ def _moved(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, gr
     for elements in grid.elements:
         sets = [_movers(random, dtype, elements, grid, table) for _ in range(_turns(2 * elements * dtype.itemsize))]
         for operator, (_, moved) in sets[0].items():
-            turns = _Turns([calls[operator][0] for calls in sets[: _turns(moved)]])
+            turns = _Cycle([calls[operator][0] for calls in sets[: _turns(moved)]])
             measured.append(MovedRate(operator, name, moved, moved / seconds(turns)))
     return measured
 

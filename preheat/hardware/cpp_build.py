@@ -46,7 +46,7 @@ def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
     about = f"{torch.__version__} {home} {_cpu() if vector else platform.machine()}"
     key = hashlib.sha256(source.read_bytes() + about.encode()).hexdigest()
     built = _folder() / f"{source.stem}-{key[:16]}.so"
-    if (reason := _distrusted(built, key)) is not None:
+    if (reason := _reject_reason(built, key)) is not None:
         if built.exists() or built.is_symlink():
             _log.warning("%s: is not loaded (%s); it is built anew", built, reason)
         _build(source, built, home, ("-O2",) if not vector else _VECTOR, key)
@@ -75,11 +75,11 @@ def _folder() -> Path:
         raise RunError(
             f"{folder}: cannot be used ({error.strerror}); set PREHEAT_CACHE to a folder of your own"
         ) from None
-    return _own_folder(folder)
+    return _private_folder(folder)
 
 
 @functools.cache
-def _own_folder(other: Path) -> Path:
+def _private_folder(other: Path) -> Path:
     """Creates a private temporary folder, used if others can write to the cache."""
     folder = Path(tempfile.mkdtemp(prefix="preheat-native-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -97,7 +97,7 @@ def _seal(key: str, binary: bytes) -> str:
     return hashlib.sha256(key.encode() + binary).hexdigest()
 
 
-def _distrusted(built: Path, key: str) -> str | None:
+def _reject_reason(built: Path, key: str) -> str | None:
     """Returns why a cached library must not be loaded; None if it was built here from this source."""
     try:
         facts = built.lstat()

@@ -79,7 +79,7 @@ def nettest(
                 f"--nproc: {processes} process has nobody to send to; "
                 "use --nproc 2 or more, or start it with torchrun on each host"
             )
-        result = _started(task, processes, port, tell)
+        result = _run_processes(task, processes, port, tell)
     if not result:
         return result
     result["expected"] = expected(result)
@@ -120,7 +120,7 @@ def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(row["collective"] for row in rows))
 
 
-def _started(task: Task, processes: int, port: int | None, tell: Told | None) -> dict[str, Any]:
+def _run_processes(task: Task, processes: int, port: int | None, tell: Told | None) -> dict[str, Any]:
     """Starts the processes, forwards the progress of rank 0, and kills all if one fails."""
     with _listening(port) as listening, tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
         port = listening.getsockname()[1]
@@ -155,10 +155,10 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
                     )
                 )
             listening.close()  # rank 0 inherited it
-            _listen(started, tell)
+            _wait_for(started, tell)
             failed = [rank for rank, process in enumerate(started) if process.returncode]
             if failed:
-                _raise(failed[0], started[failed[0]].returncode, error_files[failed[0]])
+                _raise_error_of(failed[0], started[failed[0]].returncode, error_files[failed[0]])
             return dict(json.loads(result.read_text(encoding="utf-8")))
         finally:
             for process in started:
@@ -181,7 +181,7 @@ def _listening(port: int | None) -> socket.socket:
         ) from None
 
 
-def _listen(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
+def _wait_for(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
     """Forwards the progress until all processes have ended or one has failed."""
     import threading
 
@@ -206,7 +206,7 @@ def _listen(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
     hearing.join(timeout=5)
 
 
-def _raise(rank: int, code: int, error_file: Any) -> None:
+def _raise_error_of(rank: int, code: int, error_file: Any) -> None:
     error_file.seek(0)
     lines = [line for line in error_file.read().splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit {code}"

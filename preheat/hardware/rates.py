@@ -126,7 +126,7 @@ _Row = TypeVar("_Row")
 _log = logging.getLogger(__name__)
 
 
-def _near(points: Iterable[tuple[Sequence[float], float]], at: Sequence[float], count: int = 4) -> float:
+def _nearest(points: Iterable[tuple[Sequence[float], float]], at: Sequence[float], count: int = 4) -> float:
     """Interpolates at `at`: geometric mean of the `count` nearest points, weighted by 1 / distance^2 in log space."""
     place = [math.log(value) for value in at]
     nearest = sorted((math.dist([math.log(value) for value in where], place), value) for where, value in points)[:count]
@@ -136,7 +136,7 @@ def _near(points: Iterable[tuple[Sequence[float], float]], at: Sequence[float], 
     return math.exp(sum(w * math.log(value) for w, (_, value) in zip(weights, nearest, strict=True)) / sum(weights))
 
 
-def _between(points: Iterable[tuple[float, float]], at: float) -> float:
+def _interpolate(points: Iterable[tuple[float, float]], at: float) -> float:
     """Interpolates linearly in log-log space between the neighbours of `at`; constant beyond the outermost points."""
     known = sorted(points)
     above = bisect.bisect_left(known, (at,))
@@ -202,7 +202,7 @@ class Rates:
             RunError: nothing was measured in that dtype.
         """
         points = [((r.n, r.k, r.m), r.flops) for r in self.matrix if (r.dtype, r.layout) == (dtype, layout)]
-        return _near(self._some(points, f"matrix products in {dtype}"), (n, k, m))
+        return _nearest(self._require(points, f"matrix products in {dtype}"), (n, k, m))
 
     def moved_rate(self, operator: str, dtype: str, bytes: int) -> float:
         """Returns the bytes/s of one of `MOVERS` when it reads and writes `bytes` in total; `launch` is not included.
@@ -211,7 +211,7 @@ class Rates:
             RunError: it was not measured in that dtype.
         """
         points = [(r.bytes, r.rate) for r in self.moved if (r.operator, r.dtype) == (operator, dtype)]
-        return _between(self._some(points, f"'{operator}' in {dtype}"), max(bytes, 1))
+        return _interpolate(self._require(points, f"'{operator}' in {dtype}"), max(bytes, 1))
 
     def attention_rate(self, dtype: str, direction: Literal["forward", "backward"], length: int) -> float:
         """Returns the FLOP/s of causal attention, with FLOPs counted as in `AttentionRate`.
@@ -220,7 +220,7 @@ class Rates:
             RunError: nothing was measured in that dtype.
         """
         points = [(r.length, r.flops) for r in self.attention if (r.dtype, r.direction) == (dtype, direction)]
-        return _between(self._some(points, f"attention in {dtype}"), length)
+        return _interpolate(self._require(points, f"attention in {dtype}"), length)
 
     def collective_seconds(self, collective: str, backend: str, bytes: int, devices: int, hosts: int = 1) -> float:
         """Returns the seconds of a collective of `bytes` (counted as in nccl-tests), as measured by `nettest`.
@@ -233,7 +233,7 @@ class Rates:
             raise RunError(f"no {collective} over {backend} was measured on {self.hardware}; run: preheat nettest")
         return seconds
 
-    def _some(self, points: list[Any], what: str) -> list[Any]:
+    def _require(self, points: list[Any], what: str) -> list[Any]:
         if not points:
             raise RunError(f"no rate of {what} was measured on {self.hardware}; plan with another dtype")
         return points
@@ -248,7 +248,7 @@ class Rates:
         left_out = {"links", "pace"} | {key for key in _OF_GPU if getattr(self, key) is None}
         values = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
         store_json(path, {"format": _FORMAT_GPU if self.of_gpu else _FORMAT, **values})
-        _runs_of(path).unlink(missing_ok=True)  # the ratios were relative to other rates
+        _runs_path(path).unlink(missing_ok=True)  # the ratios were relative to other rates
         return path
 
 
@@ -291,7 +291,7 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
     except Damaged as error:
         _log.warning("%s: is damaged (%s); this machine is measured anew", path, error)
         return None
-    return dataclasses.replace(rates, links=load_links(hardware, torch), pace=_pace(_noted(_runs_of(path))))
+    return dataclasses.replace(rates, links=load_links(hardware, torch), pace=_pace(_read_ratios(_runs_path(path))))
 
 
 def _read(values: Mapping[str, Any]) -> Rates:
@@ -341,9 +341,9 @@ def _read(values: Mapping[str, Any]) -> Rates:
     )
 
 
-_RUNS = 9
+_MAX_RUNS = 9
 """Number of most recent runs that count, because the load of a shared machine changes."""
-_FEW = 3
+_MIN_RUNS = 3
 """Fewer runs than this are not representative."""
 
 
@@ -356,15 +356,15 @@ def note_run(hardware: str, torch: str, threads: int, ratio: float) -> None:
     Raises:
         RunError: the folder cannot be written.
     """
-    path = _runs_of(stored_at(hardware, torch, threads))
-    store_json(path, {"ratios": [*_noted(path), ratio][-_RUNS:]})
+    path = _runs_path(stored_at(hardware, torch, threads))
+    store_json(path, {"ratios": [*_read_ratios(path), ratio][-_MAX_RUNS:]})
 
 
-def _runs_of(calibration: Path) -> Path:
+def _runs_path(calibration: Path) -> Path:
     return calibration.with_name(calibration.name.replace("calibration", "runs"))
 
 
-def _noted(path: Path) -> list[float]:
+def _read_ratios(path: Path) -> list[float]:
     """Returns the ratios in a file; empty if it is missing or damaged, because it is a cache."""
     try:
         ratios = (read_json(path) or {}).get("ratios")
@@ -374,4 +374,4 @@ def _noted(path: Path) -> list[float]:
 
 
 def _pace(ratios: Sequence[float]) -> float:
-    return median(ratios) if len(ratios) >= _FEW else 1.0
+    return median(ratios) if len(ratios) >= _MIN_RUNS else 1.0

@@ -57,12 +57,12 @@ def allow_tf32(owner: object) -> Callable[[], object]:
         # The older name: after setting `fp32_precision`, torch raises when the older ones are read, and torch.compile
         # reads them.
         products.allow_tf32 = True
-    end = weakref.finalize(owner, _disown)
+    end = weakref.finalize(owner, _release)
     end.atexit = False
     return end
 
 
-def _disown() -> None:
+def _release() -> None:
     import torch
 
     if len(_before) > 1:  # the first entry is the original setting

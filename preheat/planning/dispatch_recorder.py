@@ -75,7 +75,7 @@ def _argument(operator: Any, args: Any, kwargs: Any, name: str, default: Any) ->
     return default
 
 
-def _asks_for_shapes() -> bool:
+def _in_shape_propagation() -> bool:
     """True during DTensor's shape propagation, which runs operators on global shapes and discards the result."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(20):
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
         self.rounding, self.spread, self.casts = rounding, spread, casts
         # Id of a storage with gathered weights -> weakref, number, bytes.
         self._gathered: dict[int, tuple[weakref.ref[Any], int, int]] = {}
-        self._let_go: set[int] = set()  # ids of those that are resized to 0 now
+        self._released: set[int] = set()  # ids of those that are resized to 0 now
         self.phase = Phase.LOAD
         # (number of the storage, bytes: positive when allocated, negative when freed, phase).
         self.log: list[tuple[int, int, Phase]] = []
@@ -156,15 +156,15 @@ class Recorder(TorchDispatchMode):
         self._made += 1
         self._numbers[id(storage)] = number
         self.rounded[number] = size - storage.nbytes()
-        self._enter(number, size)
+        self._log_event(number, size)
 
         def freed(key: int = id(storage), number: int = number, size: int = size) -> None:
             self._numbers.pop(key, None)
             self._gathered.pop(key, None)
-            if key in self._let_go:
-                self._let_go.discard(key)
+            if key in self._released:
+                self._released.discard(key)
                 return
-            self._enter(number, -size)
+            self._log_event(number, -size)
 
         weakref.finalize(storage, freed)
         return int(size)
@@ -172,18 +172,18 @@ class Recorder(TorchDispatchMode):
     def begin(self, phase: Phase) -> None:
         """Starts a phase; an empty entry makes the memory at its beginning count towards its peak."""
         self.phase = phase
-        self._enter(self._made, 0)
+        self._log_event(self._made, 0)
         self._made += 1
 
-    def _pass(self, size: int) -> None:
+    def _log_temporary(self, size: int) -> None:
         """Logs a temporary that lives only while an operator runs."""
         number, size = self._made, -(-size // self.rounding) * self.rounding
         self._made += 1
         self.rounded[number] = 0
-        self._enter(number, size)
-        self._enter(number, -size)
+        self._log_event(number, size)
+        self._log_event(number, -size)
 
-    def _enter(self, number: int, size: int) -> None:
+    def _log_event(self, number: int, size: int) -> None:
         self.log.append((number, size, self._phase()))
         self.places.append(self.place)
 
@@ -201,9 +201,9 @@ class Recorder(TorchDispatchMode):
                 self.gathered.add(number)
         for key, (ref, number, size) in self._gathered.items():
             empty = (storage := ref()) is not None and storage.nbytes() == 0
-            if empty != (key in self._let_go):
-                self._let_go ^= {key}
-                self._enter(number, -size if empty else size)
+            if empty != (key in self._released):
+                self._released ^= {key}
+                self._log_event(number, -size if empty else size)
 
     def _group(self, operator: Any, args: Any) -> tuple[int, int] | None:
         """Returns the key of a collective's process group, which is an object in c10d and a name in functional ones."""
@@ -223,15 +223,15 @@ class Recorder(TorchDispatchMode):
         self.groups[key] = ranks
         return key
 
-    def _moved_to_host(self, t: Tensor) -> None:
+    def _move_to_host(self, t: Tensor) -> None:
         """Moves a storage that was logged as device memory to host memory."""
         storage = _storage(t)
         if (number := self._numbers.pop(id(storage), None)) is not None:
-            self._let_go.add(id(storage))  # its finalizer must not log another free
-            self._enter(number, -(-(-storage.nbytes() // self.rounding) * self.rounding))
-            self._on_host([t])
+            self._released.add(id(storage))  # its finalizer must not log another free
+            self._log_event(number, -(-(-storage.nbytes() // self.rounding) * self.rounding))
+            self._track_on_host([t])
 
-    def _on_host(self, outputs: list[Tensor]) -> None:
+    def _track_on_host(self, outputs: list[Tensor]) -> None:
         """Tracks the storages of these tensors as host memory."""
         for storage in {id(s): s for s in map(_storage, outputs) if id(s) not in self._numbers}.values():
             if id(storage) not in self._host:
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # called again with the local shards of a DTensor, or the parts of a quantized tensor
         inputs = list(tensors((args, kwargs)))
         out = call(func, args, kwargs, inputs)
-        if self.spread and _asks_for_shapes():
+        if self.spread and _in_shape_propagation():
             return out
         if self._gathered:
             self.look_at_gathered()
@@ -272,15 +272,15 @@ class Recorder(TorchDispatchMode):
         outputs = list(tensors(out))
         where = self._where(known.name, inputs)
         if known.name == "preheat::lies_on_host":
-            self._moved_to_host(inputs[0])
+            self._move_to_host(inputs[0])
         if known.name == "preheat::copy_to_device_" and id(_storage(inputs[0])) in self._host:
             self._host.discard(id(_storage(inputs[0])))  # allocated like a host tensor, but on the device
             self.follow(inputs[0])
         if where == "host" or known.name in _TO_HOST:
-            self._on_host(outputs)
+            self._track_on_host(outputs)
         for t in outputs:
             self.follow(t)
-        if known.name in _EMPTY:
+        if known.name in _UNINITIALIZED:
             return out
         written = outputs or [
             t for n, name in known.written for t in tensors(args[n] if n < len(args) else kwargs.get(name))
@@ -291,13 +291,13 @@ class Recorder(TorchDispatchMode):
             self.streams.update({n: known.stream for t in (outputs or written) if (n := self.number(t)) is not None})
         # One partial sum per chunk; every tensor gets as many as the largest.
         if known.name == "aten::_foreach_norm" and not self.casts:
-            self._pass(4 * len(inputs) * max(-(-t.numel() // _CHUNK) for t in inputs))
-        read, wrote = (sum(_moved(t) for t in some) for some in (inputs, written))
-        if self.casts and known.pointwise and where == "device" and (cast := _cast(inputs, written)):
-            self._pass(cast)
+            self._log_temporary(4 * len(inputs) * max(-(-t.numel() // _CHUNK) for t in inputs))
+        read, wrote = (sum(_bytes_moved(t) for t in some) for some in (inputs, written))
+        if self.casts and known.pointwise and where == "device" and (cast := _cast_bytes(inputs, written)):
+            self._log_temporary(cast)
             read, wrote = read + cast, wrote + cast
         if where in ("out", "back"):  # the bytes of the host's side cross the link
-            read = wrote = sum(_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
+            read = wrote = sum(_bytes_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
         flops = flops_of(known.formula, args, out)
         # The first argument of addmm may have a wider dtype.
         factors = inputs[1:] if flops and known.name in _ADDING else inputs
@@ -380,7 +380,7 @@ _LINK: dict[str, Place] = {
     "preheat::copy_to_device_": "back",
 }
 _TO_HOST = {"preheat::to_host", "preheat::host_zeros"}
-_EMPTY = {
+_UNINITIALIZED = {
     "aten::empty",
     "aten::empty_like",
     "aten::new_empty",
@@ -390,7 +390,7 @@ _EMPTY = {
 }
 
 
-def _cast(inputs: Iterable[Tensor], written: Iterable[Tensor]) -> int:
+def _cast_bytes(inputs: Iterable[Tensor], written: Iterable[Tensor]) -> int:
     """Returns the bytes of operands and results that are cast to or from the compute dtype; 0-dim tensors are free."""
     floats = [t for t in inputs if t.dtype.is_floating_point and t.ndim]
     if len({t.dtype for t in floats}) < 2:
@@ -400,6 +400,6 @@ def _cast(inputs: Iterable[Tensor], written: Iterable[Tensor]) -> int:
     return sum(min(t.numel(), _storage(t).nbytes() // t.element_size()) * common.itemsize for t in others)
 
 
-def _moved(t: Tensor) -> int:
+def _bytes_moved(t: Tensor) -> int:
     """Returns the bytes moved by reading or writing a tensor; a broadcast operand counts its own storage only."""
     return min(t.numel() * t.element_size(), int(_storage(t).nbytes()))

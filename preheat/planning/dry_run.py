@@ -130,13 +130,13 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     cpu = device.kind == "cpu"
     recorder = Recorder(rounding=64 if cpu else 512, spread=torch.distributed.is_initialized(), casts=cpu)
     # The builder enters `dry` around its own work, so that parameters and optimizer states are recorded too.
-    build = builder.build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
+    build = builder.build(recipe, vocabulary=vocabulary, device=device, dry=_DryContext(mode, recorder))
     recorder.tf32 = Tag.TF32_PRODUCTS in build.tags
     with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered), reducing(recorder.sum_gradients):
         known = _known(build, recorder)
         track_phases(build, recorder)
         if by_layer:
-            _mark(build, recorder)
+            _hook_layers(build, recorder)
         shape: Shape = build.slot(Slot.BATCH_SHAPE)(1.0)  # at the end of the run, when it needs the most memory
         rows = -(-shape.rows // build.mesh.size(*DATA))
         micros = [shape.micro] * (rows // shape.micro) + ([rows % shape.micro] if rows % shape.micro else [])
@@ -160,9 +160,9 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
                 marks.append(recorder.mark())
                 yield batch
 
-        gradients(build, _Sequence(marked, batches, first_pass, recorder.kernels))
+        gradients(build, _RecordedBatches(marked, batches, first_pass, recorder.kernels))
         if build.mesh.size(Axis.PIPELINE) > 1:  # micro-batches overlap, so `marks` cannot tell them apart
-            _more_of_all(recorder, len(micros), len(batches))
+            _count_remaining(recorder, len(micros), len(batches))
             batches = all_batches
         if more := len(micros) - len(batches):
             # With that hook, only the last micro-batch reduces gradients.
@@ -230,7 +230,7 @@ def _enough(build: Build, micros: int) -> int:
     return enough
 
 
-def _more_of_all(recorder: Recorder, micros: int, run: int) -> None:
+def _count_remaining(recorder: Recorder, micros: int, run: int) -> None:
     """Adds the kernels of the micro-batches that were not run.
 
     Only kernels whose count is a multiple of the micro-batches are scaled; gradients are reduced once per step.
@@ -241,7 +241,7 @@ def _more_of_all(recorder: Recorder, micros: int, run: int) -> None:
     recorder.recomputed += recorder.recomputed // run * (micros - run)
 
 
-class _Both:
+class _DryContext:
     """Enters the fake tensor mode and the recorder as one context."""
 
     def __init__(self, mode: Any, recorder: Recorder):
@@ -256,7 +256,7 @@ class _Both:
         self.mode.__exit__(*error)
 
 
-class _Sequence(Sequence[Batch]):
+class _RecordedBatches(Sequence[Batch]):
     """A sequence of batches that records the kernel counts whenever one is read."""
 
     def __init__(
@@ -352,7 +352,7 @@ def peaks(at: Mapping[tuple[str, str], dict[str, int]]) -> dict[str, dict[str, i
     return by_phase
 
 
-def _mark(build: Build, recorder: Recorder) -> None:
+def _hook_layers(build: Build, recorder: Recorder) -> None:
     """Hooks the layers so that the recorder knows which one runs; the first two and last two have their own place."""
 
     def at(place: str) -> Callable[..., None]:

@@ -58,7 +58,7 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
             **{key: s.plan[key] for key in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")},
             "cost": cost_of(s.plan, devices, price),
             "energy": energy_of(s.plan, devices),
-            "gives_up": _given_up(s, best),
+            "gives_up": _compare(s, best),
         }
 
     return {
@@ -75,7 +75,7 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
     }
 
 
-def _given_up(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
+def _compare(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
     """Describes what an alternative gives up in comparison with the best."""
     speed = s.plan["tokens_per_second"] / best.plan["tokens_per_second"] - 1
     memory = s.plan["peak_gib"] - best.plan["peak_gib"]
@@ -128,17 +128,17 @@ def _timeline(observation: Observation) -> dict[str, Any]:
             if not phases or phases[-1][1] != phase:
                 phases.append((len(sizes), phase))
             sizes.append(alive / GIB)
-    return {"phases": _long_ones(phases, len(sizes)), "bytes": _thin(sizes)}
+    return {"phases": _visible_phases(phases, len(sizes)), "bytes": _downsample(sizes)}
 
 
-def _long_ones(phases: Sequence[tuple[int, str]], count: int) -> list[tuple[int, str]]:
+def _visible_phases(phases: Sequence[tuple[int, str]], count: int) -> list[tuple[int, str]]:
     """Returns the phases that are long enough to be visible in the plot, when there are many micro-batches."""
     ends = [*(start for start, _ in phases[1:]), count]
     visible = [(start, phase) for (start, phase), end in zip(phases, ends, strict=True) if end - start > count / 50]
     return [p for n, p in enumerate(visible) if n == 0 or visible[n - 1][1] != p[1]]
 
 
-def _thin(values: Sequence[float]) -> list[tuple[int, float]]:
+def _downsample(values: Sequence[float]) -> list[tuple[int, float]]:
     stretch = max(1, len(values) // (_POINTS // 2))
     indices: set[int] = set()
     for start in range(0, len(values), stretch):

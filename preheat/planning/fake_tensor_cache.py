@@ -65,7 +65,7 @@ class _Unknown(Exception):
     """Raised for an argument whose effect on the outputs is unknown, so that the call cannot be cached."""
 
 
-_cache: dict[Any, _Output | None] = {}  # None: not cacheable, torch executes it
+_made: dict[Any, _Output | None] = {}  # None: not cacheable, torch executes it
 _PLAIN = (int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 _CHANGING = {"aten::set_", "aten::set_data", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"}
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -101,12 +101,12 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Seque
         )
     except _Unknown:
         return func(*args, **kwargs)
-    cached = _cache.get(key, _Unknown)
+    cached = _made.get(key, _Unknown)
     if isinstance(cached, _Output):
         return cached.rebuild(inputs, mode)
     out = func(*args, **kwargs)
     if cached is not None:
-        _cache[key] = _describe(out, inputs)
+        _made[key] = _describe(out, inputs)
     return out
 
 

@@ -135,14 +135,14 @@ def settings(before: Recipe, after: Recipe) -> tuple[str, ...]:
         changes.append(f"batch.length={after.batch.length}")
     for name, t in after.techniques.items():
         if t != before.techniques.get(name):
-            changes += _of_technique(name, before.techniques.get(name), t)
+            changes += _changes_of(name, before.techniques.get(name), t)
     return tuple(changes)
 
 
-def _of_technique(name: str, before: Technique | None, after: Technique) -> list[str]:
+def _changes_of(name: str, before: Technique | None, after: Technique) -> list[str]:
     old, values = asdict(before or type(after)()), asdict(after)
     changed = [key for key, value in values.items() if value != old[key]]
-    # One that is added with its defaults is told by its first setting, where it has any.
+    # A technique added with its defaults is reported by its first setting, if it has one.
     changed = changed or list(values)[:1]
     return [f"techniques.{name}.{key}={_text(values[key])}" for key in changed] or [f"techniques.{name}={{}}"]
 
@@ -170,7 +170,7 @@ def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) 
     while True:
         strongest = []
         for family in planner.families(base.recipe):
-            if (last := _family(family, planner, recipe, limit, ladder)) is not None:
+            if (last := _try_family(family, planner, recipe, limit, ladder)) is not None:
                 strongest.append(last)
             if planner.phase and ladder.rungs:  # the first family changes this phase only and leaves training as it is
                 break
@@ -183,7 +183,9 @@ def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) 
         base = ladder.lowest
 
 
-def _family(family: list[Recipe], planner: PlanContext, of: Recipe, limit: float, ladder: Ladder) -> Fallback | None:
+def _try_family(
+    family: list[Recipe], planner: PlanContext, of: Recipe, limit: float, ladder: Ladder
+) -> Fallback | None:
     """Appends the mildest fallback that fits to `ladder.rungs`; returns the strongest one if none fits."""
     able: list[Recipe] = []
     for recipe in family:

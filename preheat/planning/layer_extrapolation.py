@@ -28,7 +28,7 @@ __all__ = ["observe_few", "of_layers"]
 # (fewest, apart): the two layer counts. Allocated bytes are affine from 4 layers on; the GPU allocator's reserved
 # memory is affine from 8 on, and noisy, so its layer counts are further apart.
 FEW, ENOUGH = (4, 1), (8, 4)
-_LONGEST_TURN = 6  # layers in the longest repeating pattern of layer types
+_LONGEST_PATTERN = 6  # layers in the longest repeating pattern of layer types
 _ALL = 256  # up to this many layers a model on one CPU is observed in full; more would take minutes
 
 
@@ -75,7 +75,7 @@ def observe_few(
     one, two = see([{"recipe": of_layers(recipe, count), "by_layer": True, **kwargs} for count in (fewer, more)])
     result = _extrapolate(one, two, (layers - fewer) / (more - fewer))
     if not cpu:
-        result.held = _held(one, two, result, device, layers, None if quick else (fewer, more))
+        result.held = _extrapolate_reserved(one, two, result, device, layers, None if quick else (fewer, more))
     return result
 
 
@@ -98,11 +98,11 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
     """Returns two layer counts, a multiple of the pattern apart; None if layers differ or are selected by number."""
     techniques = list(recipe.techniques.values())
     period = math.lcm(*(t.period() for t in techniques))
-    turn = _turn(getattr(config.get_text_config(), "layer_types", None) or [""])
-    if period > 2 or turn > _LONGEST_TURN or "layer_types" in recipe.model.config or config.is_encoder_decoder:
+    turn = _pattern_period(getattr(config.get_text_config(), "layer_types", None) or [""])
+    if period > 2 or turn > _LONGEST_PATTERN or "layer_types" in recipe.model.config or config.is_encoder_decoder:
         return None
     period = math.lcm(period, turn)
-    if any(Axis.PIPELINE in t.degrees() or _by_number(t) for t in techniques):
+    if any(Axis.PIPELINE in t.degrees() or _selects_by_number(t) for t in techniques):
         return None
     layers = config.get_text_config().num_hidden_layers
     # The first layers of some vision models also take features of the vision tower (DeepStack).
@@ -114,12 +114,12 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
     return fewer, fewer + apart
 
 
-def _turn(kinds: Sequence[str]) -> int:
+def _pattern_period(kinds: Sequence[str]) -> int:
     """Returns the period of the layer types: 2 if every second layer has a window, 6 in Gemma 3."""
     return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
 
 
-def _by_number(technique: Technique) -> bool:
+def _selects_by_number(technique: Technique) -> bool:
     """True if a setting selects modules by a pattern that may contain layer numbers."""
     values = [getattr(technique, f.name) for f in fields(technique)]
     texts = [text for value in values for text in (value if isinstance(value, list | tuple) else [value])]
@@ -141,7 +141,7 @@ def _extrapolate(one: Observation, two: Observation, times: float) -> Observatio
     return Observation(
         peak=peak,
         categories=categories,
-        kernels=_kernels(one.kernels, two.kernels, on),
+        kernels=_extrapolate_kernels(one.kernels, two.kernels, on),
         flops={dtype: on(one.flops.get(dtype, 0), count) for dtype, count in two.flops.items()},
         model_flops=on(one.model_flops, two.model_flops),
         parameters=on(one.parameters, two.parameters),
@@ -166,7 +166,7 @@ def _of_step(peak: Mapping[str, int]) -> list[int]:
     return [size for phase, size in peak.items() if phase in STEP]
 
 
-def _held(
+def _extrapolate_reserved(
     one: Observation, two: Observation, all_: Observation, device: Device, layers: int, counts: tuple[int, int] | None
 ) -> int:
     """Extrapolates the bytes that the GPU allocator reserves: the peak of all layers plus the extrapolated overhead.
@@ -188,7 +188,7 @@ def _held(
     return max(*_of_training(all_.peak), peaks[2] + ahead)
 
 
-def _kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Kernel]:
+def _extrapolate_kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Kernel]:
     kernels = Counter({kernel: on(count, two[kernel]) for kernel, count in one.items() if kernel in two})
     # Some kernels take all layers at once (a norm over all gradients): their sizes grow, not their count.
     sums: dict[Any, list[list[int]]] = defaultdict(lambda: [[0] * 4, [0] * 4])

@@ -36,7 +36,7 @@ __all__ = ["clear", "is_cached", "observe_cached", "prefetch"]
 
 _FORMAT = 4
 # Sections of a recipe that no dry run depends on.
-_UNSEEN = (
+_IRRELEVANT = (
     "name",
     "seed",
     "schedule",
@@ -69,7 +69,7 @@ def observe_cached(
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    path = _where(recipe, vocabulary, device, world, how, rank)
+    path = _path_of(recipe, vocabulary, device, world, how, rank)
     observation = _known.get(path.stem)
     if observation is None and not logged:
         observation = _load(path)
@@ -116,16 +116,16 @@ def is_cached(
     recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int = 0
 ) -> bool:
     """True if `observe_cached` would find the observation in the cache."""
-    path = _where(recipe, vocabulary, device, world, how, rank)
+    path = _path_of(recipe, vocabulary, device, world, how, rank)
     return path.stem in _known or path.exists()
 
 
-def _where(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> Path:
+def _path_of(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> Path:
     return cache_folder() / "observations" / f"{_key(recipe, vocabulary, device, world, how, rank)}.json"
 
 
 def _few(recipe: Recipe, device: Device, rank: int, *, quick: bool = True, **kwargs: Any) -> Observation:
-    return observe_few(recipe, device=device, heap=device.kind == "cpu", quick=quick, see=_both, **kwargs)
+    return observe_few(recipe, device=device, heap=device.kind == "cpu", quick=quick, see=_observe_all, **kwargs)
 
 
 _LOOKS: dict[str, Callable[..., Observation]] = {
@@ -137,14 +137,14 @@ _LOOKS: dict[str, Callable[..., Observation]] = {
 }
 
 
-def _both(calls: list[dict[str, Any]]) -> list[Observation]:
+def _observe_all(calls: list[dict[str, Any]]) -> list[Observation]:
     tasks = [{"how": "marked" if kwargs.pop("by_layer", False) else "whole", **kwargs} for kwargs in calls]
     prefetch(tasks)
     return [observe_cached(**kwargs) for kwargs in tasks]
 
 
 def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> str:
-    values = {key: value for key, value in recipes.as_values(recipe).items() if key not in _UNSEEN}
+    values = {key: value for key, value in recipes.as_values(recipe).items() if key not in _IRRELEVANT}
     config = hf.configure(recipe, vocabulary).to_dict()
     parts = [
         _FORMAT,
@@ -201,7 +201,7 @@ def _rows(kernels: Counter[Kernel]) -> list[Any]:
 
 
 def _counted(rows: list[Any]) -> Counter[Kernel]:
-    return Counter({Kernel(*map(_frozen, row[:-1])): row[-1] for row in rows})
+    return Counter({Kernel(*map(_to_tuples, row[:-1])): row[-1] for row in rows})
 
 
 def _load(path: Path) -> Observation | None:
@@ -215,7 +215,7 @@ def _load(path: Path) -> Observation | None:
         return None
     kernels = _counted(values.pop("kernels"))
     at = {(phase, place): sizes for phase, place, sizes in values.pop("at")}
-    groups = {_frozen(key): tuple(map(Axis, axes)) for key, axes in values.pop("groups")}
+    groups = {_to_tuples(key): tuple(map(Axis, axes)) for key, axes in values.pop("groups")}
     return Observation(**values, kernels=kernels, at=at, groups=groups)
 
 
@@ -223,5 +223,5 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _to_tuples(value: Any) -> Any:
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value

@@ -28,7 +28,7 @@ GIB = 2**30
 # plan_vs_measured-drawn.md, on accelerators of the catalogue of published runs (benchmarks/results/published.md).
 _MEMORY = {"measured": (0.9, 1.1), "catalogue": (0.88, 1.12), "catalogue, little known": (0.8, 1.4)}
 _SPEED = {"measured": (0.65, 1.2), "catalogue": (0.67, 1.17), "catalogue, little known": (0.53, 1.6)}
-_OFTEN_MEASURED = ("ampere", "hopper", "ada")  # generations with many published measurements
+_WELL_MEASURED = ("ampere", "hopper", "ada")  # generations with many published measurements
 # Parameters below which launch overhead may dominate a step, and fixed costs of a framework may dominate memory.
 _SMALL = 10**9
 
@@ -54,7 +54,7 @@ def _known(observation: Observation, spent: Seconds, rates: Roofline) -> tuple[s
     Less is known of small models and of accelerators with few measurements; of speed also if a pipeline has a bubble or
     the host link is used.
     """
-    little = observation.parameters < _SMALL or rates.device.generation not in _OFTEN_MEASURED
+    little = observation.parameters < _SMALL or rates.device.generation not in _WELL_MEASURED
     names = ("catalogue", "catalogue, little known")
     return names[little], names[bool(little or spent.idle or spent.link)]
 
@@ -135,7 +135,7 @@ def settled(
     return recipe
 
 
-def _memory(sizes: Mapping[str, int], added: int) -> dict[str, float]:
+def _gib_by_category(sizes: Mapping[str, int], added: int) -> dict[str, float]:
     """Returns GiB by category; `added` bytes count as overhead."""
     overhead = sum(sizes[what] for what in BESIDE) + added
     return {category: sizes[category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
@@ -147,7 +147,7 @@ def describe(
     """Turns an observation into a plan, with the keys of `preheat.run_dir.PLAN_KEYS`."""
     more = process_overhead(recipe, observation, device)
     added = sum(more.values())
-    phases = {phase: _memory(sizes, added) for phase, sizes in observation.categories.items()}
+    phases = {phase: _gib_by_category(sizes, added) for phase, sizes in observation.categories.items()}
     lines = {what: observation.categories[observation.peak_phase][what] for what in BESIDE} | more
     exported = exporting(recipe, observation, device)
     lines = {what: size for what, size in lines.items() if size}
@@ -182,7 +182,7 @@ def describe(
         "phases": {phase: (size + added) / GIB for phase, size in observation.peak.items()},
         "phase_memory": phases,
         "export": exported
-        and _memory(exported, sum(size for what, size in more.items() if what not in ("allocator", "saving"))),
+        and _gib_by_category(exported, sum(size for what, size in more.items() if what not in ("allocator", "saving"))),
         "peak_phase": observation.peak_phase,
         "seconds_per_step": seconds,
         "tokens_per_second": observation.tokens / seconds,

@@ -1,1 +1,1 @@
-"""What allocators reserve for the tensors of a dry run, and what a process holds beside them."""
+"""Reserved memory of allocators, and the memory overhead of a process."""

@@ -50,7 +50,7 @@ SOURCES = {
 
 def process_overhead(recipe: Recipe, observation: Observation, device: Device) -> dict[str, int]:
     """Returns {item: bytes} of the memory that a process holds in addition to the tensors of the dry run."""
-    cached = max(_held(observation, device) - _alive(observation), 0)
+    cached = max(_reserved(observation, device) - _allocated(observation), 0)
     if device.kind == "cpu":
         products = sum(
             kernel.dtype == "bf16" and kernel.operator.startswith(_PRODUCTS) for kernel in observation.kernels
@@ -72,26 +72,28 @@ def gives_back(observation: Observation, device: Device) -> bool:
     segments. That takes time in every step. Source: `release_cached_blocks` in torch's
     CUDACachingAllocator.cpp.
     """
-    return device.kind != "cpu" and _alive(observation) <= _room(device) < _kept_at_will(observation, device)
+    return device.kind != "cpu" and _allocated(observation) <= _room(device) < _reserved_without_limit(
+        observation, device
+    )
 
 
 def _room(device: Device) -> int:
     return device.memory - CONTEXT - _CUBLAS
 
 
-def _alive(observation: Observation) -> int:
+def _allocated(observation: Observation) -> int:
     """Returns the peak of allocated bytes in training."""
     return max(size for phase, size in observation.peak.items() if phase in (Phase.LOAD, *STEP))
 
 
-def _kept_at_will(observation: Observation, device: Device) -> int:
+def _reserved_without_limit(observation: Observation, device: Device) -> int:
     """Returns the peak of reserved bytes on a device that is large enough."""
     if observation.held is None:
         observation.held = hold(observation.log, observation.streams, device)
     return observation.held
 
 
-def _held(observation: Observation, device: Device) -> int:
+def _reserved(observation: Observation, device: Device) -> int:
     """Returns the peak of reserved bytes on this device.
 
     Only a replay of the log shows if segments of fixed size can be released in time.
@@ -104,7 +106,7 @@ def _held(observation: Observation, device: Device) -> int:
         )
         if limited.fits if limited else device.expandable:
             return limited.reserved if limited else _room(device)
-    return _kept_at_will(observation, device)
+    return _reserved_without_limit(observation, device)
 
 
 EXACT = 1 << 29  # parameters up to which an export is verified in fp64, as in compress/export/verify.py

@@ -1,1 +1,1 @@
-"""The search for techniques, layout and micro-batch: candidates, their ranking, the result."""
+"""Search for techniques, parallel layout and micro-batch size."""

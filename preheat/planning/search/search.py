@@ -36,7 +36,7 @@ _LAYOUTS = 40  # layouts whose candidates are all estimated
 _ALIKE = 10  # of these, layouts of the same techniques that differ in degrees only
 _MIN_DRY_RUNS = 3  # dry runs at least, however long they take
 _CONFIRM = 1.5  # of the search's seconds: time allowed to confirm the best with all its layers
-_ALTERNATIVES = 3  # alternatives
+_ALTERNATIVES = 3  # alternatives to report
 _GAIN = 1.01  # speedup that another candidate must promise to be dry-run
 _TOLERANCE = 1.1  # error of estimates within the same layout
 _PLOTTED = 300  # candidates in the plot of the report
@@ -115,8 +115,7 @@ class _Search:
         self.seen: list[EvaluatedPlan] = []
         self.rejected: list[tuple[str, str]] = []
         self.guessed = 0
-        # Last dry run over its estimate (memory, tokens/s): by (kind, layout names), by layout names, and overall
-        # (None).
+        # Last dry run over its estimate (memory, tokens/s), by (kind, layout names), by layout names, and under None.
         self._corrections: dict[Any, tuple[float, float]] = {}
         self._conflicts: dict[Any, Problem | None] = {}  # (kind, layout) -> why the two are incompatible
         self._cuts: dict[int, list[Technique]] = {}  # rows of a device -> gradient accumulation settings
@@ -340,7 +339,7 @@ class _Search:
         """Dry-runs the same or larger micro-batches in the best candidate's layout.
 
         Estimates scale up a single sequence, but some costs do not grow with the micro-batch (gathering or dequantizing
-        weights), so larger micro-batches may be faster than estimated, and need less memory.
+        weights), so larger micro-batches may be faster and need less memory than estimated.
         """
         looked: set[tuple[Any, ...]] = {s.added for s in self.seen}
         while time.process_time() < self.until:

@@ -1,1 +1,1 @@
-"""Seconds of an observed step: on this machine and on accelerators of the catalogue."""
+"""Predicted step time, on this machine and on accelerators of the catalogue."""
