@@ -110,7 +110,7 @@ def test_the_heap_is_where_its_model_says_it_is() -> None:
     code = """
 import random, torch
 from preheat.hardware import cpu_allocator
-assert cpu_allocator.keep_heap() is None
+assert cpu_allocator.install_heap() is None
 draw, living = random.Random(0), {}
 for block in range(4000):
     if living and draw.random() < 0.5:
