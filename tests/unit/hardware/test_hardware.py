@@ -559,7 +559,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="the heap is for Linux with glibc"
 )
 def test_without_a_compiler_the_reason_is_told_and_tensors_live_on(tmp_path: Path) -> None:
-    code = "import torch; from preheat.hardware.cpu_allocator import *; print(out_of_reach(), install_heap(), give_back('cpu'), torch.ones(1 << 20).sum().item())"
+    code = "import torch; from preheat.hardware.cpu_allocator import *; print(unavailable_reason(), install_heap(), release_unused('cpu'), torch.ones(1 << 20).sum().item())"
     where = {**os.environ, "PATH": str(tmp_path), "PREHEAT_CACHE": str(tmp_path), "CXX": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=where)
     assert done.stdout.split("\n")[0] == " ".join(
