@@ -32,7 +32,7 @@ from preheat.hardware.rates import (
     MatrixRate,
     MovedRate,
     Rates,
-    _noted,
+    _read_ratios,
     load,
     note_run,
     stored_at,
@@ -444,7 +444,7 @@ def test_what_is_no_calibration_counts_as_none(text: str, monkeypatch: pytest.Mo
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
     assert load("made up", "2.13.0", 2) is None
     assert load_links("made up", "2.13.0") == ()
-    assert _noted(tmp_path / "runs.json") == []
+    assert _read_ratios(tmp_path / "runs.json") == []
 
 
 def test_a_damaged_calibration_is_measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -602,11 +602,11 @@ def test_a_plan_tells_of_a_cpu_that_is_slower_in_bf16(bf16: float, techniques: s
 def test_the_demo_computes_in_fp32_where_bf16_would_take_an_hour(
     capability: str, set_first: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from preheat.cli.demo import _at_hand
+    from preheat.cli.demo import _precision_settings
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
-    assert _at_hand() == set_first
+    assert _precision_settings() == set_first
 
 
 @pytest.mark.parametrize(("rate", "sizes"), [(3e8, [256]), (3e10, [256, 2048]), (1e12, [256, 2048, 4096])])
