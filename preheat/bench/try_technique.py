@@ -18,7 +18,7 @@ from preheat.bench.compare import NOISE, Contender, cosine_of, speed_of, take_tu
 from preheat.bench.zero_trial import run_processes
 from preheat.core import Device, Phase, Technique, registry
 from preheat.errors import RecipeError, RunError
-from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, dump
+from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, check, dump
 from preheat.run_dir import MEMORY_KEYS, expected_memory
 from preheat.sanitize import percent
 
@@ -108,7 +108,7 @@ def _recipe(wish: TrialOptions, rows: int) -> Recipe:
     from preheat.hardware.probe import probe
 
     most = min(probe().memory, MEMORY)
-    return Recipe(
+    recipe = Recipe(
         name="try",
         seed=1,
         model=SIZES[wish.model_size].model,
@@ -117,6 +117,8 @@ def _recipe(wish: TrialOptions, rows: int) -> Recipe:
         stop=Stop(steps=100),
         hardware=Hardware(memory=f"{most}B"),
     )
+    check(recipe)
+    return recipe
 
 
 def _techniques(wish: TrialOptions, name: str) -> dict[str, Technique]:

@@ -198,6 +198,7 @@ def run_chain(
     if data is not None:
         validation = recipe.data.validation if is_run else 0.1
         recipe = replace(recipe, data=replace(recipe.data, source=data, validation=validation))
+    recipes.check(recipe)
     # `compress` would hold out every fifth row; here training has its own validation split, which must stay unseen.
     texts = find_texts(replace(opened, recipe=recipe, step=opened.step or 0), None, rows=128, length=None)
     start = out / "0-start"

@@ -32,6 +32,26 @@ class Phase(StrEnum):
     """The checkpoint of the last step: the run is lost without it, so it is never skipped."""
     FALLBACK = "choosing a fallback"
 
+    @classmethod
+    def of(cls, name: str) -> Phase | None:
+        """The phase of a name in a run's files, those of earlier versions included; None if there is none.
+
+        >>> Phase.of("making gradients"), Phase.of("update"), Phase.of("lunch")
+        (<Phase.GRADIENTS: 'gradients'>, <Phase.UPDATE: 'update'>, None)
+        """
+        return cls(name) if name in set(cls) else _EARLIER.get(name)
+
+
+_EARLIER = {
+    "reading rows": Phase.DATA,
+    "making gradients": Phase.GRADIENTS,
+    "updating weights": Phase.UPDATE,
+    "sharing its numbers": Phase.STEP_STATS,
+    "evaluating": Phase.EVALUATION,
+    "saving the last step": Phase.LAST_SAVING,
+    "choosing a rung": Phase.FALLBACK,
+    "beginning": Phase.STARTING,
+}
 
 STEP: tuple[Phase, ...] = (Phase.FORWARD, Phase.HEAD_AND_LOSS, Phase.BACKWARD, Phase.UPDATE)
 """The phases of one optimizer step in a dry run, in order."""

@@ -21,7 +21,7 @@ from typing import Any
 from preheat.core.problems import Problem, ProblemCode
 from preheat.core.slots import Slot
 from preheat.core.tags import Tag
-from preheat.core.technique import _REGISTRY, Context, Technique
+from preheat.core.technique import _REGISTRY, Context, Searchable, Technique
 from preheat.errors import RunError, nearest
 from preheat.sanitize import shorten
 
@@ -40,6 +40,10 @@ GROUP = "preheat.techniques"
 """Our package of techniques, and the entry-point group of those in other packages."""
 
 
+_IMPORT_ERRORS = (ImportError, SyntaxError, LookupError, AttributeError, NameError, RuntimeError, TypeError, ValueError)
+"""What a module of somebody else may raise when it is imported, a mistake in it included."""
+
+
 @functools.cache
 def _load() -> None:
     """Imports and checks all techniques.
@@ -49,10 +53,13 @@ def _load() -> None:
     """
     package = importlib.import_module(GROUP)  # by name, because techniques import this package
     modules = [f"{GROUP}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
-    for module in [*modules, *sorted(point.module for point in entry_points(group=GROUP))]:
+    for module in [*modules, *sorted(point.value for point in entry_points(group=GROUP))]:
+        before = len(_REGISTRY)
         try:
             importlib.import_module(module)
-        except (ImportError, SyntaxError, AttributeError, NameError, TypeError, ValueError) as error:
+            if module not in modules and len(_REGISTRY) == before and module not in _modules():
+                raise ImportError("it defines no technique")
+        except _IMPORT_ERRORS as error:
             reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
             if isinstance(error, AttributeError) and error.obj is Tag and error.name:
                 reason = f"there is no tag {error.name}; {nearest(error.name, list(Tag.__members__))}"
@@ -62,11 +69,21 @@ def _load() -> None:
             raise RunError(f"{_file_of(cls.__module__)}: technique {name}: {reason}")
 
 
+_SEARCH = ("last_resort", "searched_on", "memory_saving", "search_numerics", "options", "fallbacks", "resolve_auto")
+
+
 def _file_of(module: str) -> str:
     """The file of a module, which need not be importable; its dotted name if there is none."""
     loaded = sys.modules.get(module)
-    spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(module)
+    try:
+        spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # a package above it is absent, or it is no module's name
+        spec = None
     return (spec.origin if spec is not None else None) or module
+
+
+def _modules() -> set[str]:
+    return {cls.__module__ for cls in _REGISTRY.values()}
 
 
 def _incomplete(cls: type[Technique]) -> str:
@@ -74,6 +91,13 @@ def _incomplete(cls: type[Technique]) -> str:
     document = sys.modules[cls.__module__].__doc__
     if not (document or "").strip():
         return "has no docstring; say in its module what it does, when it helps, when it hurts, and its source"
+    for attribute in ("stage", "numerics"):
+        if not hasattr(cls, attribute):
+            return f"states no {attribute}; see preheat.core.Technique"
+    if cls.__abstractmethods__:
+        return f"does not define {', '.join(sorted(cls.__abstractmethods__))}; see preheat.core.Technique"
+    if not issubclass(cls, Searchable) and (lost := [name for name in _SEARCH if name in vars(cls)]):
+        return f"defines {lost[0]}, which only a preheat.core.Searchable has; extend that"
     for attribute in ("provides", "needs", "conflicts"):
         for tag in getattr(cls, attribute):
             if not isinstance(tag, Tag):
@@ -98,8 +122,8 @@ def has_room(plan: Mapping[str, Any]) -> bool:
 def problems_of(t: Technique, context: Context) -> list[Problem]:
     """Returns why a technique cannot be used here, whatever else the recipe has; empty if it can."""
     if not t.acts():
-        return []
-    if context.model.encoder and not t.supports_encoder_decoder:
+        reasons = t.check(context)
+    elif context.model.encoder and not t.supports_encoder_decoder:
         reasons = [f"was made for decoder-only models, and {context.model.family} has an encoder; leave it out"]
     else:
         reasons = ([t.unsupported_for_images] if t.unsupported_for_images and context.model.vision else []) + t.check(

@@ -157,6 +157,8 @@ class Technique(ABC):
                 raise TypeError(
                     f"{cls.__name__} extends the technique {base.name()}: techniques are not subclassed twice"
                 )
+        if (other := _REGISTRY.get(cls.name())) is not None and other.__module__ != cls.__module__:
+            raise TypeError(f"{other.__module__} has a technique of the name {cls.name()} already; rename the module")
         _REGISTRY[cls.name()] = cls
 
     def configure(self, config: Any, recipe: Recipe) -> Any:

@@ -87,7 +87,7 @@ _HIGHEST = {
     "qk_nope_head_dim": 2**16,
     "v_head_dim": 2**16,
 }
-"""Upper bounds by transformers' names, the same as a recipe's own (`recipe.parts.Model`)."""
+"""Upper bounds by transformers' names, the same as a recipe's own (`core.schema.Model`)."""
 _MAYBE_NONE = (
     "num_key_value_heads",
     "num_experts",

@@ -305,7 +305,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     vision.own_deepstack(model)
     if (cap := facts(config).logit_softcap) is not None:
         setattr(head(model), SOFTCAP, cap)  # on the head: a classification head in its place has none
-        anatomy(model)  # raises a clear error if a part cannot be found
+    anatomy(model)  # raises a clear error if a part cannot be found
     return model.train()
 
 

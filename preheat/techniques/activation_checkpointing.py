@@ -194,6 +194,8 @@ class ActivationCheckpointing(Searchable):
             ]
         if self.products > 1 and self.mode != "selective":
             return [f"products: {self.products} with mode: {self.mode}; only mode: selective keeps products"]
+        if self.mode == "none" and self.every > 1:
+            return [f"every: {self.every} with mode: none, which recomputes no layer; leave it out"]
         if self.budget == 1:
             return ["budget: 1 keeps everything; leave activation_checkpointing out, or set budget below 1"]
         return []

@@ -206,6 +206,10 @@ class Compile(Searchable):
     def check(self, context: Context) -> list[str]:
         from preheat.hardware.cpp_build import uncompiled
 
+        if self.when == "never" and self != type(self)(when="never"):
+            return ["when: never compiles nothing, so its other settings change nothing; leave them out"]
+        if not self.acts():
+            return []
         device = context.device
         missing = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
         return [missing] if missing else []

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from preheat import recipe as recipes
 from preheat import remote_code
 from preheat.core import Batch, Build, Phase, Shape, Tag
 from preheat.data import baselines
@@ -79,6 +80,7 @@ def train(
 
 
 def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool, watch: Watch) -> dict[str, Any]:
+    recipes.check(recipe)  # one that was made in Python: before the data is read
     session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
     if isinstance(session, Finished):
         return session.summary
@@ -331,6 +333,7 @@ class _Loop:
         total = self.session.total
         if not self._reads_ahead or (total is not None and self.progress.step + 1 >= total):
             return
+        self.watchdog.set_phase(self.progress.step + 1, Phase.DATA)
         try:
             self.ahead = batches = next(stream)
         except (PreheatError, MemoryError, OSError, RuntimeError) as error:

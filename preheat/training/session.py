@@ -253,6 +253,7 @@ def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> dict[str, A
 def _plan_here(recipe: Recipe) -> dict[str, Any]:
     from preheat.hardware.benchmark_rates import rates
 
+    recipes.check(recipe)  # one that was made in Python: before this machine is benchmarked
     device, threads = resolve_device(recipe)
     context: dict[str, Any] = {
         "vocabulary": vocabulary_of(recipe),

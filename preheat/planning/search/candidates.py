@@ -82,12 +82,12 @@ class Space:
     per_host: int = 8
     rows: int | None = None
     config: Any = field(init=False)
-    left_open: frozenset[str] = field(init=False)
+    left_open: Mapping[str, Searchable] = field(init=False)
 
     def __post_init__(self) -> None:
         own = self.recipe.techniques
-        open_here = {name for name, t in own.items() if isinstance(t, Searchable) and t.left_open(self.device)}
-        object.__setattr__(self, "left_open", frozenset(open_here))
+        open_here = {name: t for name, t in own.items() if isinstance(t, Searchable) and t.left_open(self.device)}
+        object.__setattr__(self, "left_open", open_here)
         decided = {name: t for name, t in own.items() if name not in self.left_open}
         object.__setattr__(self, "recipe", replace(self.recipe, techniques=decided))
         object.__setattr__(self, "config", hf.configure(self.recipe, self.vocabulary))
@@ -163,12 +163,15 @@ class Space:
             return False
         return not problems_of(t, Context(self.recipe, hf.facts(self.config), self.device, tags, sizes))
 
+    def settings_of(self, cls: type[Searchable]) -> Searchable:
+        """Returns a technique as the recipe has it if that leaves settings open, else with its defaults."""
+        return self.left_open.get(cls.name()) or cls()
+
     def _options(self, cls: type[Searchable]) -> list[Technique]:
-        default = cls()
         sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: self.world}
         tags = frozenset(tag for t in techniques_of(self.recipe) for tag in t.provided())
         context = Context(self.recipe, hf.facts(self.config), self.device, tags, sizes)
-        return [t for t in default.options(context) if self.allowed(t)]
+        return [t for t in self.settings_of(cls).options(context) if self.allowed(t)]
 
     def having(self, added: Iterable[Technique]) -> Recipe:
         """Returns the recipe with these techniques added, on all devices."""

@@ -248,9 +248,8 @@ class _Search:
             return [None]
         if rows not in self._cuts:
             context = self.space.context(self.space.having(layout))
-            self._cuts[rows] = [
-                t for cls in self.space.searched() if cls().micro_batch_count() > 1 for t in cls().options(context)
-            ]
+            cuts = [cls for cls in self.space.searched() if cls().micro_batch_count() > 1]
+            self._cuts[rows] = [t for cls in cuts for t in self.space.settings_of(cls).options(context)]
         return [None, *self._cuts[rows]]
 
     def _no_candidate_message(self) -> str:

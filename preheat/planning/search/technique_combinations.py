@@ -129,7 +129,9 @@ class _Combiner:
     def _options(self, cls: type[Searchable], base: Settings) -> list[Technique]:
         """Returns the settings that show their effect in a single layer; of many the first, the middle and the last."""
         context = self.space.context(self.space.single(base), 1)
-        settings = [t for t in cls().options(context) if self.space.allowed(t) and t.period() == 1]
+        settings = [
+            t for t in self.space.settings_of(cls).options(context) if self.space.allowed(t) and t.period() == 1
+        ]
         return settings if len(settings) <= 4 else [settings[0], settings[len(settings) // 2], settings[-1]]
 
     def _problems(self, added: Settings) -> list[Problem]:

@@ -72,9 +72,9 @@ def _read(file: Path) -> Failure | None:
         value = parse_json(file.read_bytes())
     except (OSError, ValueError):
         return None
-    if not is_failure(value) or value["where"] not in set(Phase):
+    if not is_failure(value) or (phase := Phase.of(value["where"])) is None:
         return None
-    return Failure(**{key: value[key] for key in Failure.__dataclass_fields__} | {"where": Phase(value["where"])})
+    return Failure(**{key: value[key] for key in Failure.__dataclass_fields__} | {"where": phase})
 
 
 def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Recipe:

@@ -67,7 +67,7 @@ def diagnose(run: str | Path) -> dict[str, Any]:
         device=machine,
         rates=measured,
         world=reader.environment.get("processes"),
-        phase=Phase.EVALUATION if failure and failure["where"] == Phase.EVALUATION else None,
+        phase=Phase.EVALUATION if failure and Phase.of(failure["where"]) is Phase.EVALUATION else None,
     )
     known = failure and failure["room"] and failure["room"] + failure["beside"]
     room = known / GIB if known else plan.get("available_gib")

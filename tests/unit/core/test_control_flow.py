@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import preheat
-from preheat.core import ProblemCode, Tag, TechniqueError, incompatibilities, registry
+from preheat.core import Phase, ProblemCode, Tag, TechniqueError, incompatibilities, registry
 
 HOUSE = Path(preheat.__file__).parent
 
@@ -143,13 +143,13 @@ class Mine(Technique):
 """
 
 
-def load(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+def load(folder: Path, source: str, name: str = "my_technique") -> subprocess.CompletedProcess[str]:
     """Loads the registry in a process that has a package with one technique installed."""
-    (folder / "my_technique.py").write_text(source, encoding="utf-8")
+    (folder / f"{name}.py").write_text(source, encoding="utf-8")
     facts = folder / "my_technique-1.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my-technique\nVersion: 1\n", encoding="utf-8")
-    (facts / "entry_points.txt").write_text("[preheat.techniques]\nmy_technique = my_technique\n", encoding="utf-8")
+    (facts / "entry_points.txt").write_text("[preheat.techniques]\nmine = " + name + "\n", encoding="utf-8")
     code = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(HOUSE.parent)!r}]; from preheat.cli import main; main(['techniques', '--json'])"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
@@ -166,6 +166,9 @@ def test_a_technique_of_another_package_is_found(tmp_path: Path) -> None:
         ('"""Doc."""', "needs: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BAES})", "there is no tag FROZEN_BAES; did you mean 'FROZEN_BASE'?"),
         ('"""Doc."""', 'needs: ClassVar[frozenset[str]] = frozenset({"frozen"})', "technique my_technique: needs has 'frozen', which is no Tag"),
         ("import absent_library", "", "cannot be imported (ModuleNotFoundError: No module named 'absent_library')"),
+        ('"""Doc."""; {}["x"]', "", "cannot be imported (KeyError: 'x')"),
+        ('"""Doc."""', "def options(self, context): return []", "technique my_technique: defines options, which only a preheat.core.Searchable has"),
+        ('"""Doc."""', "del numerics", "technique my_technique: states no numerics"),
         ("", "", "technique my_technique: has no docstring"),
     ],
 )  # fmt: skip
@@ -175,3 +178,22 @@ def test_the_registry_says_which_file_and_what(tmp_path: Path, doc: str, line: s
     assert done.stderr.startswith(f"error: {tmp_path / 'my_technique.py'}: "), done.stderr
     assert reason in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_technique_does_not_replace_another_of_its_name(tmp_path: Path) -> None:
+    done = load(tmp_path, TECHNIQUE.format(doc='"""Doc."""', line=""), "lora")
+    assert done.returncode == 1
+    assert "preheat.techniques.lora has a technique of the name lora already" in done.stderr
+
+
+def test_a_module_without_a_technique_is_named(tmp_path: Path) -> None:
+    done = load(tmp_path, '"""Nothing."""')
+    assert (done.returncode, "it defines no technique" in done.stderr) == (1, True)
+    done = load(tmp_path / "other", "", "absent.sub") if (tmp_path / "other").mkdir() else done
+    assert done.returncode == 1
+
+
+def test_names_of_phases_in_files_of_earlier_versions_are_known() -> None:
+    assert Phase.of("evaluating") is Phase.EVALUATION
+    assert Phase.of("evaluation") is Phase.EVALUATION
+    assert Phase.of("lunch") is None

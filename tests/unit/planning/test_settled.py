@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import preheat
 from preheat import recipe as recipes
 from preheat.engine.builder import build, context_of
+from preheat.errors import RecipeError
 from preheat.hardware.probe import probe
 from preheat.models import hf
 from preheat.planning.plan import settled
 from preheat.planning.search.candidates import Space
 from preheat.planning.speed.roofline import Roofline
+from preheat.recipe import Stop
 from preheat.techniques.activation_checkpointing import ActivationCheckpointing
 from preheat.techniques.compile import Compile
 from preheat.techniques.gradient_accumulation import GradientAccumulation
-from tests.conftest import tiny
+from tests.conftest import DEVICE, tiny
 
 GPU = Roofline.of("H100").as_device
 
@@ -202,3 +206,31 @@ def test_the_roof_is_the_rate_of_the_recipe_s_dtype() -> None:
     rates = Roofline.of("H100")
     seen = observe(tiny("{}"), vocabulary=96, device=rates.as_device)
     assert _roofline(seen, rates, 5.0)["peak"] == 5.0
+
+
+def test_a_search_keeps_the_settings_of_a_technique_that_is_left_open() -> None:
+    recipe = tiny("{mixed_precision: {}, compile: {when: auto, dynamic: true, limit: 4, fullgraph: false}}")
+    device = Roofline.of("H100").as_device
+    space = Space(recipe, 96, device, 1, "rounding")
+    (compiled,) = space.settings_of(Compile).options(context_of(space.recipe, space.config, device))
+    assert compiled == Compile(when="always", dynamic=True, limit=4, fullgraph=False)
+
+
+def test_settings_of_what_does_nothing_are_refused() -> None:
+    for techniques, reason in (
+        ("{activation_checkpointing: {mode: none, budget: 0.5}}", "budget: 0.5 with mode: none"),
+        ("{activation_checkpointing: {mode: none, every: 2}}", "every: 2 with mode: none"),
+        ("{compile: {when: never, limit: 4}}", "when: never compiles nothing"),
+    ):
+        with pytest.raises(RecipeError, match=reason):
+            build(tiny(techniques), vocabulary=96, device=DEVICE)
+
+
+def test_a_recipe_made_in_python_is_checked_before_anything_is_done(tmp_path: Path) -> None:
+    for bad in ({"stop": Stop()}, {"data": replace(tiny("{}").data, source=())}):
+        recipe = replace(tiny("{}"), **bad)
+        with pytest.raises(RecipeError, match=r"no stopping condition|data\.source: is empty"):
+            preheat.plan(recipe)
+        with pytest.raises(RecipeError, match=r"no stopping condition|data\.source: is empty"):
+            preheat.train(recipe, out=tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
