@@ -72,14 +72,14 @@ def memory() -> dict[str, Any]:
         )
         batches[str(times)] = max(seen.peak.values()) / GIB
     with tempfile.TemporaryDirectory() as folder:
-        made = bench(
+        result = bench(
             plain, contenders, steps=6, repeats=2, out=Path(folder), say=lambda *said: print(*said, flush=True)
         )
     rows = [
         {k: r.get(k) for k in ("name", "failed", "ratio", "ratio_spread", "peak_gib", "tokens_per_second")}
-        for r in made["rows"]
+        for r in result["rows"]
     ]
-    return {"machine": made["machine"], "rows": rows, "predicted": predicted, "accumulation_peak_gib": batches}
+    return {"machine": result["machine"], "rows": rows, "predicted": predicted, "accumulation_peak_gib": batches}
 
 
 def _predicted(gpu: str, rows: int) -> dict[str, dict[str, float]]:

@@ -60,20 +60,20 @@ def sizes(experts: int, layers: int, width: int) -> str:
 def prepared(experts: int, mode: str, rows: int, length: int) -> tuple[Build, Any]:
     text = f"model: {sizes(experts, 4, 256)}\nbatch: {{size: {rows}, length: {length}}}\nstop: {{steps: 1}}\ntechniques: {{efficient_attention: {{}}, chunked_loss: {{}}, mixed_precision: {{mode: {mode}}}}}"
     recipe = parse(text)
-    made = build(recipe, vocabulary=512, device=probe("cpu"))
+    model_build = build(recipe, vocabulary=512, device=probe("cpu"))
     batch = fake_batch(recipe, rows)
     batch.tokens.random_(512, generator=torch.Generator().manual_seed(0))
     batch.labels.copy_(batch.tokens.roll(-1, dims=1))
-    return made, batch
+    return model_build, batch
 
 
-def once(made: Build, batch: Any, way: str) -> float:
+def once(model_build: Build, batch: Any, way: str) -> float:
     """Seconds of a step whose experts are computed so."""
-    model: Any = made.trained[0]
+    model: Any = model_build.trained[0]
     model.config._experts_implementation = WAYS[way]
     begun = time.perf_counter()
-    gradients(made, [batch], 1e-4)
-    update(made, 1e-4)
+    gradients(model_build, [batch], 1e-4)
+    update(model_build, 1e-4)
     return time.perf_counter() - begun
 
 
@@ -81,22 +81,22 @@ def speed(options: argparse.Namespace) -> list[str]:
     lines = ["| experts | precision | computed by | tokens/s | ours is |", "|---|---|---|---|---|"]
     for experts in options.experts:
         for mode in options.modes:
-            made, batch = prepared(experts, mode, options.rows, options.length)
+            model_build, batch = prepared(experts, mode, options.rows, options.length)
             seconds: dict[str, list[float]] = {way: [] for way in WAYS}
             for turn in range(options.repeats + 1):
                 for way in WAYS:
-                    took = once(made, batch, way)
+                    took = once(model_build, batch, way)
                     if turn:  # the first of each warms up
                         seconds[way].append(took)
             ours = seconds["ours, grouped"]
             for way, found in seconds.items():
                 rates = sorted(batch.tokens.numel() / s for s in found)
                 times = [theirs / own for theirs, own in zip(found, ours, strict=True)]
-                told = (
+                summary = (
                     "" if found is ours else f"{statistics.median(times):.2f} x ({min(times):.2f} to {max(times):.2f})"
                 )
                 cells = f"{statistics.median(rates):,.0f} ({rates[0]:,.0f} to {rates[-1]:,.0f})"
-                lines.append(f"| {experts}, {SIZES[experts][0]} for a token | {mode} | {way} | {cells} | {told} |")
+                lines.append(f"| {experts}, {SIZES[experts][0]} for a token | {mode} | {way} | {cells} | {summary} |")
                 print(lines[-1], flush=True)
     return lines
 
@@ -121,11 +121,11 @@ def with_the_bias(run: Path, recipe: Recipe, stories: Path) -> float:
     """Validation loss as it were if evaluations routed by the bias."""
     data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=str(stories))
     assert isinstance(data.validation, Rows)
-    made = load_model(run).build
-    for router in routers(made.trained[0]):
+    model_build = load_model(run).build
+    for router in routers(model_build.trained[0]):
         router.train()
         router.train = lambda mode=True, router=router: router  # type: ignore[method-assign,assignment,misc]
-    return evaluate(made, evaluation_batches(data.validation, micro=16, limit=128))[0]
+    return evaluate(model_build, evaluation_batches(data.validation, micro=16, limit=128))[0]
 
 
 def balance(options: argparse.Namespace, folder: Path) -> list[str]:
@@ -182,8 +182,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/experts.md"))
     options = parser.parse_args()
     install_heap()
-    told = f"torch {torch.__version__}, {torch.get_num_threads()} threads."
-    lines = ["# Experts", "", *(__doc__ or "").strip().splitlines()[4:], "", told]
+    machine = f"torch {torch.__version__}, {torch.get_num_threads()} threads."
+    lines = ["# Experts", "", *(__doc__ or "").strip().splitlines()[4:], "", machine]
     if options.part != "balance":
         how = f"4 layers of width 256, steps of {options.rows} x {options.length} tokens; median (least to most) of {options.repeats}; ratios turn by turn."
         lines += ["", "## Speed", "", how, "", *speed(options)]

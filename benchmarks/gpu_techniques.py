@@ -65,17 +65,17 @@ def contenders(recipe: recipes.Recipe) -> list[Contender]:
     return found
 
 
-def markdown(made: dict[str, Any], command: str) -> str:
-    machine = made["machine"]
+def markdown(result: dict[str, Any], command: str) -> str:
+    machine = result["machine"]
     lines = [
-        f"# {made['name']}: the ladder of techniques",
+        f"# {result['name']}: the ladder of techniques",
         "",
-        f"`{command}`, {machine['name']}, torch {machine['torch']}, {made['repeats']} turns of {made['steps']} steps.",
+        f"`{command}`, {machine['name']}, torch {machine['torch']}, {result['repeats']} turns of {result['steps']} steps.",
         "",
         "| rung | tokens/s | low to high | times plain | MFU | peak GiB | predicted | start-up s | cosine |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in made["rows"]:
+    for row in result["rows"]:
         if row["failed"]:
             lines.append(f"| {row['name']} | {row['failed']} | | | | | | | |")
             continue
@@ -103,7 +103,7 @@ def main() -> int:
             f"hardware: {{device: {options.device}}}"
         )
         with tempfile.TemporaryDirectory() as folder:
-            made = bench(
+            result = bench(
                 recipe,
                 contenders(recipe),
                 steps=options.steps,
@@ -113,10 +113,10 @@ def main() -> int:
             )
             target = options.out / f"gpu_techniques-{shape}.json"
             shutil.copy(Path(folder) / "bench.json", target)
-        table = markdown(made, "python " + shlex.join(sys.argv))
+        table = markdown(result, "python " + shlex.join(sys.argv))
         target.with_suffix(".md").write_text(table, encoding="utf-8")
         print(table)
-        failed |= any(row["failed"] for row in made["rows"])
+        failed |= any(row["failed"] for row in result["rows"])
     return int(failed)
 
 

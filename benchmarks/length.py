@@ -745,7 +745,7 @@ def main() -> None:
     two.add_argument("--base", type=float, default=1e5)
     two.add_argument("--pieces", type=int, help="words of the vocabulary; twice as many as tokens a row when not given")
     two.add_argument(
-        "--then", type=int, nargs="+", default=[], help="longer rows that the run goes on with, --more steps each"
+        "--then", type=int, nargs="+", default=[], help="longer sequence lengths to continue with, --more steps each"
     )
     two.add_argument(
         "--runs", type=Path, help="a folder where the runs stay; stages that it holds are not trained again"

@@ -104,7 +104,7 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
                 )
             if rest.get("engine") == "transformers" and settings != sampling():
                 raise RecipeError(
-                    f"--variant {variant}: transformers' own generate stands for itself; only dtype goes with it"
+                    f"--variant {variant}: runs transformers' own generate, which takes no setting but dtype"
                 )
             label = f"{name}, {variant}" if variant else name
             contenders.append(InferenceContender(label, model, settings, **rest))  # type: ignore[arg-type]

@@ -150,7 +150,7 @@ def _answer(talk: Conversation, line: str) -> None:
             answer = talk.say(line, write_text)
     except KeyboardInterrupt:
         say()
-        generation.note("broken off; what was said stands in the conversation")
+        generation.note("interrupted; the text so far stays in the conversation")
         return
     say()
     watched.tokens = len(answer.written.tokens)

@@ -27,8 +27,8 @@ def oom(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was out of memory.")],
     json: Json = False,
 ) -> None:
-    """What filled the memory of a run, the three cheapest ways out by the plan, and allocator settings where free
-    memory lay in pieces.
+    """Show what filled the memory of a run, the three cheapest fallbacks by the plan, and allocator settings
+    if the free memory was fragmented.
 
     Example: `preheat doctor oom runs/demo`
     """
@@ -67,7 +67,7 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
     )
     for rung in diagnosis["rungs"]:
         parts.append(
-            Text(f"went on from step {rung['step']} with {', '.join(rung['took']) or 'the recipe as written'}")
+            Text(f"resumed from step {rung['step']} with {', '.join(rung['took']) or 'the recipe as written'}")
         )
     if diagnosis["ways"]:
         table = Table("ways out, the cheapest first", "peak", "s a step", "", box=None, pad_edge=False)

@@ -90,8 +90,7 @@ def plan(
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with plots there.")] = None,
     json: Json = False,
 ) -> None:
-    """What fits, what is fastest, and why not otherwise: a dry run of the very step, on this machine or on a device
-    that is not here.
+    """Predict memory and speed by a dry run, for this machine or any GPU; explain what does not fit.
 
     Example: `preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method lora`, `preheat plan llama-3.1-70b --gpu H100 --count 8
     --nodes 8`. A recipe is planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.

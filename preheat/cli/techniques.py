@@ -53,8 +53,10 @@ def techniques(context: typer.Context, json: Json = False) -> None:
 
 @app.command("show")
 def show(name: str) -> None:
-    """What a technique does, when it helps and hurts, its source and its settings. Example: `preheat techniques show
-    lora`"""
+    """Show what a technique does, when it helps and hurts, its source and its settings.
+
+    Example: `preheat techniques show lora`
+    """
     import dataclasses
 
     from preheat.core import registry
