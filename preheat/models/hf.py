@@ -27,6 +27,8 @@ from preheat.models.module_lookup import (
     whole,
 )
 from preheat.models.reference_logits import plain_logits
+from preheat.models.sinks import chunk_of, in_chunks, with_sinks
+from preheat.models.token_mixers import keep_within_documents
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -186,8 +188,6 @@ def _attention(
         )
     if attention_mask is not None:
         raise RecipeError(f"model: {name} of transformers makes a mask of its own, so it {_NO_PLACE}")
-    if s_aux is not None:
-        raise RecipeError(f"model: {name} has attention sinks, which preheat's kernels do not do yet")
     if softcap is not None:  # bound here, so that a pattern around the kernel need not handle it
         preheat_attention = functools.partial(preheat_attention, softcap=softcap)
     if dropout:
@@ -195,13 +195,19 @@ def _attention(
     mask = preheat_mask
     if sliding_window is not None:  # kernels compare it with the full row, which context parallelism splits
         mask = replace(mask, window=min(sliding_window, mask.window or sliding_window))
+    if chunk := chunk_of(module):
+        mask = in_chunks(mask, chunk, query.shape[0], query.shape[2])
     if (pattern := getattr(module, PATTERN, None)) is not None:
         preheat_attention = pattern(preheat_attention)
     width = value.shape[-1]
     if lacks := query.shape[-1] - width:
         # MLA values have a smaller head dim than keys; our kernels assume equal dims.
         value = torch.nn.functional.pad(value, (0, lacks))
-    out = preheat_attention(query, key, value, mask, scaling if scaling is not None else query.shape[-1] ** -0.5)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if s_aux is not None:
+        out = with_sinks(preheat_attention, query, key, value, mask, scale, s_aux)
+    else:
+        out = preheat_attention(query, key, value, mask, scale)
     # Contiguous, as transformers' own functions return it: some layers take a view of it.
     return out[..., :width].transpose(1, 2).contiguous(), None
 
@@ -220,8 +226,6 @@ def _require_places(kind: Any, family: str) -> None:
 
 # Configuration keys that change the computation in ways that preheat does not implement, with their neutral values.
 _UNSUPPORTED = {
-    "logit_scale": (None, 1.0),
-    "logits_scaling": (None, 1.0),
     "router_aux_loss_coef": (None, 0.0),  # except for the families of models/moe.py
     "router_jitter_noise": (None, 0.0),
     "use_bidirectional_attention": (None, False),
@@ -252,10 +256,22 @@ def _refuse(config: PretrainedConfig) -> None:
     if config.is_encoder_decoder:
         encoder_decoder.refuse(config)
     for key, neutral in _UNSUPPORTED.items():
-        if key == "router_aux_loss_coef" and text.model_type in moe.FAMILIES:
+        if key == "router_aux_loss_coef" and (text.model_type in moe.FAMILIES or not uses_router_loss(text)):
             continue
         if (value := getattr(text, key, None)) not in neutral:
             raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
+
+
+def uses_router_loss(text: Any) -> bool:
+    """True if transformers adds the routers' balance loss to the loss of such a model."""
+    return bool(getattr(text, "output_router_logits", False))
+
+
+def logit_multiplier(config: PretrainedConfig) -> float:
+    """The factor on the logits of a model: Cohere's `logit_scale`, Granite's divisor, Falcon-H1's multiplier."""
+    text = config.get_text_config()
+    factor = float(getattr(text, "logit_scale", None) or 1.0) * float(getattr(text, "lm_head_multiplier", None) or 1.0)
+    return factor / float(getattr(text, "logits_scaling", None) or 1.0)
 
 
 def auto_class(config: PretrainedConfig) -> str:
@@ -305,7 +321,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     vision.own_deepstack(model)
     if (cap := facts(config).logit_softcap) is not None:
         setattr(head(model), SOFTCAP, cap)  # on the head: a classification head in its place has none
-    anatomy(model)  # raises a clear error if a part cannot be found
+    keep_within_documents(anatomy(model).layers)
     return model.train()
 
 
@@ -336,7 +352,7 @@ def hidden_states(
         run = model.base_model.language_model
     else:
         more, run = {}, model.base_model
-    return run(
+    last = run(
         **({"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}),
         position_ids=positions,
         use_cache=False,
@@ -344,3 +360,5 @@ def hidden_states(
         preheat_mask=mask,
         **more,
     ).last_hidden_state
+    # On the hidden states, so that no loss needs to know of it: the head is linear and has no bias.
+    return last if (factor := logit_multiplier(model.config)) == 1.0 or head(model) is None else last * factor

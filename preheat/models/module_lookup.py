@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
 from preheat.models import encoder_decoder, vision
+from preheat.models.token_mixers import attentions_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,7 +44,8 @@ class Anatomy:
             the decoder's.
         head: the output projection, [width -> vocabulary].
         norms: all normalization modules, by name.
-        attentions: one per layer (the self-attention of decoder layers with cross-attention).
+        attentions: the softmax attention modules of all layers, in order (of decoder layers with cross-attention, the
+            self-attention); a layer whose token mixer is recurrent has none.
         tower: the blocks of a vision tower, in order; empty without one.
     """
 
@@ -91,12 +93,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         )
     if getattr(head, "bias", None) is not None:
         raise RecipeError(f"model: the head of {kind} has a bias, which preheat's losses do not handle yet")
-    attentions = []
-    for layer in layers:
-        matches = [m for m in layer.children() if type(m).__name__.lower().endswith("attention")]
-        if len(matches) != 1:
-            raise RecipeError(f"model: found {len(matches)} attention modules in a layer of {kind}, expected one")
-        attentions.append(matches[0])
+    attentions = [attention for layer in layers for attention in attentions_of(layer)]
     return Anatomy(base, embedding, layers, head, _norms(model), tuple(attentions), tuple(vision.tower_blocks(model)))
 
 

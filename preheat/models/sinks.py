@@ -1,0 +1,86 @@
+"""Attention sinks and chunked attention, by any kernel: as further keys and as shorter documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from preheat.core import MaskSpec
+from preheat.hardware.transfers import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["chunk_of", "in_chunks", "with_sinks"]
+
+
+def chunk_of(module: nn.Module) -> int | None:
+    """The chunk that an attention module's tokens stay in (Llama 4's layers with rotary positions); None: no chunks."""
+    config: Any = getattr(module, "config", None)
+    kinds, chunk = getattr(config, "layer_types", None), getattr(config, "attention_chunk_size", None)
+    number = getattr(module, "layer_idx", None)
+    chunked = chunk and kinds and isinstance(number, int) and kinds[number] == "chunked_attention"
+    return int(chunk) if chunked else None
+
+
+def in_chunks(mask: MaskSpec, chunk: int, rows: int, length: int) -> MaskSpec:
+    """Returns the mask with every document cut into chunks from its start: a token sees its own chunk only.
+
+    Example:
+        >>> in_chunks(MaskSpec(documents=((5, 2),)), 3, 1, 7).documents
+        ((3, 2, 2),)
+    """
+    documents = mask.documents or ((length,),) * rows
+    return replace(
+        mask,
+        documents=tuple(
+            tuple(min(chunk, n - start) for n in row for start in range(0, n, chunk)) for row in documents
+        ),
+    )
+
+
+def with_sinks(
+    kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, sinks: Tensor
+) -> Tensor:
+    """Attention with a learned score per head that takes part in the softmax without a value (gpt-oss).
+
+    A further token at the start of each document stands for the sink: its value is 0, its key is 0 but for one more
+    dimension, in which every query is 1. So any kernel that keeps to documents computes it, with gradients. Under a
+    window it is a global token, which only some kernels have.
+
+    Args:
+        q, k, v: [rows, heads, length, head_dim].
+        sinks: [heads].
+    """
+    import torch
+    from torch.nn.functional import pad
+
+    rows, heads, length, width = q.shape
+    documents = mask.documents or ((length,),) * rows
+    most = max(len(row) for row in documents)
+    # Rows with fewer documents get documents of one token at their ends, so that all rows have one length.
+    longer = tuple((*(n + 1 for n in row), *(1,) * (most - len(row))) for row in documents)
+    index = torch.full((rows, length + most), length)  # the token that is appended below
+    back = torch.empty(rows, length, dtype=torch.int64)
+    for row, lengths in enumerate(documents):
+        start = 0
+        for number, n in enumerate(lengths):
+            at = start + number + 1
+            index[row, at : at + n] = torch.arange(start, start + n)
+            back[row, start : start + n] = torch.arange(at, at + n)
+            start += n
+    more = 8  # kernels want head dimensions in multiples of 8
+    if v.shape[1] != heads:  # grouped heads: the sinks are per query head
+        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    ones = torch.ones_like(q[..., :1])
+    q = torch.cat([q, ones, q.new_zeros(rows, heads, length, more - 1)], dim=-1)
+    k, v = pad(k, (0, more)), pad(v, (0, width + more - v.shape[-1]))
+    key = torch.cat([k.new_zeros(heads, width), (sinks / scale).to(k.dtype)[:, None], k.new_zeros(heads, more - 1)], -1)
+    key = key[None, :, None].expand(rows, heads, 1, width + more)
+    q, k, v = torch.cat([q, pad(q[:, :, :1] * 0, (0, 0))], 2), torch.cat([k, key], 2), pad(v, (0, 0, 0, 1))
+    at = to_device(index, q.device)[:, None, :, None]
+    q, k, v = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[-1])) for x in (q, k, v))
+    out = kernel(q, k, v, replace(mask, documents=longer, global_tokens=max(mask.global_tokens, 1)), scale)
+    where = to_device(back, q.device)[:, None, :, None]
+    return out[..., :width].gather(2, where.expand(-1, heads, -1, width))

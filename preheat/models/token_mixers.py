@@ -1,0 +1,154 @@
+"""Finds the token mixers of a model's layers, and keeps the state of recurrent ones within documents.
+
+A token mixer is a module of a layer that moves information between positions: softmax attention, latent attention, a
+gated delta net, Mamba, a short convolution. transformers has no common class for them, but all of them take a cache,
+and softmax attention calls the function that the configuration names: both are in the signature and the code of
+`forward`, so that no list of families is needed.
+
+A recurrent mixer carries its state from token to token, also from one document of a packed row into the next. The
+kernels that take document boundaries exist on GPUs only and disagree on the argument, so a mixer is given each document
+of a row as a sequence of its own: the same computation, exact for every mixer that is causal.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from preheat.errors import RecipeError
+from preheat.hardware.transfers import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from preheat.core import MaskSpec
+
+__all__ = ["attentions_of", "keep_within_documents", "recurrent_mixers", "split_documents"]
+
+_CACHE = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_past"})
+"""Names under which a token mixer of transformers takes the cache of earlier tokens."""
+_DOCUMENTS = "preheat_documents"
+"""Attribute of a recurrent mixer while its layer runs: the document lengths of each row, None: a row is a document."""
+
+
+def _forward(module: nn.Module) -> Callable[..., Any]:
+    return inspect.unwrap(type(module).forward)
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    return not _CACHE.isdisjoint(inspect.signature(_forward(module)).parameters)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """True if it calls the attention function that the configuration names, and thereby preheat's kernels."""
+    return "ALL_ATTENTION_FUNCTIONS" in _forward(module).__code__.co_names
+
+
+def _mixers(layer: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules of a layer that take a cache."""
+    for child in layer.children():
+        if _takes_cache(child):
+            yield child
+        else:
+            yield from _mixers(child)
+
+
+def attentions_of(layer: nn.Module) -> list[nn.Module]:
+    """Returns the softmax attention modules of a layer: one, none, or one of several mixers."""
+    return [mixer for mixer in _mixers(layer) if _is_attention(mixer)]
+
+
+def recurrent_mixers(layer: nn.Module) -> list[nn.Module]:
+    """Returns the other token mixers of a layer: state space models, linear attention, convolutions."""
+    return [mixer for mixer in _mixers(layer) if not _is_attention(mixer)]
+
+
+def keep_within_documents(layers: Sequence[nn.Module]) -> int:
+    """Makes recurrent mixers start anew at each document of a packed row, in place.
+
+    Returns:
+        The number of recurrent mixers.
+    """
+    count = 0
+    for layer in layers:
+        if mixers := recurrent_mixers(layer):
+            # The layer is handed the mask and gives it to its mixers: not every layer hands on what it does not know.
+            layer.forward = functools.partial(_with_documents, layer.forward, mixers)  # type: ignore[method-assign]
+            for mixer in mixers:
+                mixer.forward = functools.partial(_by_document, mixer, mixer.forward)  # type: ignore[method-assign]
+            count += len(mixers)
+    return count
+
+
+def _with_documents(
+    forward: Callable[..., Any],
+    mixers: Sequence[nn.Module],
+    *args: Any,
+    preheat_mask: MaskSpec | None = None,
+    **kwargs: Any,
+) -> Any:
+    if preheat_mask is None:  # transformers' own forward, with or without a cache: each row is one document
+        return forward(*args, **kwargs)
+    for mixer in mixers:
+        setattr(mixer, _DOCUMENTS, preheat_mask.documents)
+    try:
+        return forward(*args, preheat_mask=preheat_mask, **kwargs)
+    finally:
+        for mixer in mixers:
+            setattr(mixer, _DOCUMENTS, None)
+
+
+def _by_document(mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    documents = getattr(mixer, _DOCUMENTS, None)
+    if documents is None or all(len(row) == 1 for row in documents):
+        return forward(*args, **kwargs)
+    hidden = args[0] if args else kwargs.pop("hidden_states")
+    if kwargs.get("attention_mask") is not None:
+        raise RecipeError(f"model: {type(mixer).__name__} takes a mask of its own beside packed documents")
+    return split_documents(hidden, documents, lambda rows: forward(rows, *args[1:], **kwargs))
+
+
+def split_documents(hidden: Tensor, documents: Sequence[Sequence[int]], mix: Callable[[Tensor], Any]) -> Any:
+    """Applies a causal function of sequences to each document of packed rows.
+
+    Documents of similar length are computed together, padded at their ends, which a causal function does not see: at
+    most twice the tokens, in a few calls.
+
+    Args:
+        hidden: [rows, length, width].
+        documents: the lengths of each row's documents; they sum to `length`.
+        mix: [documents, longest, width] -> the same shape, or a tuple that begins with it.
+
+    Returns:
+        What `mix` returns, for [rows, length, width].
+    """
+    import torch
+
+    rows, length = hidden.shape[:2]
+    flat = hidden.flatten(0, 1)
+    by_size: dict[int, list[tuple[int, int]]] = {}
+    for row, lengths in enumerate(documents):
+        start = row * length
+        for n in lengths:
+            by_size.setdefault((n - 1).bit_length(), []).append((start, n))
+            start += n
+    parts: list[Tensor] = []
+    order: list[Tensor] = []
+    rest: tuple[Any, ...] | None = None
+    for group in by_size.values():
+        # The indices are made on the host, from lengths that are there: nothing waits for the device.
+        starts, sizes = torch.tensor(group).unbind(1)
+        steps = torch.arange(int(sizes.max()))
+        # Padding repeats a document's last token, and its results are dropped.
+        index = starts[:, None] + torch.minimum(steps, sizes[:, None] - 1)
+        valid = steps < sizes[:, None]
+        mixed = mix(flat[to_device(index, hidden.device)])
+        if isinstance(mixed, tuple):
+            mixed, rest = mixed[0], mixed[1:]
+        parts.append(mixed.flatten(0, 1)[to_device(valid.flatten().nonzero()[:, 0], hidden.device)])
+        order.append(index[valid])
+    place = torch.cat(order).argsort()
+    result = torch.cat(parts)[to_device(place, hidden.device)].unflatten(0, (rows, length))
+    return result if rest is None else (result, *rest)
