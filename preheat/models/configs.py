@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from preheat.errors import RecipeError, nearest
 from preheat.hardware.connectivity import hub_reachable
 from preheat.model_folder import FAULTS, fault, read_object
 from preheat.models import moe, presets, size_dial, vision
+from preheat.models.layer_sizes import largest
 from preheat.models.untie import untie
 from preheat.recipe.consistency import MOST_PARAMETERS
 from preheat.sanitize import quoted
@@ -128,7 +130,7 @@ def require_in_reach(config: PretrainedConfig) -> None:
         RecipeError: names the first such size.
     """
     text = config.get_text_config()
-    sizes_found = {key: getattr(text, key, None) for key in _HIGHEST}
+    sizes_found = {key: largest(text, key) for key in _HIGHEST}
     for key, value in sizes_found.items():
         if value is None or isinstance(value, list | tuple | dict):
             continue  # a value per layer, in some families
@@ -407,14 +409,15 @@ def _require_sizes(config: PretrainedConfig, file: Path, values: Mapping[str, An
             return  # composite models are rejected elsewhere
         config, values = text, values.get("text_config") or {}
     names = getattr(config, "attribute_map", {})
+    stated = {field.name for field in dataclasses.fields(config)}  # others are computed, or the family has none
     for key in _SIZES:
-        if not {key, names.get(key, key)} & values.keys():
+        if names.get(key, key) in stated and not {key, names.get(key, key)} & values.keys():
             raise RecipeError(
                 f"model.path: {file} does not say {names.get(key, key)}, and there is no telling what it should be; "
                 "add it"
             )
-    heads, width = config.num_attention_heads, config.hidden_size
-    groups = getattr(config, "num_key_value_heads", None) or heads
+    heads, width = largest(config, "num_attention_heads"), config.hidden_size
+    groups = largest(config, "num_key_value_heads") or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise RecipeError(
             f"model.path: {file}: num_key_value_heads: {groups} does not divide num_attention_heads {heads}; put "

@@ -12,11 +12,13 @@ from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, Tec
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault
 from preheat.models import configs, encoder_decoder, moe, vision
+from preheat.models.layer_sizes import head_dim, largest
 from preheat.models.module_lookup import (
     SOFTCAP,
     WHOLE,
     Anatomy,
     anatomy,
+    base_of,
     embedding,
     ends,
     head,
@@ -122,7 +124,7 @@ def _positions(text: Any) -> int:
 def facts(config: PretrainedConfig) -> ModelFacts:
     """The facts about a model that a technique's `check` may use."""
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    heads = largest(text, "num_attention_heads", 0)
     count, chosen, width = moe.sizes_of(text)
     encoder = config.model_type in encoder_decoder.FAMILIES
     return ModelFacts(
@@ -130,8 +132,8 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         layers=text.num_hidden_layers + (config.num_decoder_layers if encoder else 0),
         width=text.hidden_size,
         heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None) or text.hidden_size // heads,
+        kv_heads=largest(text, "num_key_value_heads") or heads,
+        head_dim=head_dim(text),
         vocabulary=text.vocab_size,
         positions=_positions(text),
         tied=bool(config.tie_word_embeddings),
@@ -351,7 +353,7 @@ def hidden_states(
         hidden, more = vision.embedded(model, tokens, images, attention)
         run = model.base_model.language_model
     else:
-        more, run = {}, model.base_model
+        more, run = {}, base_of(model)
     last = run(
         **({"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}),
         position_ids=positions,

@@ -13,6 +13,7 @@ from torch import nn
 from preheat.errors import RecipeError
 from preheat.models.generation.generate import patterned
 from preheat.models.hf import STANDALONE, anatomy, head
+from preheat.models.module_lookup import base_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +84,7 @@ def _through(args: Any, kwargs: Any, out: Any) -> tuple[Any, Any]:
 def run(model: PreTrainedModel, rows: Sequence[Tensor]) -> None:
     """Passes the rows through the layers, for hooks to observe, without logits. Call within `plainly`."""
     for row in rows:
-        model.base_model(input_ids=row.to(model.device))
+        base_of(model)(input_ids=row.to(model.device))
 
 
 def loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:

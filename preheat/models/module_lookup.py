@@ -19,6 +19,7 @@ __all__ = [
     "WHOLE",
     "Anatomy",
     "anatomy",
+    "base_of",
     "embedding",
     "ends",
     "head",
@@ -74,7 +75,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     if model.config.is_encoder_decoder:
         return _both_stacks(model)
     kind, count = type(model).__name__, model.config.get_text_config().num_hidden_layers
-    base = model.base_model
+    base = base_of(model)
     if base is model:
         raise RecipeError(f"model: {kind} has no base model under its head, so hidden states cannot be had")
     within = base if vision.tower(model) is None else base.language_model
@@ -95,6 +96,16 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         raise RecipeError(f"model: the head of {kind} has a bias, which preheat's losses do not handle yet")
     attentions = [attention for layer in layers for attention in attentions_of(layer)]
     return Anatomy(base, embedding, layers, head, _norms(model), tuple(attentions), tuple(vision.tower_blocks(model)))
+
+
+def base_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model under the output head, which computes hidden states; the model itself if there is none."""
+    from transformers import PreTrainedModel
+
+    if model.base_model is not model:
+        return model.base_model
+    # Llama 4's text model names its base by the attribute that it has in the model with images.
+    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
 
 
 def _both_stacks(model: Any) -> Anatomy:

@@ -343,9 +343,9 @@ class WeightSource:
             if packed := self._packed.get(id(module)):
                 with packed.written() as weight:
                     read(f"{name}.weight", weight)
-        for module in model.modules():  # buffers that no checkpoint has, such as rotary tables
-            if id(module) not in self._packed and any(True for _ in module.buffers(recurse=False)):
-                model._init_weights(module)
+        for owner, module in _initializers(model, model):  # buffers that no checkpoint has, such as rotary tables
+            if id(module) not in self._packed:
+                owner._init_weights(module)
         needed, state = moe.biases(model), model.state_dict(keep_vars=True)
         for name, buffer in model.named_buffers():  # buffers that a checkpoint has
             if name in needed or (name in state and names.find(_plain(name)) is not None and not self._is_fresh(name)):
@@ -445,3 +445,18 @@ class WeightSource:
                     f"model: transformers gives the buffer {name} {tuple(buffer.shape)} no value; preheat cannot "
                     "train this model"
                 )
+
+
+def _initializers(owner: Any, module: Any) -> Iterator[tuple[Any, Any]]:
+    """The modules that have buffers, or are models and may set those of their modules, each with the model around it.
+
+    A composite model's parts have rules of their own, so that each module is initialized by the innermost model.
+    """
+    from transformers import PreTrainedModel
+
+    model = isinstance(module, PreTrainedModel)
+    owner = module if model else owner
+    for child in module.children():
+        yield from _initializers(owner, child)
+    if model or any(True for _ in module.buffers(recurse=False)):
+        yield owner, module
