@@ -59,6 +59,7 @@ class ModelFacts:
     experts_per_token: int = 0
     expert_width: int = 0  # inner width of one expert
     expert_layers: int = 0  # layers that have experts
+    foreign_experts: bool = False  # transformers computes the experts, which techniques cannot change then
     vision: Vision | None = None  # image input; None: text only
     encoder: bool = False  # encoder-decoder; `layers` counts both
 

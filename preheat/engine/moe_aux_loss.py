@@ -63,7 +63,8 @@ class _Balance:
         self.build = build
         self.coefficient = moe.coefficient(config)
         self.chosen = moe.sizes_of(config)[1]
-        moe.compute_by(build.trained[0], functools.partial(compute_experts, stepped=build.device.kind == "cpu"))
+        if config.get_text_config().model_type in moe.FAMILIES:
+            moe.compute_by(build.trained[0], functools.partial(compute_experts, stepped=build.device.kind == "cpu"))
         self.ledger = moe.record_routers(build.trained[0])
         self.weight: Any = None  # of the global batch; None between batches
         self.counts: Tensor | None = None  # of the global batch, if there was a first pass
@@ -144,10 +145,12 @@ def balance(build: Build, config: Any) -> None:
     shared = moe.shared_width(config)
     shared_note = f", beside one of width {shared} that all go to" if shared else ""
     balancing = f"balance loss x {balancer.coefficient:g}" if balancer.coefficient else "no balance loss"
+    ours = config.get_text_config().model_type in moe.FAMILIES
+    computed = "as one grouped matmul" if ours else "by transformers' own code"
+    router = "none is dropped; router in fp32" if ours else "router by transformers' own code"
     message = (
-        f"{count} experts of width {width} in {layers} layers as one grouped product, {chosen} for a "
-        f"token{shared_note}; "
-        f"none is dropped; router in fp32; {balancing}"
+        f"{count} experts of width {width} in {layers} layers {computed}, {chosen} for a token{shared_note}; "
+        f"{router}; {balancing}"
     )
     build.changes.setdefault("experts", []).append(Change(message, layers, "grouped_mm"))
 

@@ -144,6 +144,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         experts_per_token=chosen,
         expert_width=width,
         expert_layers=moe.expert_layers(text),
+        foreign_experts=count > 0 and text.model_type not in moe.FAMILIES,
         vision=vision.vision_of(config),
         encoder=encoder,
     )
@@ -228,7 +229,6 @@ def _require_places(kind: Any, family: str) -> None:
 
 # Configuration keys that change the computation in ways that preheat does not implement, with their neutral values.
 _UNSUPPORTED = {
-    "router_aux_loss_coef": (None, 0.0),  # except for the families of models/moe.py
     "router_jitter_noise": (None, 0.0),
     "use_bidirectional_attention": (None, False),
 }
@@ -258,15 +258,8 @@ def _refuse(config: PretrainedConfig) -> None:
     if config.is_encoder_decoder:
         encoder_decoder.refuse(config)
     for key, neutral in _UNSUPPORTED.items():
-        if key == "router_aux_loss_coef" and (text.model_type in moe.FAMILIES or not uses_router_loss(text)):
-            continue
         if (value := getattr(text, key, None)) not in neutral:
             raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
-
-
-def uses_router_loss(text: Any) -> bool:
-    """True if transformers adds the routers' balance loss to the loss of such a model."""
-    return bool(getattr(text, "output_router_logits", False))
 
 
 def logit_multiplier(config: PretrainedConfig) -> float:
@@ -302,7 +295,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
 
     _refuse(config)
     _register_attention()
-    ours = {"experts_implementation": moe.register()} if moe.sizes_of(config.get_text_config())[0] else {}
+    ours = {"experts_implementation": moe.register()} if config.get_text_config().model_type in moe.FAMILIES else {}
     dtype = (as_stored and config.get_text_config().dtype) or torch.float32
     attention = encoder_decoder.register() if config.is_encoder_decoder else ATTENTION
     factory = getattr(transformers, auto_class(config))

@@ -13,7 +13,10 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+
+from preheat.models.layer_sizes import largest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,7 +44,11 @@ __all__ = [
 _BY_SOFTMAX = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text")
 _BY_SIGMOID = ("deepseek_v3", "glm4_moe")
 FAMILIES = (*_BY_SOFTMAX, *_BY_SIGMOID)
-"""Families with a softmax or sigmoid top-k router over gated experts, with or without a shared expert."""
+"""Families whose routers and experts preheat computes itself: a softmax or sigmoid top-k router over gated experts. All
+others keep transformers' own, whose choices are recorded."""
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+"""Names of the number of experts of a layer, and of a token."""
 NAME = "preheat"  # our function in transformers' registry of experts
 COMPUTE = "preheat_compute"  # attribute of a layer's experts: the function that computes them
 ROUTED = "preheat_routed"  # attribute of a router: its choices since the last call of `routed`
@@ -53,29 +60,43 @@ TOKENS = "expert_tokens"
 
 def sizes_of(config: Any) -> tuple[int, int, int]:
     """Experts per layer, experts per token, inner width of an expert; (0, 0, 0) if the model has none."""
-    if config.model_type not in FAMILIES:
+    count = next((n for key in _COUNTS if (n := largest(config, key))), 0)
+    if not count or getattr(config, "enable_moe_block", True) is False:  # Gemma 4's dense models state both
         return 0, 0, 0
-    width = config.intermediate_size if config.model_type == "mixtral" else config.moe_intermediate_size
-    count = config.n_routed_experts if config.model_type in _BY_SIGMOID else config.num_experts
-    return count, config.num_experts_per_tok, width
+    chosen = next((n for key in _CHOSEN if (n := largest(config, key))), 0)
+    return int(count), int(chosen), int(largest(config, "moe_intermediate_size") or largest(config, "intermediate_size"))
 
 
 def expert_layers(config: Any) -> int:
     """Number of layers with experts; the others have one feed-forward block for all tokens."""
+    if not sizes_of(config)[0]:
+        return 0
+    get = functools.partial(getattr, config)
     layers: int = config.num_hidden_layers
-    if config.model_type not in FAMILIES or config.model_type == "mixtral":
-        return layers if config.model_type in FAMILIES else 0
-    if config.model_type in _BY_SIGMOID:
-        return max(layers - int(config.first_k_dense_replace), 0)
-    step, dense = config.decoder_sparse_step, config.mlp_only_layers
-    return sum(n not in dense and (n + 1) % step == 0 for n in range(layers))
+    numbers = range(layers)
+    if (kinds := get("mlp_layer_types", None)) is not None:
+        return sum(kind == "sparse" for kind in kinds)
+    if "moe" in (kinds := get("layers_block_type", None) or ()):  # Nemotron-H: a layer is a mixer or experts
+        return sum(kind == "moe" for kind in kinds)
+    if (chosen := get("moe_layers", None)) is not None:  # Llama 4
+        return len(chosen)
+    if (period := get("expert_layer_period", None)) is not None:  # Jamba
+        return sum(n % period == config.expert_layer_offset for n in numbers)
+    if (first := get("moe_layer_start_index", None)) is not None:  # ERNIE 4.5
+        last = config.moe_layer_end_index
+        return sum(first <= n <= last and (n + 1) % config.moe_layer_interval == 0 for n in numbers)
+    dense, step = get("mlp_only_layers", None) or (), get("decoder_sparse_step", None) or 1
+    before = get("first_k_dense_replace", None) or get("num_dense_layers", None) or 0
+    return sum(n >= before and n not in dense and (n + 1) % step == 0 for n in numbers)
 
 
 def shared_width(config: Any) -> int:
     """Inner width of the shared expert of a layer; 0 without one."""
-    if config.model_type == "qwen2_moe":
-        return int(config.shared_expert_intermediate_size)
-    return int(config.n_shared_experts * config.moe_intermediate_size) if config.model_type in _BY_SIGMOID else 0
+    for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"):
+        if width := getattr(config, key, None):
+            return int(width)
+    counts = (getattr(config, key, None) for key in ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"))
+    return int((next((n for n in counts if n), 0)) * (getattr(config, "moe_intermediate_size", None) or 0))
 
 
 def has_bias(config: Any) -> bool:
@@ -104,7 +125,10 @@ def adapted(model: nn.Module, targets: Any) -> Any:
 
 def coefficient(config: Any) -> float:
     """Coefficient of the load-balancing loss; 0 without one."""
-    return float(config.router_aux_loss_coef or 0.0) if config.model_type in _BY_SOFTMAX else 0.0
+    value = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
+    if config.model_type in FAMILIES:
+        return value if config.model_type in _BY_SOFTMAX else 0.0
+    return value if getattr(config, "output_router_logits", False) else 0.0  # as transformers decides it
 
 
 @functools.cache
@@ -123,7 +147,22 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
 
 def routers(model: nn.Module) -> list[nn.Module]:
     """The router of each layer that has experts, in order."""
-    return [m for m in model.modules() if type(m).__name__.endswith(("TopKRouter", "TopkRouter"))]
+    return [m for m in model.modules() if type(m) in _router_classes(model) or _is_ours(m)]
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(("TopKRouter", "TopkRouter"))
+
+
+def _router_classes(model: nn.Module) -> dict[type, int]:
+    """The classes whose results transformers records as router logits, and which of their results that is."""
+    classes = {}
+    for part in model.modules():
+        recorder: Any = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
+        if recorder is not None:
+            kind = getattr(recorder, "target_class", recorder)
+            classes[kind] = getattr(recorder, "index", 0)
+    return classes
 
 
 def biases(model: nn.Module) -> dict[str, Tensor]:
@@ -141,10 +180,57 @@ class RouterRecorder:
 def record_routers(model: nn.Module) -> RouterRecorder:
     """Makes the routers of a model compute in fp32 and record their choices while the recorder is open, in place."""
     ledger = RouterRecorder()
+    config: Any = model.config
+    text = config.get_text_config()
+    ours, classes = text.model_type in FAMILIES, _router_classes(model)
     for router in routers(model):
-        router.forward = types.MethodType(functools.partial(_route, ledger), router)  # type: ignore[method-assign]
+        if ours:
+            forward: Any = types.MethodType(functools.partial(_route, ledger), router)
+        else:
+            index, balanced = classes.get(type(router), 0), coefficient(text) > 0
+            forward = functools.partial(_record, ledger, router, router.forward, index, sizes_of(text)[1], balanced)
+        router.forward = forward  # type: ignore[method-assign]
         setattr(router, ROUTED, None)
     return ledger
+
+
+def _record(
+    ledger: RouterRecorder,
+    router: Any,
+    forward: Callable[..., Any],
+    index: int,
+    chosen: int,
+    balanced: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs transformers' own router, and records its choices."""
+    import torch
+
+    out = forward(*args, **kwargs)
+    if not router.training or not (ledger.open or balanced):
+        return out
+    results = out if isinstance(out, tuple) else (out,)
+    # With a balance loss the probabilities have a gradient, and a recomputed layer must save the same tensors.
+    with nullcontext() if balanced else torch.no_grad():
+        shares = results[index].flatten(0, -2).float().softmax(dim=-1)
+    if ledger.open:
+        # transformers' balance loss counts the experts of the largest probabilities, whatever the router chose.
+        picked = None if balanced else next((r for r in results if not r.is_floating_point()), None)
+        _add(router, shares.detach().topk(chosen, dim=-1).indices if picked is None else picked, shares)
+    return out
+
+
+def _add(router: Any, chosen: Tensor, shares: Tensor) -> None:
+    """Adds the counts of `chosen` experts and the sums of `shares` [tokens, experts] to a router's record."""
+    import torch
+
+    flat = chosen.flatten()
+    ones = torch.ones_like(flat, dtype=shares.dtype)
+    counts = shares.new_zeros(shares.shape[-1]).scatter_add_(0, flat, ones)
+    sums = shares.sum(dim=0)
+    record = getattr(router, ROUTED)
+    setattr(router, ROUTED, (counts, sums) if record is None else (record[0] + counts, record[1] + sums))
 
 
 def _route(ledger: RouterRecorder, router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,12 +243,8 @@ def _route(ledger: RouterRecorder, router: Any, hidden: Tensor) -> tuple[Tensor,
     shares, weights, chosen = (
         _by_sigmoid(router, scores) if hasattr(router, "num_group") else _by_softmax(router, scores)
     )
-    flat = chosen.flatten()
-    counts = shares.new_zeros(router.num_experts).scatter_add_(0, flat, torch.ones_like(flat, dtype=shares.dtype))
-    sums = shares.sum(dim=0)
     if ledger.open and router.training:  # not in a reference model, which is this one without its adapters
-        record = getattr(router, ROUTED)
-        setattr(router, ROUTED, (counts, sums) if record is None else (record[0] + counts, record[1] + sums))
+        _add(router, chosen, shares)
     return scores, weights, chosen
 
 

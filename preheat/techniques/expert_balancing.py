@@ -102,6 +102,8 @@ class ExpertBalancing(Technique):
 
         if not moe.sizes_of(config)[0]:
             raise ValueError(f"balances experts, and {config.model_type} has none; leave it out")
+        if config.get_text_config().model_type not in moe.FAMILIES:
+            raise ValueError(f"cannot change the routers of {config.model_type}, which are transformers' own; leave it out")
         if "router_aux_loss_coef" in recipe.model.config:
             raise ValueError("coefficient: model.config.router_aux_loss_coef says the same; state it here alone")
         if self.coefficient == "auto" and self.method == "bias":

@@ -246,6 +246,11 @@ class Lora(Technique):
                 problems.append(
                     f"expert_rank: {self.expert_rank} is for experts, and {context.model.family} has none; leave it out"
                 )
+            elif context.model.foreign_experts:
+                problems.append(
+                    f"expert_rank: {self.expert_rank}: transformers computes the experts of {context.model.family}, "
+                    "and adapters on them are not supported yet; set expert_rank: 0"
+                )
             if self.variant not in ("lora", "rslora"):
                 problems.append(
                     f"expert_rank: goes with lora and rslora, and variant is {self.variant}; set expert_rank: 0"
