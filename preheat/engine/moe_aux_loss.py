@@ -63,8 +63,7 @@ class _Balance:
         self.build = build
         self.coefficient = moe.coefficient(config)
         self.chosen = moe.sizes_of(config)[1]
-        if config.get_text_config().model_type in moe.FAMILIES:
-            moe.compute_by(build.trained[0], functools.partial(compute_experts, stepped=build.device.kind == "cpu"))
+        moe.compute_by(build.trained[0], functools.partial(compute_experts, stepped=build.device.kind == "cpu"))
         self.ledger = moe.record_routers(build.trained[0])
         self.weight: Any = None  # of the global batch; None between batches
         self.counts: Tensor | None = None  # of the global batch, if there was a first pass
@@ -146,7 +145,7 @@ def balance(build: Build, config: Any) -> None:
     shared_note = f", beside one of width {shared} that all go to" if shared else ""
     balancing = f"balance loss x {balancer.coefficient:g}" if balancer.coefficient else "no balance loss"
     ours = config.get_text_config().model_type in moe.FAMILIES
-    computed = "as one grouped matmul" if ours else "by transformers' own code"
+    computed = "as one grouped matmul" if moe.experts_of(build.trained[0]) else "by transformers' own code"
     router = "none is dropped; router in fp32" if ours else "router by transformers' own code"
     message = (
         f"{count} experts of width {width} in {layers} layers {computed}, {chosen} for a token{shared_note}; "

@@ -295,7 +295,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
 
     _refuse(config)
     _register_attention()
-    ours = {"experts_implementation": moe.register()} if config.get_text_config().model_type in moe.FAMILIES else {}
+    ours = {"experts_implementation": moe.register()} if moe.sizes_of(config.get_text_config())[0] else {}
     dtype = (as_stored and config.get_text_config().dtype) or torch.float32
     attention = encoder_decoder.register() if config.is_encoder_decoder else ATTENTION
     factory = getattr(transformers, auto_class(config))

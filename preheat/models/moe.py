@@ -141,8 +141,8 @@ def register() -> str:
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """Each layer's experts: modules with gate_up_proj [experts, 2 inner, width], down_proj [experts, width, inner]."""
-    return [m for m in model.modules() if type(m).__name__.endswith("Experts") and "gate_up_proj" in m._parameters]
+    """Each layer's experts: modules of stacked weights whose function transformers' registry gives."""
+    return [m for m in model.modules() if hasattr(m, "is_transposed") and "down_proj" in m._parameters]
 
 
 def routers(model: nn.Module) -> list[nn.Module]:

@@ -238,8 +238,8 @@ def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
     """Computes a layer's experts on tokens by one grouped matmul for all, in autocast's dtype if it is on.
 
     Args:
-        experts: module with gate_up_proj [experts, 2 inner, width] and down_proj [experts, width, inner], or local
-            shards.
+        experts: module of transformers with weight stacks, in any of the layouts of its `use_experts_implementation`:
+            gate_up_proj [experts, 2 inner, width] or up_proj, and down_proj [experts, width, inner], or local shards.
         hidden: [tokens, width].
         chosen, weights: [tokens, k], the experts of each token and their weights.
         stepped: pad each expert's rows to a multiple of 16, in half precision and if that adds few rows. On a CPU
@@ -288,12 +288,24 @@ def _compute(experts: Any, rows: Tensor, counts: Tensor, stepped: bool) -> Tenso
 
 def _product(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     ends = ends.to(torch.int32)
-    return _linear(experts, "down_proj", experts._apply_gate(_linear(experts, "gate_up_proj", rows, ends)), ends)
+    if experts.has_gate:
+        inner = experts._apply_gate(_linear(experts, "gate_up_proj", rows, ends))
+    else:
+        inner = experts.act_fn(_linear(experts, "up_proj", rows, ends))
+    out = _linear(experts, "down_proj", inner, ends)
+    return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
 
 
 def _linear(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies rows by the weight stack `name` and adds its LoRA, if any."""
-    out = grouped_linear(rows, local(getattr(experts, name)).to(rows.dtype), ends)
+    """Multiplies rows by the weight stack `name` and adds its bias and LoRA, if any."""
+    weight = local(getattr(experts, name)).to(rows.dtype)
+    # gpt-oss stores [experts, in, out].
+    out = grouped_linear(rows, weight.transpose(1, 2) if experts.is_transposed else weight, ends)
+    if experts.has_bias:
+        bias = local(getattr(experts, f"{name}_bias"))
+        expert = torch.bucketize(torch.arange(rows.shape[0], device=rows.device), ends, right=True)
+        # Rows that pad the last expert lie behind its end.
+        out = out + bias.to(rows.dtype)[expert.clamp(max=bias.shape[0] - 1)]
     adapter: ExpertAdapter | None = getattr(experts, ADAPTER, None)
     if adapter is None or adapter.off:
         return out
