@@ -19,13 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
 from preheat.hardware.transfers import to_device
+from preheat.models.sinks import chunk_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from preheat.core import MaskSpec
 
-__all__ = ["attentions_of", "keep_within_documents", "recurrent_mixers", "split_documents"]
+__all__ = [
+    "attentions_of",
+    "keep_within_documents",
+    "recurrent_mixers",
+    "require_plain_attention",
+    "split_documents",
+]
 
 _CACHE = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_past"})
 """Names under which a token mixer of transformers takes the cache of earlier tokens."""
@@ -77,9 +84,33 @@ def keep_within_documents(layers: Sequence[nn.Module]) -> int:
             # The layer is handed the mask and gives it to its mixers: not every layer hands on what it does not know.
             layer.forward = functools.partial(_with_documents, layer.forward, mixers)  # type: ignore[method-assign]
             for mixer in mixers:
+                setattr(mixer, _DOCUMENTS, None)
                 mixer.forward = functools.partial(_by_document, mixer, mixer.forward)  # type: ignore[method-assign]
             count += len(mixers)
     return count
+
+
+def require_plain_attention(model: Any) -> None:
+    """Raises for a model whose layers need more of a sequence than keys and values that devices can exchange.
+
+    Raises:
+        ValueError: a layer is recurrent, attends in chunks, or has attention sinks.
+    """
+    for module in model.modules():
+        reason = (
+            "recurrent layers"
+            if hasattr(module, _DOCUMENTS)
+            else "attention sinks"
+            if "sinks" in module._parameters
+            else "attention in chunks"
+            if chunk_of(module)
+            else ""
+        )
+        if reason:
+            raise ValueError(
+                f"{model.config.model_type} has {reason} ({type(module).__name__}), which are not split across "
+                "devices yet; use data_parallel or fsdp"
+            )
 
 
 def _with_documents(

@@ -170,6 +170,9 @@ class ContextParallel(Searchable):
         return ("ring", "it sends less") if ring < ulysses else ("ulysses", "a ring would send more")
 
     def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models.token_mixers import require_plain_attention
+
+        require_plain_attention(part)
         kind, reason = self._chosen(build)
         kernel, group = build.slot(Slot.ATTENTION_KERNEL), build.mesh.group(Axis.CONTEXT)
         try:

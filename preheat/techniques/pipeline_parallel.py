@@ -272,8 +272,10 @@ class PipelineParallel(Searchable):
         import torch
 
         from preheat.models import hf, pipeline_split
+        from preheat.models.token_mixers import require_plain_attention
         from preheat.ops.distributed.pipelining import ranks_of
 
+        require_plain_attention(part)
         count, stage_rank = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
         try:
             course = pipeline_split.observe(

@@ -176,8 +176,10 @@ class TensorParallel(Searchable):
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models import hf
+        from preheat.models.token_mixers import require_plain_attention
         from preheat.ops.distributed import tensor_parallel
 
+        require_plain_attention(part)
         degree = build.mesh.size(Axis.TENSOR)
         divides = all(weight.shape[0] % degree == 0 for weight in hf.ends(part))
         vocabulary = divides and Tag.CLASSIFICATION_HEAD not in build.tags
