@@ -242,6 +242,7 @@ def change(config: PretrainedConfig, settings: Mapping[str, Any]) -> None:
     from huggingface_hub.errors import StrictDataclassError
 
     text = config.get_text_config()
+    before = text.num_hidden_layers
     known = {key: part for part in (config, text) for key in (*part.to_dict(), *getattr(part, "attribute_map", {}))}
     for key, value in settings.items():
         if key not in known:
@@ -256,9 +257,10 @@ def change(config: PretrainedConfig, settings: Mapping[str, Any]) -> None:
         except StrictDataclassError as error:
             raise RecipeError(f"model.config.{key}: {str(error.__cause__ or error).splitlines()[0]}") from None
     require_in_reach(config)
-    kinds = getattr(text, "layer_types", None)  # an entry per layer: too long if the number of layers was lowered
-    if "layer_types" not in settings and kinds and len(kinds) > text.num_hidden_layers:
-        text.layer_types = kinds[: text.num_hidden_layers]
+    if (layers := text.num_hidden_layers) < before:  # lists with an entry per layer are too long now
+        for key, value in list(vars(text).items()):
+            if key not in settings and isinstance(value, list | tuple) and len(value) == before:
+                setattr(text, key, value[:layers])
 
 
 def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:

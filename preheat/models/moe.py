@@ -31,6 +31,7 @@ __all__ = [
     "coefficient",
     "compute_by",
     "expert_layers",
+    "have_experts",
     "experts_of",
     "has_bias",
     "record_routers",
@@ -69,25 +70,29 @@ def sizes_of(config: Any) -> tuple[int, int, int]:
 
 def expert_layers(config: Any) -> int:
     """Number of layers with experts; the others have one feed-forward block for all tokens."""
+    return sum(have_experts(config))
+
+
+def have_experts(config: Any) -> list[bool]:
+    """For each layer, True if it has experts."""
+    numbers = range(config.num_hidden_layers)
     if not sizes_of(config)[0]:
-        return 0
+        return [False for _ in numbers]
     get = functools.partial(getattr, config)
-    layers: int = config.num_hidden_layers
-    numbers = range(layers)
     if (kinds := get("mlp_layer_types", None)) is not None:
-        return sum(kind == "sparse" for kind in kinds)
+        return [kind == "sparse" for kind in kinds]
     if "moe" in (kinds := get("layers_block_type", None) or ()):  # Nemotron-H: a layer is a mixer or experts
-        return sum(kind == "moe" for kind in kinds)
+        return [kind == "moe" for kind in kinds]
     if (chosen := get("moe_layers", None)) is not None:  # Llama 4
-        return len(chosen)
+        return [n in chosen for n in numbers]
     if (period := get("expert_layer_period", None)) is not None:  # Jamba
-        return sum(n % period == config.expert_layer_offset for n in numbers)
+        return [n % period == config.expert_layer_offset for n in numbers]
     if (first := get("moe_layer_start_index", None)) is not None:  # ERNIE 4.5
         last = config.moe_layer_end_index
-        return sum(first <= n <= last and (n + 1) % config.moe_layer_interval == 0 for n in numbers)
+        return [first <= n <= last and (n + 1) % config.moe_layer_interval == 0 for n in numbers]
     dense, step = get("mlp_only_layers", None) or (), get("decoder_sparse_step", None) or 1
     before = get("first_k_dense_replace", None) or get("num_dense_layers", None) or 0
-    return sum(n >= before and n not in dense and (n + 1) % step == 0 for n in numbers)
+    return [n >= before and n not in dense and (n + 1) % step == 0 for n in numbers]
 
 
 def shared_width(config: Any) -> int:

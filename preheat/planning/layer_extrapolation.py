@@ -18,6 +18,7 @@ from typing import Any
 from preheat.core import STEP, Axis, Device, Phase, Technique
 from preheat.engine.builder import context_of
 from preheat.models import hf
+from preheat.models.layer_sizes import layer_kinds
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.dry_run import Observation, observe, peaks
 from preheat.planning.memory.cpu_heap import hold
@@ -98,7 +99,7 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
     """Returns two layer counts, a multiple of the pattern apart; None if layers differ or are selected by number."""
     techniques = list(recipe.techniques.values())
     period = math.lcm(*(t.period() for t in techniques))
-    turn = _pattern_period(getattr(config.get_text_config(), "layer_types", None) or [""])
+    first, turn = _pattern(layer_kinds(config.get_text_config()))
     if period > 2 or turn > _LONGEST_PATTERN or "layer_types" in recipe.model.config or config.is_encoder_decoder:
         return None
     period = math.lcm(period, turn)
@@ -107,6 +108,7 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
     layers = config.get_text_config().num_hidden_layers
     # The first layers of some vision models also take features of the vision tower (DeepStack).
     fewest += vision.deep if (vision := hf.facts(config).vision) else 0
+    fewest = max(fewest, first + turn)
     apart = -(-apart // period) * period
     if layers < fewest + apart:
         return None
@@ -114,9 +116,17 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
     return fewer, fewer + apart
 
 
-def _pattern_period(kinds: Sequence[str]) -> int:
-    """Returns the period of the layer types: 2 if every second layer has a window, 6 in Gemma 3."""
-    return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
+def _pattern(kinds: Sequence[object]) -> tuple[int, int]:
+    """Returns the number of layers before a repeating pattern, and its period: (0, 6) in Gemma 3, (3, 1) in DeepSeek-V3.
+
+    A pattern that begins late counts if it is the shorter one; one that does not repeat has the length of all layers.
+    """
+    for first in range(_LONGEST_PATTERN + 1):
+        rest = kinds[first:]
+        period = next((n for n in range(1, _LONGEST_PATTERN + 1) if n < len(rest) and rest[n:] == rest[:-n]), None)
+        if period is not None:
+            return first, period
+    return 0, len(kinds)
 
 
 def _selects_by_number(technique: Technique) -> bool:
