@@ -89,6 +89,7 @@ class Saving:
             MemoryError: not enough memory to write it.
         """
         start = time.perf_counter()
+        # One write at a time: a second copy of the state would take as much memory again.
         finished = self.wait()
         if last or self._writer is None:
             # Host memory, whatever the device: files are assembled in memory that the steps no longer use.
@@ -96,6 +97,7 @@ class Saving:
             path = checkpoint.save(self.build, progress, self.folder, keep=self.keep, apart=self.apart)
             seconds, self.at = time.perf_counter() - start, progress.step
             return [*finished, Saved(progress.step, path, seconds, seconds)]
+        # The copy is all that training waits for; the thread then reads nothing that steps change.
         state = checkpoint.snapshot(self.build, progress, copied=True)
         future = self._writer.submit(self._write, state)
         self._begun = (future, progress.step, start, time.perf_counter() - start)

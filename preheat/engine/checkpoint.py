@@ -272,20 +272,24 @@ def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bo
     lead, many = build.mesh.rank == 0, build.mesh.world > 1
     try:
         if lead:
+            # What an earlier write left when its process was killed.
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         # Each rank needs the names of all tensors, including those of other ranks. This also waits for the folder.
         own = {name: t.nbytes for name, t in content.tensors.items()}
         sizes = {name: bytes for part in all_gather_object(build, own, group) for name, bytes in part.items()}
         numbers = _files(sizes, apart=apart)
+        # safetensors aborts the process if it gets no memory, so the room is tested where an error can be raised.
         require_room(
             _COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values())
         )
         writer = dcp.HuggingFaceStorageWriter(str(temporary), fqn_to_index_mapping=numbers, save_distributed=many)
         dcp.save(content.tensors, storage_writer=writer, process_group=group, no_dist=not many)
+        # Random generators differ by rank, and each rank resumes with its own.
         generators = all_gather_object(build, content.generators, group)
         mine = temporary.glob(f"shard-{build.mesh.rank + 1:05d}-*" if many else "*")
         files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(mine) if p.is_file()}
+        # Content before names: after a crash, a renamed folder whose files were not synced could hold empty files.
         for name in files:
             _sync(temporary / name)
         manifest = {name: entry for part in all_gather_object(build, files, group) for name, entry in part.items()}
@@ -298,7 +302,9 @@ def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bo
                 _sync(p)
             if os.path.lexists(final):  # a damaged checkpoint that the run resumed before, or one of another run
                 _make_way(final, content.run)
+            # The rename is atomic, so a reader sees the whole checkpoint or none.
             temporary.rename(final)
+            # The new name is an entry of the parent folder, which must be synced for it to survive a crash.
             _sync(folder)
         all_gather_object(build, None, group)  # barrier: no rank continues before the checkpoint is complete
     except (OSError, RuntimeError, MemoryError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]

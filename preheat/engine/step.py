@@ -96,6 +96,7 @@ def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -
     weight: Any = sum(batch.weight for batch in batches)
     if build.mesh.size(*DATA) > 1:  # summed over the data-parallel devices, without a synchronization
         weight = build.mesh.add(torch.full((), float(weight), device=build.torch_device), *DATA).clamp(min=1)
+    # The weight is known before the first backward pass, so each micro-batch's loss is divided by that of all.
     loss: LossSum = build.slot(Slot.FORWARD_BACKWARD)(build, batches, weight)
     build.loss.metrics = loss.metrics
     for _, finish in sorted(build.hooks.finish_gradients, key=lambda pair: pair[0]):
@@ -110,10 +111,12 @@ def update(build: Build, lr: float) -> Tensor:
         [norm of the gradients before clipping, 1 if it is finite], on the device.
     """
     _set_rate(build, lr)
+    # Everything below stays on the device: the norm and the flag are read with the loss, once per step.
     norm = build.slot(Slot.CLIP)(build)
     finite = build.slot(Slot.UPDATE)(build, norm)
     for after in build.hooks.after_update:
         after(build)
+    # Freed rather than zeroed: gradients take no memory outside of a step.
     build.optimizer.zero_grad(set_to_none=True)
     build.state.step += 1
     return torch.stack([norm, finite])
@@ -222,12 +225,14 @@ def _clip(build: Build) -> Tensor:
     named = [(name, p.grad) for name, p in build.parameters() if p.grad is not None]
     grads = [grad for _, grad in named]
     together = build.device.kind == "cuda" and build.storage_device is None  # a CPU has no launch overhead to save
+    # A parameter that several ranks hold a copy of must count once in their common norm.
     counted = (grad for name, grad in named if name not in build.parallel.duplicated_params)
     norm = total_norm(counted, together=together)
     if build.mesh.size(Axis.PIPELINE) > 1:  # each stage has parameters of its own
         norm = build.mesh.add(norm.square(), Axis.PIPELINE).sqrt()
     limit = build.recipe.optimizer.clip
     if limit > 0:
+        # As torch.nn.utils.clip_grad_norm_ does, 1e-6 included; without a branch on the norm, which would wait for it.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         for members in by_dtype(map(local, grads)):
             if together and members[0].dtype == factor.dtype:  # of another dtype torch takes them one by one anyway
@@ -239,6 +244,7 @@ def _clip(build: Build) -> Tensor:
 
 
 def _update(build: Build, norm: Tensor) -> Tensor:
+    # A flag rather than an `if`: branching on the norm would synchronize with the device.
     finite = torch.isfinite(norm).to(torch.float32)
     build.optimizer.found_inf = 1 - finite  # torch's fused optimizers skip the update if this is 1
     build.optimizer.step()

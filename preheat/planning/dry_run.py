@@ -127,12 +127,14 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Sizes are rounded as the target's allocator does: torch's CPU allocator aligns to 64 bytes, CUDA's to 512.
     cpu = device.kind == "cpu"
     recorder = Recorder(rounding=64 if cpu else 512, spread=torch.distributed.is_initialized(), casts=cpu)
     # The builder enters `dry` around its own work, so that parameters and optimizer states are recorded too.
     build = builder.build(recipe, vocabulary=vocabulary, device=device, dry=_DryContext(mode, recorder))
     recorder.tf32 = Tag.TF32_PRODUCTS in build.tags
     with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered), reducing(recorder.sum_gradients):
+        # Before the first step, while parameters and preallocated optimizer states are all that is alive.
         known = _known(build, recorder)
         track_phases(build, recorder)
         if by_layer:
@@ -171,9 +173,11 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
             first = Counter({k: n * more for k, n in (first_pass[-1] - first_pass[-2]).items()})
             recorder.kernels.update(first)
             recorder.recomputed += sum(k.flops * n for k, n in (marks[0].kernels - first_pass[0] + first).items())
+        # Before `update`, which clears the gradients.
         grads = {recorder.number(p.grad) for _, p in build.parameters() if p.grad is not None}
         recorder.begin(Phase.UPDATE)
         update(build, 1e-3)
+        # Copied here: evaluation and saving below run kernels that are no part of a step.
         kernels = Counter(recorder.kernels)
         del all_batches
         if evaluated:
@@ -364,6 +368,7 @@ def _hook_layers(build: Build, recorder: Recorder) -> None:
     def leave(place: str, last: bool) -> Callable[..., None]:
         def hook(module: Any, args: Any, out: Any) -> None:
             for t in tree_leaves(out):
+                # The gradient of a layer's output is computed just before the layer's own backward pass.
                 if isinstance(t, Tensor) and t.requires_grad:
                     t.register_hook(at(place))
             if last:

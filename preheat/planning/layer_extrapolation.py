@@ -68,11 +68,13 @@ def observe_few(
         or layers <= sum(few)
         or (cpu and world is not None)
     ):
+        # The full model is small enough, or its layers are not alike: nothing is extrapolated.
         ends = _ends(recipe, config, device, world)
         observations = see([{"recipe": recipe, "rank": rank, **kwargs} for rank in ends])
         return max(observations, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
     one, two = see([{"recipe": of_layers(recipe, count), "by_layer": True, **kwargs} for count in (fewer, more)])
+    # Two points determine an affine function; the first observation is its offset, their difference its slope.
     result = _extrapolate(one, two, (layers - fewer) / (more - fewer))
     if not cpu:
         result.held = _extrapolate_reserved(one, two, result, device, layers, None if quick else (fewer, more))
@@ -102,6 +104,7 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
     if period > 2 or turn > _LONGEST_PATTERN or "layer_types" in recipe.model.config or config.is_encoder_decoder:
         return None
     period = math.lcm(period, turn)
+    # The stages of a pipeline hold different layers, and a module named by its number may not exist in few layers.
     if any(Axis.PIPELINE in t.degrees() or _selects_by_number(t) for t in techniques):
         return None
     layers = config.get_text_config().num_hidden_layers
@@ -110,6 +113,7 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
     apart = -(-apart // period) * period
     if layers < fewest + apart:
         return None
+    # Both counts must end at the same point of the pattern as the full model does.
     fewer = fewest + (layers - fewest) % period
     return fewer, fewer + apart
 
@@ -133,6 +137,7 @@ def _extrapolate(one: Observation, two: Observation, times: float) -> Observatio
         return round(a + (b - a) * times)
 
     at = {
+        # A category may shrink from one count to the next; extrapolated far, it must not become negative.
         key: {category: max(on(size, two.at[key][category]), 0) for category, size in sizes.items()}
         for key, sizes in one.at.items()
     }
@@ -184,6 +189,7 @@ def _extrapolate_reserved(
     if counts:
         fewer, more = counts
         ahead = cached[1] + (cached[1] - cached[0]) * (layers - more) // (more - fewer)
+        # Clamped, because a difference of one segment would be multiplied by all remaining layers.
         ahead = min(max(ahead, cached[1]), cached[1] * peaks[2] // peaks[1])
     return max(*_of_training(all_.peak), peaks[2] + ahead)
 

@@ -90,6 +90,7 @@ def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool,
     try:
         summary = loop.run()
     except BaseException as error:
+        # A checkpoint that is being written may still become complete, and is then what --resume begins with.
         if warning := session.assembled and session.saving.close():
             watch.alarm(warning)
         explained = explain_lacking(error) or session.ranks.explained(error, session.progress.step)
@@ -181,6 +182,7 @@ class _Loop:
     def _train(self) -> dict[str, Any]:
         """Trains from the session's progress to the end of the run."""
         self.meter = ThroughputMeter(self.session)
+        # After recovery the loader begins at the committed samples again, so a batch read before is dropped.
         self.ahead = None
         if self.progress.step == 0 and self.session.samples.before and self.last_eval_step < 0:
             self._unless_stopped(self._samples)
@@ -191,12 +193,14 @@ class _Loop:
                 self._run_due_hooks()
                 if self._finished() or self.stopped is not None:
                     break
+                # An asynchronous checkpoint is logged once it is complete; an error of its write is raised here.
                 self.watchdog.set_phase(self.progress.step, Phase.SAVING)
                 self._log_checkpoints(self.session.saving.look())
                 self._step(stream)
         if self.stopped is not None:
             self._stopping()
         self.watchdog.set_phase(self.progress.step, Phase.SAVING)
+        # Before the last evaluation, so that an evaluation that fails loses no step.
         if self.progress.step > max(self.session.saving.at, 0):
             self._save(last=True)
         self._log_checkpoints(self.session.saving.wait())
@@ -259,13 +263,16 @@ class _Loop:
                 return
         except RunError as error:
             raise RunError(f"{error}; {self._saved_before_the_end()}") from None
+        # The shape may change between steps; cached blocks of the old sizes would stay beside those of the new ones.
         shape = self.session.shape(self.progress.step)
         if self.shape not in (None, shape):
             release_unused(self.build.device.kind)
         self.shape = shape
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
         self.watchdog.set_phase(step, Phase.GRADIENTS)
+        # `lr` is passed to both verbs: a build that steps in backward needs it with the gradients.
         loss = gradients(self.build, batch, lr)
+        # Between the two verbs, while the gradients are queued on the device and the host is free.
         self._read_ahead(stream)
         self.watchdog.set_phase(step, Phase.UPDATE)
         stats = update(self.build, lr)
@@ -287,6 +294,7 @@ class _Loop:
         elif not (finite and math.isfinite(mean)):
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - start
+        # The step counts from here on: an error before this line repeats it on the same rows.
         p = self.progress
         p.samples += rows_consumed(shape, self.recipe.batch.length)
         p.step += 1

@@ -137,6 +137,7 @@ class _Arrange(torch.autograd.Function):
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
     empty = index < 0
+    # Reads token 0 for padding and multiplies it by 0: selecting rows by a mask would wait for the device.
     out = x.index_select(0, index.clamp(min=0))
     return out.mul_((~empty).to(out.dtype).view(-1, *[1] * (x.ndim - 1)))
 
@@ -156,6 +157,7 @@ def _arrangement(documents: Documents) -> tuple[list[tuple[int, int]], numpy.nda
         there: for each position of the concatenated groups its token, or -1 for padding.
         back: for each token its position in the groups.
     """
+    # All rows have the same length, whatever their documents.
     length = sum(documents[0])
     by_length: dict[int, list[numpy.ndarray]] = {}
     for row, cuts in enumerate(documents):

@@ -235,6 +235,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # The log-sum-exp has no gradient: without this, autograd would allocate zeros for it.
     ctx.set_materialize_grads(False)
     q, k, v, offsets, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output, offsets)
@@ -243,6 +244,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 9
+    # The kernel's own buffers are invisible to a dry run, so these stand for them while the fake kernel runs.
     scratch = _scratch(*ctx.saved_tensors) if isinstance(grad, FakeTensor) else None
     grads = varlen_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
     del scratch

@@ -139,6 +139,7 @@ def ulysses_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[...
         if heads % degree:
             raise ValueError(f"{heads} heads cannot be shared out among {degree} devices")
         q, k, v = in_compute_dtype(q, k, v)
+        # The all-to-all gives all ranks equally many heads, so key/value heads are repeated until they divide.
         if (copies := _copies(shared, degree)) > 1:
             k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
         out = kernel(*_heads_for_places((q, k, v), group, degree), mask, scale, **more)

@@ -62,6 +62,7 @@ def square_sum(tensors: Iterable[Tensor], squares: Any) -> Tensor:
             assert not any(isinstance(p, Partial) for p in t.placements), (
                 "a gradient that is not summed yet has no norm"
             )
+            # Replicas hold the same elements, so their squares are not summed over the replicated axes.
             cut = tuple(n for n, p in enumerate(t.placements) if not p.is_replicate())
             groups[(t.device_mesh, cut)].append(t.to_local())
         else:

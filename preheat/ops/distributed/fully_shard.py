@@ -85,6 +85,7 @@ def shard_fully(
             else:  # shards dimension 1, because expert parallelism has sharded dimension 0
                 fully_shard(inner, **{**settings, "mesh": own}, shard_placement_fn=lambda _: Shard(1))
         fully_shard(layer, **settings, ignored_params=alone)
+    # Layers before the whole: FSDP gives a module all parameters that no inner module has taken yet.
     fully_shard(module, **settings, ignored_params=alone)
     _summed(module)
     return len(listed) + 1
@@ -129,6 +130,7 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
                 if isinstance(m, FSDPModule):
                     m.reshard()
 
+    # FSDP gathers weights around a module's registered forward methods; `run` is any function, so it becomes one.
     part.preheat_forward = types.MethodType(lambda self, run: run(), part)
     register_fsdp_forward_method(part, "preheat_forward")
     part.register_forward_hook(let_go)

@@ -216,6 +216,7 @@ class Pipeline:
             stages = [_Stage(self, number, hidden) for number in self.modules]
             kind = SCHEDULES[self.schedule]
             arg: Any = stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages
+            # `compute` has already divided by the weight of the global batch, so torch must not scale by micro-batches.
             self._formed = (wanted, kind(arg, micro, loss_fn=lambda loss, _: loss, scale_grads=False))
         return self._formed[1]
 
@@ -261,6 +262,7 @@ class Pipeline:
                 sends.append(
                     (dist.isend(hidden.contiguous(), group=self.group, group_dst=self.ranks[number + 1]), hidden)
                 )
+        # `sends` keeps the sent tensors alive until here.
         for work, _ in sends:
             assert work is not None
             work.wait()

@@ -39,8 +39,10 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: Any, group: Any) -> Tensor:
         rank, degree = dist.get_rank(group), dist.get_world_size(group)
+        # fp32, because one partial result per rank is merged into it.
         out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+        # Keys and values in one tensor: one message per step instead of two.
         current = torch.cat([k.flatten(), v.flatten()])
         for step in range(degree):
             # The transfer overlaps with this step's compute. The first step uses the rank's own keys: every query sees

@@ -251,6 +251,7 @@ def parallelize(
                 raise ValueError(f"{name}.{key} {tuple(p.shape)} does not divide among {degree} devices")
     if sequence and embedding is not None:
         embedding.register_forward_pre_hook(functools.partial(_refuse_length, degree))
+    # The styles gave embedding and head a parameter each; a tied model has one.
     if tied:
         head.weight = embedding.weight
     for name, p in model.named_parameters():  # styles create new parameters
@@ -312,6 +313,7 @@ class SharedCrossEntropy:
         parts = [torch.where(is_local, logits[own].float(), 0.0)]
         if self.smoothing:
             parts.append(logits.sum(dim=-1, dtype=torch.float32))
+        # The largest logit of all columns, so that exp() of none overflows.
         peak = logits.amax(dim=-1).float()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.group)
         probs = logits.float().sub_(peak.unsqueeze(1)).exp_()

@@ -32,6 +32,7 @@ class Saved:
         self._device = value.device
         if moved:
             self.leaving = layer.link.out(value)
+            # The copy in progress keeps the source alive, so the device memory is not reused before it is done.
             self.host, self.here = self.leaving.value, None
 
     def settle(self) -> None:
@@ -53,6 +54,7 @@ class Saved:
             self.fetch()
             assert self.coming is not None
             self.here, self.coming = self.coming.for_device(), None
+        # Several operators may have saved this tensor; the device copy is freed after the last of them.
         value, self.uses = self.here, self.uses - 1
         if self.uses <= 0 and self.host is not None:
             self.here = None
@@ -110,6 +112,7 @@ class _Pass:
     def pack(self, t: Tensor) -> Saved:
         """Pack hook: called when autograd saves a tensor."""
         storage = t.untyped_storage()._cdata
+        # With `_version`: a tensor that was modified in place since is another value in the same storage.
         key = (storage, t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
         if key not in self._same:
             moved = self.moves and t.nbytes >= self.least and t not in self.kept
@@ -164,6 +167,7 @@ class ActivationOffload:
 
     def _wrapped(self, layer: nn.Module, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            # Nothing is saved for a backward pass in evaluation, so there is nothing to offload.
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if self.link is None:
@@ -171,6 +175,7 @@ class ActivationOffload:
             # Weights, and tensors that all layers receive (rotary tables), stay on the device anyway.
             alike = (t for t in tree_leaves(kwargs) if isinstance(t, Tensor) and not t.requires_grad)
             stays = _Stays(layer, alike)
+            # The first layer has none before it: `_last` is then a layer of the previous forward pass.
             before = self._last if index else None
             run = _Pass(self.link, before, moves=index < self.count, least=self.least, stays=stays)
             with saved_tensors_hooks(run.pack, run.unpack):

@@ -112,6 +112,7 @@ class _Watch(TorchDispatchMode):
             for t in tree_leaves(a)
             if isinstance(t, Tensor)
         } | {_number(t) for t in outputs if func._schema.is_mutable}
+        # A result that is modified in place later would be saved in its modified state: recompute it instead.
         self.found = {k: v for k, v in self.found.items() if not v[0] & written}
         new = {_number(t): t.untyped_storage() for t in outputs if _number(t) not in before}
         self.made |= new.keys()
@@ -195,13 +196,16 @@ def knapsack(trace: LayerTrace, budget: float) -> frozenset[Key]:
     best = [0] * (room + 1)  # the highest cost saved with each number of units
     choices = []
     for call in trace.calls:
+        # Rounded up, so that the chosen results never exceed the budget.
         size = -(-call.bytes // grain)
         better = bytearray(room + 1)
+        # Downwards, so that each call is chosen at most once.
         for have in range(room, size - 1, -1):
             if best[have - size] + call.cost > best[have]:
                 best[have], better[have] = best[have - size] + call.cost, 1
         choices.append((call, size, better))
     keys = set()
+    # The table holds costs only; the choice is recovered from the last call back to the first.
     for call, size, better in reversed(choices):
         if better[room]:
             keys.add(call.key)

@@ -50,6 +50,7 @@ SOURCES = {
 
 def process_overhead(recipe: Recipe, observation: Observation, device: Device) -> dict[str, int]:
     """Returns {item: bytes} of the memory that a process holds in addition to the tensors of the dry run."""
+    # What the allocator holds beyond the tensors; the tensors themselves are counted by the dry run.
     cached = max(_reserved(observation, device) - _allocated(observation), 0)
     if device.kind == "cpu":
         products = sum(
@@ -62,6 +63,7 @@ def process_overhead(recipe: Recipe, observation: Observation, device: Device) -
             "allocator": cached,
             "saving": _copy_to_save(recipe, observation, device),
         }
+    # An asynchronous copy for a checkpoint is in host memory here, so it takes none of the GPU's.
     return {"context": CONTEXT, "workspaces": _CUBLAS, "allocator": cached}
 
 

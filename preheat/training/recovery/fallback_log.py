@@ -119,6 +119,7 @@ def apply_fallbacks(
         file.unlink()
     if not failures:
         return built, []
+    # All ranks get the same recipe, so the fallback must fit the rank with the least room.
     tightest = min(failures, key=lambda f: f.room if f.room is not None else 2**62)
     ladder, rung = choose_fallback(built, tightest, planner)
     events = [{"kind": "out_of_memory", **asdict(failure)} for failure in failures]
@@ -155,7 +156,9 @@ def choose_fallback(recipe: Recipe, failure: Failure, planner: PlanContext) -> t
     if failure.where is Phase.SAVING and is_async(recipe, planner.device):  # the asynchronous copy did not fit
         milder = replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))
         return None, Fallback(settings(recipe, milder), milder, {}, 0.0)
+    # An evaluation that fails needs less memory in evaluation; the peak of training is no measure for it.
     planner = replace(planner, phase=Phase.EVALUATION if failure.where is Phase.EVALUATION else None)
+    # First without the memory that the plan counts apart from tensors: some of it may be in use by now.
     rooms = [None] if failure.room is None else [failure.room / GIB, (failure.room + failure.beside) / GIB]
     for room in rooms:
         ladder = find_fallbacks(recipe, planner, room=room)

@@ -102,6 +102,7 @@ class Recovery:
                     return work()
             except (MemoryError, RuntimeError, OSError) as error:
                 failure = self._describe(error)
+                # Also for other errors: another rank's out-of-memory error may be why this rank failed.
                 self._restart_all_ranks(failure)
                 if failure is None:
                     raise
@@ -184,6 +185,7 @@ class Recovery:
             self.watchdog.set_phase(session.progress.step, Phase.SAVING)
             for saved in session.saving.wait():
                 session.writer.event("checkpoint", **saved.facts(session.writer.path))
+        # Reference cycles still hold tensors of the failed attempt; cached memory returns only once they are gone.
         gc.collect()
         release_unused(session.device.kind)
 
@@ -197,6 +199,7 @@ class Recovery:
         session = self.session
         before = session.effective.techniques
         changed = [t for name, t in recipe.techniques.items() if t != before.get(name)]
+        # LOADER techniques only group rows and change no module, so they can be applied to a finished build again.
         if not session.assembled or not self._weights_intact(failure) or any(t.stage != Stage.LOADER for t in changed):
             return False
         for t in changed:
@@ -228,6 +231,7 @@ class Recovery:
                     for save in saved:
                         session.writer.event("checkpoint", **save.facts(session.writer.path))
                     break
+        # The snapshot holds copies of the build's buffers, which would stay in memory with it.
         self.guard = None
         session.free_build()
 
