@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,23 @@ def _above(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts))]
 
 
+def _around(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules before and after the list of layers, with their names.
+
+    Raises:
+        ValueError: a module that holds the layers has parameters of its own.
+    """
+    holders = _above(layers)
+    for holder in holders:
+        parent = model.get_submodule(holder)
+        if any(True for _ in parent.parameters(recurse=False)):
+            raise ValueError(f"{type(parent).__name__} has parameters of its own, which belong to no stage")
+        for key, module in parent.named_children():
+            name = f"{holder}.{key}".lstrip(".")
+            if name != layers and name not in holders:
+                yield name, module
+
+
 def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
     """Profiles a model in a dry run on meta: modules before, in and after its layers, and their FLOPs.
 
@@ -98,7 +115,6 @@ def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
     model = hf.build_on_meta(copy.deepcopy(config), trust=trust)
     course = ModelProfile(_list_of_layers(model))
     counter = FlopCounterMode(display=False)
-    holders = _above(course.layers)
     stream = (1, length, config.get_text_config().hidden_size)
     where, started = "entry", 0
 
@@ -115,14 +131,8 @@ def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
 
         module.register_forward_hook(done)
 
-    for holder in holders:
-        parent = model.get_submodule(holder)
-        if any(True for _ in parent.parameters(recurse=False)):
-            raise ValueError(f"{type(parent).__name__} has parameters of its own, which belong to no stage")
-        for key, module in parent.named_children():
-            name = f"{holder}.{key}".lstrip(".")
-            if name != course.layers and name not in holders:
-                watch(name, module)
+    for name, module in _around(model, course.layers):
+        watch(name, module)
 
     def enter(*_: Any) -> None:
         nonlocal where, started

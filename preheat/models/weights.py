@@ -303,35 +303,14 @@ class WeightSource:
         visit(model)
 
     def _read(self, model: Any) -> None:
-        from torch.distributed.tensor import DTensor
-
         everything = whole(model)
         self._names = names = Names(everything, self._files, self._places(model))
         filled: set[int] = set()
-        missing = []
+        missing: list[str] = []
 
         def read(name: str, target: Tensor) -> None:
-            plain = _plain(name)
-            if make := next((make for pattern, make in self._composed if pattern.search(plain)), None):
-                value, where = make(plain), "the folder"
-            else:
-                stored = names.find(plain)
-                if stored is None:
-                    missing.append(plain)
-                    return
-                value, where = self._value(plain, stored), self._files[stored.keys[0]].name
-            for pattern, change in self._maps:
-                if pattern.search(plain):
-                    value = change(plain, value)
-            if value.shape != target.shape:
-                raise RecipeError(
-                    f"{self.knob}: {self.folder}: {plain} is {tuple(value.shape)} in {where} but "
-                    f"{tuple(target.shape)} by config.json; the folder's files do not belong together"
-                )
-            if isinstance(target, DTensor):
-                target.to_local().copy_(_share(value.to(target.device, target.dtype), target))
-            else:
-                target.copy_(value)
+            if not self._read_one(names, _plain(name), target):
+                missing.append(_plain(name))
 
         for name, parameter in model.named_parameters():
             if id(parameter) in filled or self._is_fresh(name):
@@ -357,6 +336,31 @@ class WeightSource:
             )
         self._compare_tied(names)
         self._tell_left(everything, names)
+
+    def _read_one(self, names: Names, plain: str, target: Tensor) -> bool:
+        """Copies a value from the folder into a tensor, or its local shard; returns False if the folder lacks it."""
+        from torch.distributed.tensor import DTensor
+
+        if make := next((make for pattern, make in self._composed if pattern.search(plain)), None):
+            value, where = make(plain), "the folder"
+        else:
+            stored = names.find(plain)
+            if stored is None:
+                return False
+            value, where = self._value(plain, stored), self._files[stored.keys[0]].name
+        for pattern, change in self._maps:
+            if pattern.search(plain):
+                value = change(plain, value)
+        if value.shape != target.shape:
+            raise RecipeError(
+                f"{self.knob}: {self.folder}: {plain} is {tuple(value.shape)} in {where} but "
+                f"{tuple(target.shape)} by config.json; the folder's files do not belong together"
+            )
+        if isinstance(target, DTensor):
+            target.to_local().copy_(_share(value.to(target.device, target.dtype), target))
+        else:
+            target.copy_(value)
+        return True
 
     def _places(self, model: Any) -> set[str]:
         """Names that a value may be read for: all parameters and buffers of the full model, under all shared names."""
