@@ -143,6 +143,7 @@ def prepare(
     opened = _open_sources(data, tokenizer, add_tokens, vision, processor, knob)
     say("reading validation" if opened.validation else "reading", 0, None)
     encoding = _prepare_encoding(data, opened, root, say)
+    # A streamed source is too large or too remote to tokenize first: training does that as it reads.
     if data.streaming:
         return _stream(data, opened, encoding, length=length, seed=seed)
     packed = _tokenize_and_pack(opened, encoding, root, say, length=length, partial=partial)
@@ -395,6 +396,7 @@ def _open_with_common_classes(
     sources = [
         open_source(part, tokenizer=tokenizer, weight=weight, eye=images, knob=knob) for part, weight in data.parts()
     ]
+    # A class must have the same number in all sources, even if some of them lack it.
     first = sources[0].layout
     names = sorted({name for source in sources for name in source.layout.classes})
     for n, source in enumerate(sources):
@@ -439,6 +441,7 @@ def _trained(
         save_tokenizer(train_tokenizer(documents(), vocabulary=vocabulary), folder)
         return {}
 
+    # The library's version is part of the key: another one may learn other merges from the same text.
     folder, _ = entry(root, f"tokenizer-{digest(content, vocabulary, tokenizers.__version__)}", build)
     return load_tokenizer(str(folder))
 

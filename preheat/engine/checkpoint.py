@@ -94,6 +94,7 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
                     if torch.is_tensor(value):
                         tensors[f"optimizer.{name}.{key}"] = value
         tensors |= {f"model.{name}": bias for name, bias in biases(part).items()}
+    # A state of a parameter that was replaced would be lost here without a word.
     known = {id(p) for part in build.trained for p in part.parameters()}
     assert all(id(p) in known for p in build.optimizer.state), (
         "the optimizer's state is of parameters that the model does not have now"
@@ -235,6 +236,7 @@ def snapshot(build: Build, progress: Progress, *, copied: bool) -> Snapshot:
         "format": FORMAT,
         **{key: getattr(progress, key) for key in Progress.__dataclass_fields__},
         "build": {name: thing.state_dict() for name, thing in build.state.saved.items()},
+        # Threads and kernels decide the order of sums, and with it the last digits of a resumed run.
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "world": build.mesh.world,
@@ -442,6 +444,7 @@ def find(folder: Path, step: int | None = None, *, run: str = "") -> tuple[Path 
         raise RunError(
             f"{folder}: has no checkpoint of step {step}; " + (f"there are: {there}" if there else "there is none yet")
         )
+    # Checksums of every file: a resumed run falls back to an older checkpoint rather than train on a damaged one.
     for path in folders if step is None else [folder / f"step-{step}"]:
         problem = _damage(path, run)
         if problem is None:
@@ -565,6 +568,7 @@ def load(build: Build, path: Path) -> Progress:
     state = read_progress(path)
     # A rank beyond the world size of the saved run starts with the generators of rank 0.
     rank = build.mesh.rank if build.mesh.rank < state.world else 0
+    # These are the build's own tensors, sharded as it is: torch reads each rank's part straight into them.
     tensors = _tensors(build, rank)
     with _reading(path):
         dcp.load(tensors, storage_reader=_reader(path), no_dist=build.mesh.world == 1)

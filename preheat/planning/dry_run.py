@@ -176,6 +176,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         # Before `update`, which clears the gradients.
         grads = {recorder.number(p.grad) for _, p in build.parameters() if p.grad is not None}
         recorder.begin(Phase.UPDATE)
+        # Any rate will do: fake tensors have no values.
         update(build, 1e-3)
         # Copied here: evaluation and saving below run kernels that are no part of a step.
         kernels = Counter(recorder.kernels)

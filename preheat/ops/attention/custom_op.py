@@ -96,6 +96,7 @@ class OpaqueAttention:
         if torch.is_autocast_enabled(q.device.type):  # as autocast does for torch's own attention
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        # Decided before the operator: its fake version must know how much it saves.
         known, _ = self._known(q)
         keeps = known is not None and known.statistics
         settings = (self.number, mask.causal, mask.window or 0, mask.global_tokens, scale, softcap or 0.0, keeps)
@@ -138,6 +139,7 @@ class OpaqueAttention:
         if known is not None:
             passes, documents = known.passes(q, k, v, mask, scale, **more, **_capped(softcap))
             return gradients(passes, grad, q, k, v, *saved, documents=documents)
+        # An operator runs below autograd, so the kernel is run again here to differentiate it.
         with torch.enable_grad():
             q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
             return torch.autograd.grad(self.kernel(q, k, v, mask, scale, **_capped(softcap)), (q, k, v), grad)
@@ -238,6 +240,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # The log-sum-exp has no gradient, and none is allocated for it.
     ctx.set_materialize_grads(False)
     *settings, keeps = inputs[4:]
     ctx.save_for_backward(*inputs[:4], *(output if keeps else ()))

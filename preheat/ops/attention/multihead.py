@@ -35,8 +35,10 @@ def best_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float
     """Computes attention by the fastest kernel for these tensors and this mask; none materializes the scores."""
     length, half = q.shape[2], q.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(q.device.type)
     cuda = q.device.type != "cpu"
+    # Of these kernels, only blocks and the variable-length one skip what lies outside of a window.
     if mask.window is not None and mask.window < length and not (cuda and half and varlen_serves(q, k, v, mask)):
         return blocked_attention(q, k, v, mask, scale)
+    # Flash takes half precision only; the memory-efficient kernel also takes fp32.
     if cuda:
         return sdpa_attention(q, k, v, mask, scale, kernel="flash" if half else "efficient")
     return (blocked_attention if half and length <= BLOCKS_UP_TO else sdpa_attention)(q, k, v, mask, scale)
@@ -119,10 +121,12 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias = ctx.saved_tensors
         learned = bias is not None and ctx.needs_input_grad[3]
+        # fp32 at least: every chunk of queries adds to the gradients of the same keys and values.
         totals: list[Any] = [
             torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
             for t in (q, k, v, *([bias] * learned))
         ]
+        # Forked, so that drawing again in backward does not move the generators that later layers use.
         with torch.random.fork_rng(ctx.devices, enabled=bool(ctx.drawn)):
             if ctx.drawn:
                 torch.set_rng_state(ctx.drawn[0])
@@ -135,6 +139,7 @@ class _Chunks(torch.autograd.Function):
                 ) -> list[Any]:
                     return [q[:, :, at[0] : at[1]], k[:, :, : at[2]], v[:, :, : at[2]], _part(bias, *at)]
 
+                # Detached, so that autograd differentiates this chunk alone and frees its scores before the next one.
                 inputs: list[Any] = [t if t is None else t.detach() for t in cut(q, k, v, bias)]
                 wanted = [t.requires_grad_() for t in inputs[: 3 + learned]]
                 with torch.enable_grad():
@@ -192,6 +197,7 @@ def _piece(
     scores = scores.masked_fill(~sees(mask, i, j, *where), float("-inf"))
     if bias is not None:
         scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
+    # A query that sees no key (padding, for example) gives 0.
     seeing = scores.detach().amax(-1, keepdim=True) > float("-inf")
     # A row of -inf would give NaN, also in the gradient: clamp to the lowest number and zero the result.
     scores = scores.clamp(min=torch.finfo(scores.dtype).min)

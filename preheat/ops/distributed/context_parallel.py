@@ -69,10 +69,12 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
             raise ValueError(
                 f"rows of {length} places cannot be cut in equal pieces for {degree} devices, nor padded unseen"
             )
+        # The last document grows by the padding, so that lengths still add up to the row's.
         documents = tuple((*row[:-1], row[-1] + more) for row in documents)
         # Repeats the last position: a table of learned positions may end here.
         tokens, positions = (torch.cat([t, t[:, -1:].expand(rows, more)], dim=1) for t in (tokens, positions))
         labels = torch.cat([labels, labels.new_full((rows, more), IGNORED)], dim=1)
+    # One index for tokens, labels and positions: with zigzag a shard is not contiguous.
     places = to_device(places_of(length + more, degree, rank, zigzag=zigzag), tokens.device)
     tokens, labels, positions = (t.index_select(1, places) for t in (tokens, labels, positions))
     return replace(
@@ -103,6 +105,7 @@ class _AllToAll(torch.autograd.Function):
 def _heads_for_places(tensors: Sequence[Tensor], group: Any, degree: int) -> list[Tensor]:
     """Converts each [rows, heads, places, dim] to [rows, heads / degree, places * degree, dim] in one all-to-all."""
     shapes = [(t.shape[0], t.shape[1] // degree, *t.shape[2:]) for t in tensors]
+    # Queries, keys and values travel in one message, though keys and values may have fewer heads.
     flat = [t.unflatten(1, (degree, -1)).movedim(1, 0).flatten(1) for t in tensors]
     received = _AllToAll.apply(torch.cat(flat, dim=1), group).split([f.shape[1] for f in flat], dim=1)
     return [c.view(degree, *shape).movedim(0, 2).flatten(2, 3) for c, shape in zip(received, shapes, strict=True)]

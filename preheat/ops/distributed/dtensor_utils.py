@@ -64,6 +64,7 @@ def square_sum(tensors: Iterable[Tensor], squares: Any) -> Tensor:
             )
             # Replicas hold the same elements, so their squares are not summed over the replicated axes.
             cut = tuple(n for n, p in enumerate(t.placements) if not p.is_replicate())
+            # Grouped by mesh and sharded axes, so that each group takes one small all-reduce instead of one per tensor.
             groups[(t.device_mesh, cut)].append(t.to_local())
         else:
             groups[(None, ())].append(t)

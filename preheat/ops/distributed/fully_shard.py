@@ -154,6 +154,7 @@ def gathering(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
 
     Buffers of weights that one rank holds alone, such as expert-parallel experts, are filled by a plain copy.
     """
+    # Resizing a storage is no operator, so FSDP's method is replaced for the dry run, and put back after it.
     original = FSDPParam.init_all_gather_outputs
 
     def reporting(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -170,6 +171,7 @@ def gathering(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
 @contextmanager
 def reducing(tell: Callable[[bool], None]) -> Iterator[None]:
     """Context manager that calls `tell` when FSDP starts (True) and ends (False) reducing a bucket, copies included."""
+    # Replaced in the module that calls it, since that module holds a reference of its own.
     reduce = _fsdp_param_group.foreach_reduce
 
     def reporting(*args: Any, **kwargs: Any) -> Any:

@@ -49,6 +49,7 @@ def rectangles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int, s
         [(slice(2, 4, None), slice(0, 4, None), False)]
     """
     tiles = []
+    # Neighbouring rows with equal documents share their tiles, so that one kernel call serves them all.
     for cuts, same in itertools.groupby(range(len(documents)), key=lambda row: documents[row]):
         rows = list(same)
         spans = _own(cuts, degree, rank) if source == rank else _others(cuts, degree, rank, source)
@@ -73,6 +74,7 @@ def _others(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[
     spans: list[tuple[slice, slice, bool]] = []
     for i, of_queries in enumerate((rank, 2 * degree - 1 - rank)):
         for j, of_keys in enumerate((source, 2 * degree - 1 - source)):
+            # A later chunk of keys: causal queries see nothing of it.
             if of_keys > of_queries:
                 continue
             end = (of_keys + 1) * size
@@ -83,6 +85,7 @@ def _others(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[
                 continue
             here = (slice(i * size, i * size + queries), slice((j + 1) * size - keys, (j + 1) * size), False)
             last = spans[-1] if spans else None
+            # Tiles that touch are joined, so that the kernel is called less often.
             if last and last[1] == here[1] and last[0].stop == here[0].start:
                 spans[-1] = (slice(last[0].start, here[0].stop), here[1], False)
             elif last and last[0] == here[0] and last[1].stop == here[1].start:
@@ -176,8 +179,10 @@ class ProductPieces:
         for begin in range(0, len(own_positions), _QUERIES):
             queries = slice(begin, min(begin + _QUERIES, len(own_positions)))
             keys = self._reach(own_positions[queries], starts[0][:, queries], key_positions)
+            # No query of the block sees a key of this rank.
             if keys.start >= keys.stop:
                 continue
+            # If every query sees every key, no mask tensor is needed.
             if self._all(own_positions[queries], key_positions[keys], starts[0][:, queries], starts[1][:, keys]):
                 yield queries, keys, None
                 continue
@@ -242,8 +247,10 @@ class ProductPieces:
                 _grouped(t, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1)
                 for t in (grad, out, lse.unsqueeze(-1))
             )
+            # `total` is the log-sum-exp over the keys of all ranks, so nothing is normalized again.
             probs = scores.sub_(total).exp_()
             slopes = torch.bmm(g, v[:, :, keys].flatten(0, 1).transpose(1, 2)).float()
+            # Gradient of the softmax: probabilities times (dP minus the row's sum of gradient times result).
             slopes = slopes.sub_((g.float() * o.float()).sum(-1, keepdim=True)).mul_(probs)
             slopes = (slopes if bend is None else slopes.mul_(bend)).mul_(self.scale).to(q.dtype)
             grad_q = torch.bmm(slopes, near).view(rows, heads, size, -1)
@@ -263,6 +270,7 @@ def pieces_like(kernel: Callable[..., Tensor]) -> type[FlashPieces] | type[Produ
     Raises:
         ValueError: the kernel does not return its log-sum-exp; the message names those that do.
     """
+    # Settings such as the name of SDPA's kernel are bound by functools.partial.
     plain = kernel.func if isinstance(kernel, functools.partial) else kernel
     name = kernel.keywords.get("kernel", "flash") if isinstance(kernel, functools.partial) else "flash"
     if plain is sdpa_attention and name in ("flash", "preferred"):

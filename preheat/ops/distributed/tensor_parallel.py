@@ -238,6 +238,7 @@ def parallelize(
     styles = _styles(Shard(1) if sequence else Replicate(), vocabulary, sequence and regather)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # a pipeline stage may lack either
     tied = embedding is not None and head is not None and embedding.weight is head.weight
+    # Noted before the styles run, which create new parameters that all require gradients.
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, kind in shares.items():
         module = model.get_submodule(name)
@@ -277,6 +278,7 @@ def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
         grads = [local(p.grad) for p in members]  # type: ignore[arg-type]
         flat = torch.cat([t.flatten() for t in grads])
         dist.all_reduce(flat, group=mesh.get_group())
+        # Replicate from here on, so that norm and clipping count the gradient once.
         for p, part in zip(members, flat.split([t.numel() for t in grads]), strict=True):
             p.grad = DTensor.from_local(part.view(p.shape), mesh, [Replicate()], run_check=False)
 
@@ -323,6 +325,7 @@ class SharedCrossEntropy:
         losses = lse - (1 - self.smoothing) * sums[1] + self.z * lse.square()
         factor = 1 + 2 * self.z * lse
         probs.div_(sums[0].unsqueeze(1))
+        # The gradient of cross entropy: probabilities minus 1 at the label, which one rank alone holds.
         probs[own] -= torch.where(is_local, (1 - self.smoothing) / factor, 0.0)
         if self.smoothing:
             losses -= self.smoothing * sums[2] / columns
@@ -394,6 +397,7 @@ def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: 
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
     assert weight.placements == (Shard(0),), "a head whose rows are shared out, with nothing else between"
     mesh = weight.device_mesh
+    # Each rank's gradient by `hidden` covers its own columns only; Partial makes DTensor add them up.
     spread = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     mine: Any = SimpleNamespace(weight=weight.to_local())
     return chunked_logits(spread, mine, _over_shares(row_loss, mesh.get_group()), *aligned, rows=rows)

@@ -91,6 +91,7 @@ def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Re
             fallbacks = [rung for rung in fallbacks if rung["step"] <= event["step"]]
         elif event["kind"] == "rung":
             fallbacks.append(event)
+    # Each event holds all settings that differ, so the last active one is enough.
     active = [rung for rung in fallbacks if rung["step"] <= step]
     return recipes.override(recipe, *active[-1]["set"]) if active else recipe
 
@@ -115,6 +116,7 @@ def apply_fallbacks(
         return recipe, [{"kind": "rung", "step": step, "where": "resumed with other settings", "took": [], "set": []}]
     built = effective(recipe, Reader(run).events(), step)
     failures = [failure for file in oom_records(run) if (failure := _read(file)) is not None]
+    # Read once: a record that stayed would make the next start choose a fallback again.
     for file in oom_records(run):
         file.unlink()
     if not failures:
