@@ -294,7 +294,7 @@ def _one(variant: Variant, opened: LoadedModel, before: Baseline, folder: Path, 
         "detail": change.detail,
         "notes": notes,
         "quantized": quantized,
-        "bytes": sum(p.stat().st_size for p in folder.glob("*.safetensors")),
+        "bytes": save_load.weight_bytes(folder),
         **row,
     }
     return row, timed

@@ -12,8 +12,8 @@ import torch
 import transformers
 from PIL import Image
 
-from preheat.compress.pipeline import Chain, Step, load_chain
-from preheat.compress.vision import pipeline as chains
+from preheat.compress import pipeline as chains
+from preheat.compress.chain import Chain, Step, load_chain
 from preheat.compress.vision import training
 from preheat.compress.vision.image_folder import calibration, read_folder
 from preheat.compress.vision.pruning import narrower
