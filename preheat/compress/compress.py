@@ -214,7 +214,7 @@ def compress(
         before.time(figures, timed, turns=turns)
         warning = unfinished(source, opened.step)
         for row, variant, folder in zip(figures, variants, folders, strict=True):
-            text = model_card.write(
+            text = model_card.of_compressed(
                 row,
                 source=str(source),
                 texts=texts,

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from preheat import remote_code
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
+from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain
 from preheat.compress.export.trace import Logits, trace
 from preheat.errors import RunError
@@ -83,7 +84,7 @@ def write(
             summary |= {"read_by": model_card.version_of("torch"), **verify.figures(difference, bound)}
             summary |= {**model.held.told(difference, partial(replay, file)), "note": "; ".join(model.notes)}
             use = model.use(_LOAD, _STEP)
-        model_card.write(folder, run, summary, title=f"AOTInductor package, {dtype}", use=use, library="pytorch")
+        model_card.write_export(folder, run, summary, title=f"AOTInductor package, {dtype}", use=use, library="pytorch")
     return summary
 
 

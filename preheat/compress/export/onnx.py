@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
+from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain, require
 from preheat.compress.export.trace import REDUCE_RANGE, Logits, to_onnx, trace
 from preheat.models.hf import facts
@@ -73,7 +74,7 @@ def write(
             summary |= {"read_by": model_card.version_of("onnxruntime"), **verify.figures(difference, bound)}
             summary |= {**model.held.told(difference, partial(replay, file)), "note": "; ".join(model.notes)}
             use = model.use(_LOAD, _STEP)
-        model_card.write(folder, run, summary, title=f"ONNX, {dtype}", use=use, library="onnx")
+        model_card.write_export(folder, run, summary, title=f"ONNX, {dtype}", use=use, library="onnx")
     return summary
 
 

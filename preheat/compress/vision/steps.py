@@ -11,6 +11,7 @@ Each step writes a folder: a model with its image processor, or an exported file
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preheat.compress import compress
+from preheat import recipe as recipes
+from preheat.compress import compress, model_card
 from preheat.compress.atomic_folder import NewFolder
 from preheat.compress.chain import START, Chain, Step, Steps, located
 from preheat.compress.compress import Say
@@ -31,11 +33,13 @@ from preheat.compress.export.merged_model import require
 from preheat.compress.export.registry import require_settings
 from preheat.compress.latency import in_turns
 from preheat.compress.save_load import weight_bytes
-from preheat.compress.vision import model_card, training
+from preheat.compress.vision import training
 from preheat.compress.vision.image_folder import calibration, read_folder
 from preheat.compress.vision.pruning import narrower
 from preheat.errors import RecipeError, RunError, nearest
 from preheat.models.image_classifiers import open_classifier, open_processor, scores
+from preheat.recipe import Recipe, Stop
+from preheat.run_dir import write_asked
 
 __all__ = ["ImageSteps"]
 
@@ -192,7 +196,8 @@ class ImageSteps(Steps):
             "variants": list(rows),
         }
         for number, row in enumerate(rows):
-            model_card.write(self._out / row["name"], summary, number)
+            folder = self._out / row["name"]
+            write_asked(folder / "README.md", model_card.of_image_step(summary, number, folder), fix="free some room")
         return summary
 
 
@@ -217,11 +222,15 @@ def _require(step: Step, start: Path, model: Any) -> None:
     else:
         if step.where_possible:
             raise RecipeError("where_possible: is for language models; leave it out")
-        for key in step.settings:
+        for key, value in step.settings.items():
             if key not in _SETTINGS:
                 raise RecipeError(
                     f"settings.{key}: an image classifier's training has no such key; {nearest(key, list(_SETTINGS))}"
                 )
+            if value == "auto":
+                raise RecipeError(f"settings.{key}: auto: an image classifier's training needs a number here")
+            # Checks the value as a recipe's.
+            recipes.override(Recipe(stop=Stop(steps=1)), f"{key}={json.dumps(value, default=str)}", where="settings")
         _teacher(step, start, model)
 
 
