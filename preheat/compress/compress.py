@@ -214,7 +214,7 @@ def compress(
         before.time(figures, timed, turns=turns)
         warning = unfinished(source, opened.step)
         for row, variant, folder in zip(figures, variants, folders, strict=True):
-            text = model_card.write(
+            text = model_card.of_compressed(
                 row,
                 source=str(source),
                 texts=texts,
@@ -294,7 +294,7 @@ def _one(variant: Variant, opened: LoadedModel, before: Baseline, folder: Path, 
         "detail": change.detail,
         "notes": notes,
         "quantized": quantized,
-        "bytes": sum(p.stat().st_size for p in folder.glob("*.safetensors")),
+        "bytes": save_load.weight_bytes(folder),
         **row,
     }
     return row, timed

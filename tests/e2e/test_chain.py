@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from preheat.compress.pipeline import load_chain
+from preheat.compress.chain import load_chain
 
 from .conftest import Command
 

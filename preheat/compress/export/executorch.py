@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
+from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain, require
 from preheat.compress.export.trace import refused
 from preheat.errors import RecipeError
@@ -97,7 +98,9 @@ def write(
                 "note": "; ".join(notes),
             }
             use = model.use(_LOAD, _STEP, positions=length)
-        model_card.write(folder, run, summary, title=f"ExecuTorch program, {dtype}", use=use, library="executorch")
+        model_card.write_export(
+            folder, run, summary, title=f"ExecuTorch program, {dtype}", use=use, library="executorch"
+        )
     return summary
 
 

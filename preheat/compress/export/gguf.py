@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import gguf_reader, llama_cpp, model_card, verify
+from preheat.compress.export import gguf_reader, llama_cpp, verify
 from preheat.compress.export.gguf_tokenizer import add_vocabulary, ends_left
 from preheat.compress.export.merged_model import Plain, plain, require
 from preheat.errors import RunError
@@ -100,7 +101,7 @@ def write(
                 "note": "; ".join(notes),
             }
         use = f"llama-cli -m {summary['file']} -p 'Once upon a time'"
-        model_card.write(folder, run, summary, title=f"GGUF, {dtype}", use=use, library="gguf")
+        model_card.write_export(folder, run, summary, title=f"GGUF, {dtype}", use=use, library="gguf")
     return summary
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
+from preheat.compress.export import verify
 from preheat.compress.export.held_out_text import Held, held_of
 from preheat.compress.front_matter import pipeline_of
 from preheat.compress.special_tokens import end_texts, name_ends, require_same_tokens
@@ -175,7 +176,7 @@ def write_held(
             "note": "; ".join(notes),
         }
         use = f'import transformers\nmodel = transformers.{reader.__name__}.from_pretrained(".")'
-        model_card.write(
+        model_card.write_export(
             folder,
             run,
             summary,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from preheat import remote_code
 from preheat.compress.export import huggingface, verify
-from preheat.compress.export.held_out_text import Held
+from preheat.compress.export.held_out_text import Held, Replay
 from preheat.errors import RunError
 from preheat.models.hf import facts
 
@@ -83,6 +83,33 @@ class Plain:
             f"while {condition}:\n{textwrap.indent(step, '    ')}\n    answer.append(int(logits[0, "
             f"-1].argmax()))\nprint({text})"
         )
+
+    def finish(
+        self, out: Path, file: Path, dtype: str, replay: Replay, bound: verify.Bound, *, reader: str
+    ) -> dict[str, Any]:
+        """Compares a written file with the model and copies the settings beside it; returns the writer's result.
+
+        Args:
+            out: the folder of the export, under its final name.
+            replay: computes the file's logits.
+            reader: the runtime and its version.
+
+        Raises:
+            RunError: the difference exceeds the bound.
+        """
+        difference = verify.compare(self.wanted, replay(self.rows), self.rows)
+        verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
+        self.copy_settings(file.parent)
+        return {
+            "path": str(out),
+            "bytes": verify.size(file.parent, file.name),
+            "dtype": dtype,
+            "merged": self.merged,
+            "read_by": reader,
+            **verify.figures(difference, bound),
+            **self.held.told(difference, replay),
+            "note": "; ".join(self.notes),
+        }
 
     def copy_settings(self, folder: Path) -> None:
         """Copies the tokenizer, configuration and generation settings to the export's folder."""

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
+from preheat.compress.export import verify
 from preheat.compress.export.held_out_text import held_of
 from preheat.compress.special_tokens import Ends, name_ends, require_same_tokens
 from preheat.core import Stage
@@ -181,7 +182,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             f'answer = model.generate(**ids, max_new_tokens=64, do_sample=False{stop})[0, ids["input_ids"].shape[1]:]\n'
             f"print(tokenizer.decode(answer, skip_special_tokens=True){cut})"
         )
-        model_card.write(folder, run, summary, title="adapter for peft", use=use, library="peft")
+        model_card.write_export(folder, run, summary, title="adapter for peft", use=use, library="peft")
     return summary
 
 

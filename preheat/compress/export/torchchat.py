@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
+from preheat.compress.export import verify
 from preheat.compress.export.merged_model import Plain, plain
 from preheat.compress.export.plain_jinja import bare
 from preheat.data.chat.template import load_template
@@ -109,7 +110,9 @@ def write(
             verb="chat" if model.chats else "generate",
             prompt="" if model.chats else ' --prompt "Once upon a time"',
         )
-        model_card.write(folder, run, summary, title=f"torchchat checkpoint, {dtype}", use=use, library="torchchat")
+        model_card.write_export(
+            folder, run, summary, title=f"torchchat checkpoint, {dtype}", use=use, library="torchchat"
+        )
     return summary
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
+from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain, require
 from preheat.errors import RunError
 from preheat.models.hf import head
@@ -77,7 +78,7 @@ def write(
             **perplexity,
             "note": "; ".join(notes),
         }
-        model_card.write(
+        model_card.write_export(
             folder, run, summary, title=f"compressed-tensors, {dtype}", use="vllm serve .", library="transformers"
         )
     return summary

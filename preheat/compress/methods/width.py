@@ -117,6 +117,12 @@ class Width(Method):
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return Change(
             *prune_width(
-                model, rows, heads=self.heads, channels=self.channels, hidden=self.hidden, multiple=self.multiple
+                model,
+                rows,
+                heads=self.heads,
+                channels=self.channels,
+                hidden=self.hidden,
+                multiple=self.multiple,
+                refit=self.refit,
             )
         )

@@ -603,3 +603,13 @@ def test_families_that_cannot_be_sliced_are_refused() -> None:
                 p.zero_()
     with pytest.raises(RecipeError, match="tells its layers apart by their number"):
         prune_depth(numbered, ROWS, layers=0.67)
+
+
+def test_the_width_method_hands_on_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "preheat.compress.methods.width.prune_width", lambda *_, **given: handed.update(given) or ("cut", 1)
+    )
+    settings = {"heads": 0.5, "channels": 0.25, "hidden": 0.75, "multiple": 4, "refit": False}
+    methods()["width"](**settings).apply(made("llama"), ROWS)
+    assert handed == settings, "a setting that changes nothing"
