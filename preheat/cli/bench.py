@@ -145,8 +145,9 @@ def _table(rows: list[dict[str, Any]], wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only the columns that the verdicts mention."""
     from rich.table import Table
 
-    from preheat.cli.views.console import memory, rate
+    from preheat.cli.views.console import rate
     from preheat.report.bench_page import ratio_range
+    from preheat.sanitize import memory
 
     table = Table(box=None, pad_edge=False)
     table.add_column("contender", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Rows of a task, their prompts and gold answers: Jinja templates and expressions over the row's fields, few-shot rows."""
+"""Rows of a task, their prompts and gold answers: Jinja templates and expressions over the row's fields."""
 
 from __future__ import annotations
 
