@@ -20,7 +20,7 @@ from preheat.hardware.child_processes import ended_by, tethered
 from preheat.planning.search.result import falls_short
 from preheat.recipe import Recipe
 from preheat.run_dir import MEMORY_KEYS, claim, expected_memory, to_json, write_atomic
-from preheat.sanitize import percent
+from preheat.sanitize import memory, percent
 
 __all__ = ["Contender", "ablation", "bench", "chosen", "cosine_of", "speed_of", "take_turn", "verdicts"]
 
@@ -298,7 +298,7 @@ def _words(name: str, speed: float, noise: bool | None, freed: float, without: f
     elif noise is None:
         change = "no verdict on speed from one turn (--repeats 3 gives one)"
     small = abs(freed) < max(0.02 * without, 0.01)
-    size = f"{abs(freed):.2f} GiB" if abs(freed) >= 1 else f"{abs(freed) * 1024:.0f} MiB"
+    size = memory(abs(freed))
     space = "memory stays" if small else f"{'frees' if freed > 0 else 'takes'} {size}"
     if noise is False:
         text = f"{name} {change} and {space}" if not small else f"{name} {change}; {space} as it is"

@@ -20,7 +20,7 @@ from preheat.core import Device, Phase, Technique, registry
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, check, dump
 from preheat.run_dir import MEMORY_KEYS, expected_memory
-from preheat.sanitize import percent
+from preheat.sanitize import memory, percent
 
 __all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "TrialOptions", "trial"]
 
@@ -385,16 +385,12 @@ def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[
         one = sum(at[k] for k in ("optimizer", "gradients", "parameters"))
         eight = sum(at[k] / (8 if k in shared else 1) for k in ("optimizer", "gradients", "parameters"))
         notes.append(
-            f"dry run: weights, gradients and states take {_size(one)} of a GPU alone, {_size(eight)} of each of "
-            f"8 GPUs with ZeRO stage {wish.zero_stage}"
+            f"dry run: weights, gradients and states take {memory(one / GIB)} of a GPU alone, "
+            f"{memory(eight / GIB)} of each of 8 GPUs with ZeRO stage {wish.zero_stage}"
         )
         if wish.cpu_offload:
-            notes.append(f"dry run: offloading the states would free {_size(at['optimizer'])} of a single GPU")
+            notes.append(f"dry run: offloading the states would free {memory(at['optimizer'] / GIB)} of a single GPU")
     return peaks, notes
-
-
-def _size(count: float) -> str:
-    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
 
 
 def _with_and_without_zero(

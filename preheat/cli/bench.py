@@ -141,15 +141,13 @@ def bench(
     screen.print(f"report: {page}", soft_wrap=True)
 
 
-def _between(row: dict[str, Any]) -> str:
-    return f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}" if len(row["speeds"]) > 1 else "one turn"
-
-
 def _table(rows: list[dict[str, Any]], wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only the columns that the verdicts mention."""
     from rich.table import Table
 
-    from preheat.cli.views.console import memory, rate
+    from preheat.cli.views.console import rate
+    from preheat.report.bench_page import ratio_range
+    from preheat.sanitize import memory
 
     table = Table(box=None, pad_edge=False)
     table.add_column("contender", no_wrap=True)
@@ -163,7 +161,7 @@ def _table(rows: list[dict[str, Any]], wide: bool) -> Table:
         table.add_row(
             row["name"],
             rate(row["tokens_per_second"]),
-            f"{row['ratio']:.2f} ({_between(row)})",
+            f"{row['ratio']:.2f} ({ratio_range(row)})",
             memory(row["peak_gib"]),
             f"{row['loss']:.3f}",
             *(

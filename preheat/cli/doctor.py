@@ -47,7 +47,8 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.cli.views.console import memory, rate
+    from preheat.cli.views.console import rate
+    from preheat.sanitize import memory
 
     failure, parts = diagnosis["failure"], list[Any]()
     if failure:

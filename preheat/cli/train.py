@@ -125,7 +125,8 @@ def _summary(result: dict[str, Any]) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.cli.views.console import memory, rate
+    from preheat.cli.views.console import rate
+    from preheat.sanitize import memory
 
     table = Table("", "predicted", "measured", "difference", box=None, pad_edge=False)
     shown = (

@@ -148,7 +148,8 @@ class Watched:
         }
 
     def summary(self) -> str:
-        from preheat.cli.views.console import memory, rate
+        from preheat.cli.views.console import rate
+        from preheat.sanitize import memory
 
         figures: Any = self.figures()
         return (

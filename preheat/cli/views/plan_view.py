@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from preheat.cli.views.console import memory, picture, rate
+from preheat.cli.views.console import picture, rate
+from preheat.sanitize import memory
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

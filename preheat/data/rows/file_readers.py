@@ -233,12 +233,15 @@ def _first_line(error: BaseException) -> str:
     return shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
 
 
-def read_file(path: Path, columns: Sequence[str] | None = None, *, whole: bool = False) -> Iterator[tuple[str, Any]]:
+def read_file(
+    path: Path, columns: Sequence[str] | None = None, *, whole: bool = False, keyed: bool = False
+) -> Iterator[tuple[str, Any]]:
     """Yields (where, row) of a file; a row is an object with fields, or the text of a file without rows.
 
     Args:
         columns: columns to read, if the format can skip others.
         whole: read a long .txt file as one document.
+        keyed: a .json file may also hold an object of objects, whose keys become the field `key` of the rows.
     """
     try:
         if path.suffix == ".txt" and not whole and path.stat().st_size > CUT_ABOVE:
@@ -248,7 +251,7 @@ def read_file(path: Path, columns: Sequence[str] | None = None, *, whole: bool =
         elif path.suffix == ".jsonl":
             yield from read_jsonl(path)
         elif path.suffix == ".json":
-            yield from _json(path)
+            yield from _json(path, keyed)
         elif path.suffix == ".csv":
             for number, names, values in read_csv(path):
                 if len(values) != len(names):
@@ -367,10 +370,13 @@ def read_json(path: Path) -> Any:
     return parse_json(text, shown(path), lines=True, hint=" (a file of one object a line is named .jsonl)")
 
 
-def _json(path: Path) -> Iterator[tuple[str, Any]]:
+def _json(path: Path, keyed: bool) -> Iterator[tuple[str, Any]]:
     rows = read_json(path)
+    if keyed and isinstance(rows, dict):
+        rows = [{"key": key, **row} if isinstance(row, dict) else row for key, row in rows.items()]
     if not isinstance(rows, list):
-        raise DataError(f"{shown(path)}: holds {kind_of(rows)}; a .json file must hold a list of objects")
+        of_objects = " or an object of them" if keyed else ""
+        raise DataError(f"{shown(path)}: holds {kind_of(rows)}; a .json file must hold a list of objects{of_objects}")
     for number, row in enumerate(rows, 1):
         yield f"{shown(path)}: row {number}", row
 

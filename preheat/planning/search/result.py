@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from preheat.planning.search.candidates import Numerics, Settings
 from preheat.recipe import Recipe
+from preheat.sanitize import memory
 
 __all__ = ["SearchResult", "EstimatedPlan", "EvaluatedPlan", "falls_short", "fragmentation_hint", "too_large"]
 
@@ -90,14 +91,10 @@ def falls_short(plan: Mapping[str, Any]) -> str:
         >>> falls_short({"peak_gib": 0.1, "available_gib": 1 / 2**30, "device": device})
         'does not fit: needs 102 MiB, and nothing is left of what a CPU may use: the process itself takes it all'
     """
-    needs = f"does not fit: needs {size(plan['peak_gib'])}"
+    needs = f"does not fit: needs {memory(plan['peak_gib'])}"
     if plan["available_gib"] * 1024 < 1:
         return f"{needs}, and nothing is left of what {plan['device']['name']} may use: the process itself takes it all"
-    return f"{needs}, has {size(plan['available_gib'])}"
-
-
-def size(gib: float) -> str:
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
+    return f"{needs}, has {memory(plan['available_gib'])}"
 
 
 def fragmentation_hint(plan: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ from preheat.data.rows.file_readers import expanded, find_files
 from preheat.data.rows.prompt_files import read_prompts
 from preheat.data.tokenizer import Encoder, load_tokenizer, rebuilt_by_transformers, save_tokenizer, train_tokenizer
 from preheat.errors import DataError, PreheatError, RecipeError, RunError
-from preheat.evaluation.task_rows import read_rows
+from preheat.evaluation.prompts import read_rows
 from preheat.hardware.link_rates import store_json
 from preheat.model_folder import beginning
 from preheat.models.configs import tokenizer_folder

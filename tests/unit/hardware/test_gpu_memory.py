@@ -145,6 +145,6 @@ def test_predictions_of_the_same_figures() -> None:
     difference = {"allocated_gib": 0.0125, "reserved_gib": -0.19, "context_gib": None}
     page = _memory_of_gpu({"predicted": predicted, "measured": measured, "difference": difference})
     assert "24.25" in page
-    assert "−19 %" in page
+    assert "−19\u00a0%" in page
     assert "context" not in page
     assert _memory_of_gpu({"predicted": {"peak_gib": 1.0}, "measured": {"peak_gib": 1.0}, "difference": {}}) == ""

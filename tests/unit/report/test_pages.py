@@ -19,11 +19,13 @@ from preheat.report import (
     data_page,
     inference_page,
     nettest_page,
+    page,
     plan_page,
     report_data,
     run_page,
     svg,
 )
+from preheat.report.formatting import MISSING
 from preheat.run_dir import Writer
 
 HOSTILE = (
@@ -316,3 +318,29 @@ def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
     assert "".join(line for line in said.splitlines(keepends=True) if not line.lstrip().startswith("#")) == text
     recipe, question = recipes.parse("model: {preset: gpt2}\nstop: {steps: 1}"), SimpleNamespace(checkpoint="org/model")
     assert recipes.parse(recipe_text({"recipe": recipes.as_values(recipe)}, question)).model.path == "org/model"
+
+
+def test_markup_of_figures_and_tables_stands_in_one_module() -> None:
+    for file in Path(page.__file__).parent.glob("*.py"):
+        tags = re.findall("<!doctype|<figure|<table|<t[rhd]|<section|<header|class=.legend", file.read_text("utf-8"))
+        assert bool(tags) == (file.name == "page.py"), (file.name, tags)
+
+
+def test_parts_escape_text_and_leave_out_what_is_empty() -> None:
+    legend = [page.LegendEntry("a<b", "series-2"), page.LegendEntry("raw", "ink", "raw")]
+    assert page.figure("T&", "c<", "<svg />", legend) == (
+        "<figure><figcaption><h3>T&amp;</h3><p>c&lt;</p></figcaption>"
+        '<ul class="legend"><li class="line" style="--c: var(--series-2)">a&lt;b</li>'
+        '<li class="raw" style="--c: var(--ink)">raw</li></ul><svg /></figure>'
+    )
+    assert page.figure("", "c", "") == "<figure><figcaption><p>c</p></figcaption></figure>"
+    assert [page.section("a", "A", ""), page.two_columns("", ""), page.tiles([("L", MISSING, "b")])] == ["", "", ""]
+    rows = [page.named_row("<i>", page.number_cell("1 GiB", "2 to 3")), page.failed_row("x", "<why>", 2)]
+    assert page.table(("name", "size"), rows) == (
+        '<div class="scroll"><table><thead><tr><th scope="col">name</th><th scope="col" class="n">size</th></tr></thead>'
+        '<tbody><tr><th scope="row">&lt;i&gt;</th><td class="n">1\u00a0GiB<br><span class="small">2 to 3</span></td></tr>'
+        '<tr><th scope="row">x</th><td class="free bad" colspan="1">&lt;why&gt;</td></tr></tbody></table></div>'
+    )
+    many = page.table((), [page.row(page.cell(str(n))) for n in range(1000)])
+    assert many.count("<tr>") == 401
+    assert "600 rows left out" in many
