@@ -38,7 +38,7 @@ from preheat.recipe.consistency import folder_name_problem
 from preheat.recipe.validate import RecipeReader
 from preheat.recipe.yaml_io import read
 from preheat.run_dir import to_json, write_asked
-from preheat.training.session import plan_here
+from preheat.training.plan_request import plan_here
 
 __all__ = ["START", "Chain", "Step", "load_chain", "run_chain", "said_of"]
 

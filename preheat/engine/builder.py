@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from contextlib import AbstractContextManager, nullcontext
@@ -40,6 +41,7 @@ from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PretrainedConfig
 
 __all__ = ["alone", "build", "context_of", "peak_learning_rate", "techniques_of", "world_of"]
 
@@ -100,6 +102,7 @@ def build(
     *,
     vocabulary: int | None,
     device: Device,
+    source_config: PretrainedConfig | None = None,
     dry: AbstractContextManager[Any] | None = None,
     reading: bool = False,
 ) -> Build:
@@ -108,6 +111,7 @@ def build(
     Args:
         vocabulary: size of the tokenizer's vocabulary; None when `model` decides.
         device: the device to build on.
+        source_config: the model's configuration as `configs.source` read it; read here when not given.
         dry: a context manager (fake tensors) to allocate under; parameters then get no values. Until then everything is
             on the meta device.
         reading: the build is for inference: weights keep their dtype on disk (training starts from fp32 unless the
@@ -129,8 +133,11 @@ def build(
     check(recipe)
     if dry is None:
         presets.require_weights(recipe)
-    config = hf.configure(recipe, vocabulary)
-    off = configs.without_dropout(configs.of(recipe, vocabulary)) if dry is None and not reading else {}
+    source = configs.source(recipe) if source_config is None else source_config
+    config = hf.configure(recipe, vocabulary, source)
+    off: dict[str, float] = {}
+    if dry is None and not reading:
+        off = configs.without_dropout(configs.of(recipe, vocabulary) if source is None else copy.deepcopy(source))
     off = {key: value for key, value in off.items() if key not in recipe.model.config}
     context = context_of(recipe, config, device)
     techniques = techniques_of(recipe)
@@ -140,7 +147,7 @@ def build(
     if dry is not None and recipe.parallel.engine == "deepspeed":
         from preheat.recipe.native import native
 
-        return build(native(recipe), vocabulary=vocabulary, device=device, dry=dry)
+        return build(native(recipe), vocabulary=vocabulary, device=device, source_config=source, dry=dry)
     # A dry run allocates its fake tensors on the CPU, even if there is a GPU; kernels are still chosen by `device`.
     where = torch.device(device.kind if dry is None else "cpu")
     model_build = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)

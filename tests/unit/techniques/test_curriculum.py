@@ -20,6 +20,7 @@ from preheat.engine.builder import build
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.inference.load import load_model
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.techniques.difficulty_curriculum import competence, losses_of, order_by_difficulty
 from preheat.techniques.length_curriculum import LengthCurriculum, length_at, shape_at
 from preheat.training import loop as training
@@ -142,7 +143,7 @@ def test_stated_stages_last_alike_and_are_what_is_read() -> None:
 
 
 def test_the_plan_sees_the_longest_rows() -> None:
-    plain, grown = (observe(tiny(t), vocabulary=96, device=DEVICE) for t in ("{}", "{length_curriculum: {}}"))
+    plain, grown = (observe(Request(tiny(t), DEVICE, vocabulary=96)) for t in ("{}", "{length_curriculum: {}}"))
     assert grown.peak == plain.peak
     assert grown.tokens == plain.tokens
 
