@@ -25,6 +25,7 @@ from preheat.engine.builder import build, context_of
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.models.hf import configure
+from preheat.planning import dispatch_recorder
 from preheat.planning import dry_run as observing
 from preheat.planning.phases import fake_batch, track_phases
 from preheat.planning.request import Request

@@ -132,7 +132,7 @@ def test_what_was_observed_is_recalled_from_disk_as_it_was(monkeypatch: pytest.M
     request = Request(small(), gpu(8192).as_device, world=1)
     first = recalling.observe_cached(request, how="whole")
     recalling._known.clear()
-    monkeypatch.setitem(recalling._LOOKS, "whole", lambda *_, **__: pytest.fail("looked at again"))
+    monkeypatch.setitem(recalling._DRY_RUNS, "whole", lambda *_, **__: pytest.fail("looked at again"))
     second = recalling.observe_cached(request, how="whole")
     assert (first.peak, first.kernels, first.at, first.held) == (second.peak, second.kernels, second.at, second.held)
 

@@ -313,7 +313,7 @@ class Killer(Watch):
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with text; the plan is left out, since what is tried here is the data and the state."""
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("preheat.planning.fallback_ladder.plan", lambda *_, **__: dict(FIGURES))
+    monkeypatch.setattr("preheat.training.session.plan", lambda *_, **__: dict(FIGURES))
     monkeypatch.setattr("preheat.hardware.benchmark_rates.rates", lambda *_, **__: None)
     monkeypatch.setattr(
         session, "reset_memory_baseline", lambda device: 0
