@@ -30,6 +30,7 @@ from preheat.core import Device
 from preheat.hardware.catalogue import accelerator
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.planning.speed.step_time import step_seconds
 
 GIB = 2**30
@@ -67,9 +68,7 @@ def memory() -> dict[str, Any]:
     batches = {}
     for times in (1, 2, 4, 8, 16):
         techniques = f"{{gradient_accumulation: {{steps: {times}}}}}" if times > 1 else "{}"
-        seen = observe(
-            recipe("claims", LLAMA, 4 * times, 512, techniques), vocabulary=None, device=Device("cpu", "this", 64 * GIB)
-        )
+        seen = observe(Request(recipe("claims", LLAMA, 4 * times, 512, techniques), Device("cpu", "this", 64 * GIB)))
         batches[str(times)] = max(seen.peak.values()) / GIB
     with tempfile.TemporaryDirectory() as folder:
         result = bench(
@@ -88,9 +87,7 @@ def _predicted(gpu: str, rows: int) -> dict[str, dict[str, float]]:
     found = {}
     for name, techniques in {"plain": "{}", **TECHNIQUES}.items():
         seen = observe(
-            recipe("claims", LLAMA_1B, max(rows, 8), 2048, techniques),
-            vocabulary=None,
-            device=Device("cpu", gpu, 999 * GIB),
+            Request(recipe("claims", LLAMA_1B, max(rows, 8), 2048, techniques), Device("cpu", gpu, 999 * GIB))
         )
         found[name] = {"gib": max(seen.peak.values()) / GIB, "seconds": step_seconds(seen, rates)}
     return found
@@ -141,7 +138,7 @@ def states() -> dict[str, Any]:
         for world in (2, 4, 8):
             made = recipe("claims", LLAMA_1B, world, 2048, techniques)
             made = recipes.override(made, "techniques.chunked_loss={}", "techniques.activation_checkpointing={}")
-            seen = observe(made, vocabulary=None, device=Device("cpu", "any", 999 * GIB), world=world)
+            seen = observe(Request(made, Device("cpu", "any", 999 * GIB), world=world))
             kept = max(
                 sum(phase.get(what, 0.0) for what in ("parameters", "gradients", "optimizer"))
                 for phase in seen.categories.values()

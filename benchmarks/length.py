@@ -581,6 +581,7 @@ def memory(options: argparse.Namespace) -> None:
     """Counted bytes by a dry run on this CPU, high-water marks of real steps for the shorter rows, and what a plan says of H100s."""
     from preheat.hardware.probe import probe
     from preheat.planning.dry_run import observe
+    from preheat.planning.request import Request
     from preheat.recipe import parse
 
     rows: list[dict[str, Any]] = []
@@ -592,7 +593,7 @@ def memory(options: argparse.Namespace) -> None:
                 if form != "full" and length <= 1024:
                     continue
                 recipe = one_row(form, length, text)
-                seen = observe(parse(yaml.safe_dump(recipe)), vocabulary=4096, device=device)
+                seen = observe(Request(parse(yaml.safe_dump(recipe)), device, vocabulary=4096))
                 row = {"form": form, "length": length, "counted_gib": max(seen.peak.values()) / 2**30}
                 if length <= options.measured:
                     summary, _ = train(recipe, Path(name))
@@ -643,12 +644,13 @@ def planned(devices: int, length: int) -> dict[str, Any]:
         from preheat.errors import PreheatError
         from preheat.hardware.catalogue import accelerator
         from preheat.planning.plan import plan
+        from preheat.planning.request import Request
         from preheat.planning.speed.roofline import Roofline
         from preheat.recipe import load
 
         roofline = Roofline(accelerator("H100"), 8)
         try:
-            made = plan(load(file), vocabulary=None, device=roofline.as_device, rates=roofline, world=devices)
+            made = plan(Request(load(file), roofline.as_device, world=devices, rates=roofline))
         except PreheatError as error:
             return {"devices": devices, "length": length, "why": str(error).splitlines()[0]}
     return {

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from preheat.techniques.activation_checkpointing import checkpoint_layers
     from preheat.techniques.lora import add_lora
     from preheat.training.loop import train
-    from preheat.training.session import plan_here as plan
+    from preheat.training.plan_request import plan_here as plan
 
 _HOME = {
     "add_lora": ("preheat.techniques.lora", "add_lora"),
     "checkpoint_layers": ("preheat.techniques.activation_checkpointing", "checkpoint_layers"),
     "load_recipe": ("preheat.recipe", "load"),
-    "plan": ("preheat.training.session", "plan_here"),
+    "plan": ("preheat.training.plan_request", "plan_here"),
     "train": ("preheat.training.loop", "train"),
 }
 

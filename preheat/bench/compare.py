@@ -155,7 +155,7 @@ def _machine(recipe: Recipe) -> dict[str, Any]:
 
 def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
     """Plans each contender; marks those that do not fit or are rejected as failed."""
-    from preheat.training.session import plan_here
+    from preheat.training.plan_request import plan_here
 
     plans: list[dict[str, Any] | None] = []
     for c in contenders:

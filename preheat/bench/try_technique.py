@@ -222,7 +222,7 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
 
 
 def _plan(group: _Group) -> None:
-    from preheat.training.session import plan_here
+    from preheat.training.plan_request import plan_here
 
     for c in group.contenders:
         try:
@@ -365,19 +365,20 @@ def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[
     No speed is predicted, and the context and workspaces of a GPU (about 0.5 GiB) are not included.
     """
     from preheat.planning.dry_run import observe
-    from preheat.training.session import vocabulary_of
+    from preheat.planning.request import Request
+    from preheat.training.plan_request import vocabulary_of
 
     flash = registry()["efficient_attention"](kernel="flash")  # type: ignore[call-arg]
     here = Device("cpu", "dry run", MEMORY)
     peaks: dict[str, float] = {}
-    vocabulary = vocabulary_of(plain)
+    request = Request(plain, here, vocabulary=vocabulary_of(plain))
     for c in group.contenders if group else []:
         named = {n: flash if n == "efficient_attention" else t for n, t in c.recipe.techniques.items() if n != "fp8"}
-        observation = observe(dataclasses.replace(c.recipe, techniques=named), vocabulary=vocabulary, device=here)
+        observation = observe(dataclasses.replace(request, recipe=dataclasses.replace(c.recipe, techniques=named)))
         peaks[c.name] = max(observation.peak.values()) / GIB
     notes = []
     if wish.benchmark or wish.technique == "zero":
-        observation = observe(plain, vocabulary=vocabulary, device=here)
+        observation = observe(request)
         at = observation.categories[Phase.UPDATE]
         shared = {1: ("optimizer",), 2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "parameters")}[
             wish.zero_stage
@@ -398,7 +399,7 @@ def _with_and_without_zero(
 ) -> tuple[list[dict[str, Any]], int]:
     """Returns the rows of ZeRO and its baseline, each on several processes, and their steps within about `left`
     seconds."""
-    from preheat.training.session import plan_here
+    from preheat.training.plan_request import plan_here
 
     rows = wish.rows * PROCESSES
     recipe = dataclasses.replace(plain, batch=Batch(size=rows, length=wish.seq_len))

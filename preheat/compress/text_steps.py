@@ -24,7 +24,7 @@ from preheat.inference.load import load_model
 from preheat.models.hf import require_decoder_only
 from preheat.recipe import Model, Recipe, Sample, Stop
 from preheat.recipe.validate import RecipeReader
-from preheat.training.session import plan_here
+from preheat.training.plan_request import plan_here
 
 __all__ = ["TextSteps"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PretrainedConfig
 
 __all__ = ["alone", "build", "context_of", "peak_learning_rate", "techniques_of", "world_of"]
 
@@ -101,6 +103,7 @@ def build(
     *,
     vocabulary: int | None,
     device: Device,
+    source_config: PretrainedConfig | None = None,
     dry: AbstractContextManager[Any] | None = None,
     reading: bool = False,
 ) -> Build:
@@ -109,6 +112,7 @@ def build(
     Args:
         vocabulary: size of the tokenizer's vocabulary; None when `model` decides.
         device: the device to build on.
+        source_config: the model's configuration as `configs.source` read it; read here when not given.
         dry: a context manager (fake tensors) to allocate under; parameters then get no values. Until then everything is
             on the meta device.
         reading: the build is for inference: weights keep their dtype on disk (training starts from fp32 unless the
@@ -131,7 +135,8 @@ def build(
     if dry is None:
         presets.require_weights(recipe)
     # Conflicts before the model: all reasons are listed at once, and no technique has changed anything yet.
-    config = hf.configure(recipe, vocabulary)
+    source = configs.source(recipe) if source_config is None else source_config
+    config = hf.configure(recipe, vocabulary, source)
     context = context_of(recipe, config, device)
     techniques = techniques_of(recipe)
     if problems := conflicts_of(techniques, context):
@@ -140,11 +145,11 @@ def build(
     if dry is not None and recipe.parallel.engine == "deepspeed":
         from preheat.recipe.native import native
 
-        return build(native(recipe), vocabulary=vocabulary, device=device, dry=dry)
+        return build(native(recipe), vocabulary=vocabulary, device=device, source_config=source, dry=dry)
     # The whole model on the meta device: techniques can change a model of any size before it takes memory.
     model_build = _on_meta(recipe, config, context, dry=dry is not None, reading=reading)
     if dry is None and not reading:
-        _record_dropout(model_build, vocabulary)
+        _record_dropout(model_build, vocabulary, source)
     # Defaults before techniques: these replace or wrap the function that a slot has.
     _install_defaults(model_build, config, dry=dry is not None)
     # On the meta device, where replacing modules costs no memory:
@@ -194,10 +199,10 @@ def _on_meta(recipe: Recipe, config: Any, context: Context, *, dry: bool, readin
     return model_build
 
 
-def _record_dropout(model_build: Build, vocabulary: int | None) -> None:
+def _record_dropout(model_build: Build, vocabulary: int | None, source: PretrainedConfig | None) -> None:
     """Records which dropout is off: pretraining configurations often carry some that the recipe did not ask for."""
     recipe = model_build.recipe
-    off = configs.without_dropout(configs.of(recipe, vocabulary))
+    off = configs.without_dropout(configs.of(recipe, vocabulary) if source is None else copy.deepcopy(source))
     off = {key: value for key, value in off.items() if key not in recipe.model.config}
     if off:
         keys = ", ".join(f"{key} {value:g}" for key, value in sorted(off.items()))

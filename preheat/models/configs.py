@@ -231,6 +231,14 @@ def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     return config
 
 
+def source(recipe: Recipe) -> PretrainedConfig | None:
+    """The configuration that the recipe's model is read from; None for a new model, which is made for its vocabulary.
+
+    Read it once, and hand it to each `hf.configure` of recipes that differ in techniques, batch or `model.config` only.
+    """
+    return of(recipe, None) if recipe.model.preset or recipe.model.path else None
+
+
 def change(config: PretrainedConfig, settings: Mapping[str, Any]) -> None:
     """Applies `model.config` to a configuration, in place.
 

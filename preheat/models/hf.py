@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable
@@ -61,19 +62,22 @@ STANDALONE = "preheat-standalone"  # that of models/attention_patch.py, for mode
 PATTERN = "preheat_pattern"  # attribute of a layer's attention, set by models/attention_patch.py: wraps the kernel
 
 
-def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig:
+def configure(
+    recipe: Recipe, vocabulary: int | None = None, source: PretrainedConfig | None = None
+) -> PretrainedConfig:
     """The transformers configuration of the recipe's model.
 
     Args:
         vocabulary: size of the tokenizer's vocabulary. A new model without `model.vocabulary` gets as many rows
             (rounded up to 64).
+        source: what `configs.source` gave for this model; it is read when not given.
 
-        Raises:
+    Raises:
         RecipeError: no such model; a key that its configuration does not have; a tokenizer larger than the embedding;
             sequences longer than the model's positions.
     """
     model = recipe.model
-    config = configs.of(recipe, vocabulary)
+    config = configs.of(recipe, vocabulary) if source is None else copy.deepcopy(source)
     configs.without_dropout(config)
     _refuse(config)
     configs.change(config, model.config)

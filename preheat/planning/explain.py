@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from preheat import recipe as recipes
 from preheat.core import STEP
 from preheat.hardware.rates import Rates
-from preheat.planning.dry_run import Observation
+from preheat.planning.observation import Observation
+from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB
+from preheat.planning.request import Request
 from preheat.planning.search.candidates import words
 from preheat.planning.search.ranking import seconds
 from preheat.planning.search.result import EvaluatedPlan, SearchResult
@@ -91,11 +94,11 @@ def _compare(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
 _POINTS = 600  # points of the timeline plot
 
 
-def figures(result: SearchResult, observation: Observation, rates: Rates | Roofline) -> dict[str, Any]:
-    """Returns the data of the report's plots.
+def figures(result: SearchResult, request: Request) -> dict[str, Any]:
+    """Returns the data of the report's plots; observes the best candidate again, for its log of allocations.
 
     Args:
-        observation: observation of the best candidate, with its log of allocations.
+        request: what was searched.
 
     Returns:
         timeline: {phases: [(first event, phase)], bytes: [(event, GiB alive)]} of a step.
@@ -103,6 +106,9 @@ def figures(result: SearchResult, observation: Observation, rates: Rates | Roofl
         guesses: [{what, techniques, peak_gib, tokens_per_second}] of the estimated candidates.
         pareto: [{what, techniques, peak_gib, tokens_per_second, fits, best}] of the dry-run candidates.
     """
+    rates = request.rates
+    assert rates is not None, "a plot needs the rates of its device"
+    observation = observe_cached(replace(request, recipe=result.best.recipe), how="whole", logged=True)
     return {
         "timeline": _timeline(observation),
         "roofline": _roofline(observation, rates, result.best.plan["matrix_rate"]),

@@ -16,11 +16,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from preheat.core import STEP, Axis, Device, Phase, Technique
-from preheat.engine.builder import context_of
 from preheat.models import hf
 from preheat.planning.dispatch_recorder import Kernel
-from preheat.planning.dry_run import Observation, observe, peaks
+from preheat.planning.dry_run import observe, peaks
 from preheat.planning.memory.cpu_heap import hold
+from preheat.planning.observation import Observation
+from preheat.planning.request import Request
 from preheat.recipe import Recipe
 
 __all__ = ["observe_few", "of_layers"]
@@ -33,14 +34,11 @@ _ALL = 256  # up to this many layers a model on one CPU is observed in full; mor
 
 
 def observe_few(
-    recipe: Recipe,
+    request: Request,
     *,
-    vocabulary: int | None,
-    device: Device,
-    world: int | None = None,
     heap: bool = True,
     quick: bool = False,
-    see: Callable[[list[dict[str, Any]]], list[Observation]] | None = None,
+    observe_all: Callable[[list[dict[str, Any]]], list[Observation]] | None = None,
 ) -> Observation:
     """Observes a recipe, extrapolating from two models of few layers if possible.
 
@@ -54,26 +52,24 @@ def observe_few(
     Args:
         heap: False if the CPU heap's fragmentation is not needed: one CPU is then extrapolated too.
         quick: use half as many layers; the GPU allocator's overhead is then that of the few layers.
-        see: observes several argument sets of `observe`; by default one after the other.
+        observe_all: observes several argument sets of `observe`; by default one after the other.
     """
-    see = see or (lambda calls: [observe(**each) for each in calls])
-    config = hf.configure(recipe, vocabulary)
-    devices = world or recipe.parallel.devices or 1
+    observe_all = observe_all or (lambda calls: [observe(**each) for each in calls])
+    recipe, device, config = request.recipe, request.device, request.config
+    devices = request.world or recipe.parallel.devices or 1
     cpu = device.kind == "cpu"
     layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config, *(FEW if quick or cpu else ENOUGH))
-    kwargs: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world}
     if (
         few is None
         or (cpu and devices == 1 and heap and layers <= _ALL)
         or layers <= sum(few)
-        or (cpu and world is not None)
+        or (cpu and request.world is not None)
     ):
         # The full model is small enough, or its layers are not alike: nothing is extrapolated.
-        ends = _ends(recipe, config, device, world)
-        observations = see([{"recipe": recipe, "rank": rank, **kwargs} for rank in ends])
+        observations = observe_all([{"request": request, "rank": rank} for rank in _ends(request)])
         return max(observations, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
-    one, two = see([{"recipe": of_layers(recipe, count), "by_layer": True, **kwargs} for count in (fewer, more)])
+    one, two = observe_all([{"request": of_layers(request, count), "by_layer": True} for count in (fewer, more)])
     # Two points determine an affine function; the first observation is its offset, their difference its slope.
     result = _extrapolate(one, two, (layers - fewer) / (more - fewer))
     if not cpu:
@@ -81,9 +77,9 @@ def observe_few(
     return result
 
 
-def _ends(recipe: Recipe, config: Any, device: Device, world: int | None) -> list[int]:
+def _ends(request: Request) -> list[int]:
     """Returns the ranks to observe: the first and last stage of a pipeline; otherwise all ranks are alike."""
-    sizes = context_of(recipe, config, device, world).sizes
+    sizes = request.context.sizes
     return (
         [0]
         if sizes[Axis.PIPELINE] == 1
@@ -91,9 +87,11 @@ def _ends(recipe: Recipe, config: Any, device: Device, world: int | None) -> lis
     )
 
 
-def of_layers(recipe: Recipe, layers: int) -> Recipe:
-    """Returns the recipe with the given number of layers."""
-    return replace(recipe, model=replace(recipe.model, config={**recipe.model.config, "num_hidden_layers": layers}))
+def of_layers(request: Request, layers: int) -> Request:
+    """Returns the request for the same model with the given number of layers."""
+    model = request.recipe.model
+    model = replace(model, config={**model.config, "num_hidden_layers": layers})
+    return replace(request, recipe=replace(request.recipe, model=model))
 
 
 def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1]) -> tuple[int, int] | None:

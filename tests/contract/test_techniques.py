@@ -25,8 +25,10 @@ from preheat.engine.builder import build, context_of
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.models.hf import configure
+from preheat.planning import dispatch_recorder
 from preheat.planning import dry_run as observing
 from preheat.planning.phases import fake_batch, track_phases
+from preheat.planning.request import Request
 from preheat.recipe import field_docs
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -126,8 +128,8 @@ def test_the_loss_falls(name: str, settings: dict[str, Any]) -> None:
 def test_what_the_dry_run_sees_is_what_a_real_step_does(name: str, settings: dict[str, Any]) -> None:
     """FLOPs equal kernel for kernel, peak memory equal to the byte: the recorder is laid over a real step as well."""
     r = recipe_of({name: settings})
-    seen = observing.observe(r, vocabulary=96, device=DEVICE)
-    recorder = observing.Recorder(rounding=64)
+    seen = observing.observe(Request(r, DEVICE, vocabulary=96))
+    recorder = dispatch_recorder.Recorder(rounding=64)
     with torch.random.fork_rng():
         real = build(r, vocabulary=96, device=DEVICE)
         for t in [

@@ -24,6 +24,7 @@ from preheat.ops.distributed import ring_attention_blocks
 from preheat.ops.distributed.context_parallel import cut_rows, places_of, ulysses_bytes
 from preheat.ops.distributed.ring_attention import ring_bytes
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.techniques.context_parallel import exchanged
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -246,7 +247,7 @@ def test_a_dry_run_sees_activations_fall_with_the_devices(kind: str, rest: str) 
         cut = f", context_parallel: {{degree: {degree}, kind: {kind}}}}}"
         r = recipes.override(tiny(length=512), f"techniques={text}{cut}", "model.kv_heads=4", "batch.size=4")
         rows = 4 // (4 // degree)
-        kept[degree] = observe(r, vocabulary=96, device=DEVICE, world=4).categories["forward"]["activations"] / rows
+        kept[degree] = observe(Request(r, DEVICE, vocabulary=96, world=4)).categories["forward"]["activations"] / rows
     assert kept[4] / kept[2] == pytest.approx(0.5, abs=0.03)
 
 

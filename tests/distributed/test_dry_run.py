@@ -10,9 +10,11 @@ import pytest
 from preheat import recipe as recipes
 from preheat.core import STEP, Device
 from preheat.models.hf import configure
-from preheat.planning.dry_run import Observation, observe
+from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import _few, observe_few
 from preheat.planning.memory.cpu_heap import hold
+from preheat.planning.observation import Observation
+from preheat.planning.request import Request
 
 from ..conftest import DEVICE, tiny
 
@@ -24,7 +26,9 @@ def seen(techniques: str, world: int = WORLD) -> Observation:
         "model={family: llama, layers: 6, width: 128, heads: 4, kv_heads: 2, vocabulary: 256}"  # weights are most of it
     )
     return observe(
-        recipes.override(tiny(rows=WORLD), wide, f"techniques={techniques}"), vocabulary=96, device=DEVICE, world=world
+        Request(
+            recipes.override(tiny(rows=WORLD), wide, f"techniques={techniques}"), DEVICE, vocabulary=96, world=world
+        )
     )
 
 
@@ -65,10 +69,12 @@ def test_offloaded_weights_gradients_and_states_are_not_the_devices() -> None:
     wide = "model={family: llama, layers: 6, width: 128, heads: 4, kv_heads: 2, vocabulary: 256}"
     plain, offloaded = (
         observe(
-            recipes.override(tiny(rows=WORLD), wide, f"techniques={{fsdp: {{offload: {offload}}}}}"),
-            vocabulary=96,
-            device=gpu,
-            world=WORLD,
+            Request(
+                recipes.override(tiny(rows=WORLD), wide, f"techniques={{fsdp: {{offload: {offload}}}}}"),
+                gpu,
+                vocabulary=96,
+                world=WORLD,
+            )
         )
         for offload in ("false", "true")
     )
@@ -94,8 +100,8 @@ def test_many_layers_are_planned_by_few() -> None:
         tiny(rows=WORLD, more=""), "model.layers=13", f"techniques={techniques}", "batch.length=64"
     )
     recipe = recipes.override(recipe, f"parallel.devices={WORLD}")
-    how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE}
-    few, whole = observe_few(recipe, **how), observe(recipe, **how)
+    request = Request(recipe, DEVICE, vocabulary=96)
+    few, whole = observe_few(request), observe(request)
     assert not few.log
     assert whole.log
     for phase, peak in whole.peak.items():
@@ -117,18 +123,15 @@ def test_what_an_allocator_keeps_is_carried_on() -> None:
         f"techniques={techniques}",
         "batch.length=2048",
     )
-    how: dict[str, Any] = {
-        "vocabulary": 96,
-        "device": Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False),
-        "world": WORLD,
-    }
-    few, whole = observe_few(recipe, **how), observe(recipe, **how)
-    replayed = hold(whole.log, whole.streams, how["device"])
+    h100 = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
+    request = Request(recipe, h100, vocabulary=96, world=WORLD)
+    few, whole = observe_few(request), observe(request)
+    replayed = hold(whole.log, whole.streams, h100)
     assert few.held is not None
     assert few.held == pytest.approx(replayed, rel=0.04)
     peak = max(whole.peak[phase] for phase in STEP)
     assert replayed > 1.1 * peak  # there is something to be carried on
-    quick = observe_few(recipe, **how, quick=True)
+    quick = observe_few(request, quick=True)
     assert quick.held is not None
     assert peak < quick.held < 1.1 * replayed
 
@@ -157,14 +160,14 @@ def test_layers_that_differ_by_a_pattern_are_carried_on_by_its_turns() -> None:
         "techniques={efficient_attention: {}, mixed_precision: {mode: bf16}}",
         "batch={size: 2, length: 2048}",
     )
-    how: dict[str, Any] = {"vocabulary": None, "device": GPU}
+    request = Request(recipe, GPU)
     config = configure(recipe, None)
     assert (config.get_text_config().num_hidden_layers, _few(recipe, config), _few(recipe, config, 8, 4)) == (
         34,
         (4, 10),
         (10, 16),
     )
-    few, whole = observe_few(recipe, **how), observe(recipe, **how)
+    few, whole = observe_few(request), observe(request)
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.flops == whole.flops
 
@@ -178,16 +181,16 @@ def test_of_a_pipeline_the_end_that_needs_more_is_planned() -> None:
         f"techniques={techniques}",
         "parallel.devices=2",
     )
-    how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE}
-    first, last = (observe(recipe, **how, rank=rank).peak for rank in (0, 1))
+    request = Request(recipe, DEVICE, vocabulary=96)
+    first, last = (observe(request, rank=rank).peak for rank in (0, 1))
     assert max(last.values()) > max(first.values())
-    assert observe_few(recipe, **how).peak == last
+    assert observe_few(request).peak == last
 
 
 def test_a_pipeline_sends_what_weights_that_are_cast_later_give() -> None:
     spread = "{pipeline_parallel: {degree: 2, micro_batches: 2}, optimizer_offload: {weights: bf16}}"
     recipe = recipes.override(tiny(spread, rows=4), "parallel.devices=2")
-    found = observe(recipe, vocabulary=96, device=Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False))
+    found = observe(Request(recipe, Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False), vocabulary=96))
     assert {kernel.dtype for kernel in found.kernels if kernel.operator == "c10d::send"} == {"bf16"}
 
 
@@ -195,8 +198,8 @@ def test_what_building_takes_is_carried_on_where_optimizer_and_drawing_change_pl
     """With few layers the drawing of the embedding is the most, with many the optimizer's states."""
     wide = "model={family: llama, layers: 24, width: 128, heads: 4, kv_heads: 2, vocabulary: 3400}"
     recipe = recipes.override(tiny(rows=WORLD), wide, "techniques={fsdp: {}}", f"parallel.devices={WORLD}")
-    how: dict[str, Any] = {"vocabulary": 3400, "device": Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)}
-    few, whole = observe_few(recipe, **how), observe(recipe, **how)
+    request = Request(recipe, Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False), vocabulary=3400)
+    few, whole = observe_few(request), observe(request)
     assert few.peak["load"] == pytest.approx(whole.peak["load"], rel=0.001)
     assert few.at["load", "values"]["optimizer"] == 0 < few.at["load", ""]["optimizer"]
 
@@ -209,7 +212,7 @@ def test_many_micro_batches_of_a_pipeline_take_no_more_than_those_on_their_way(m
     def peaks(micro: int) -> dict[str, int]:
         spread = f"{{pipeline_parallel: {{degree: 4, micro_batches: {micro}}}}}"
         recipe = recipes.override(tiny(spread, rows=micro), wide, "parallel.devices=4", "batch.length=64")
-        return observe(recipe, vocabulary=96, device=DEVICE, evaluated=False).peak
+        return observe(Request(recipe, DEVICE, vocabulary=96), evaluated=False).peak
 
     few, many = peaks(8), peaks(32)
     travels = 4 * 64 * 128
@@ -227,7 +230,7 @@ def test_few_micro_batches_of_a_pipeline_take_what_all_take(schedule: str, monke
     recipe = recipes.override(tiny(spread, rows=8), wide, "parallel.devices=2", "batch.length=64")
 
     def peaks() -> dict[str, int]:
-        found = observe(recipe, vocabulary=96, device=DEVICE, evaluated=False).peak
+        found = observe(Request(recipe, DEVICE, vocabulary=96), evaluated=False).peak
         return {phase: found[phase] for phase in ("forward", "backward")}
 
     few = peaks()
@@ -255,7 +258,7 @@ def test_gradients_are_summed_as_often_as_in_a_step_of_all_micro_batches(
 
     def sent() -> dict[str, int]:
         found: Counter[str] = Counter()
-        for kernel, count in observe(recipe, vocabulary=96, device=gpu, evaluated=False).kernels.items():
+        for kernel, count in observe(Request(recipe, gpu, vocabulary=96), evaluated=False).kernels.items():
             if "reduce" in kernel.operator or kernel.operator == "fsdp::chunk_cat":
                 found[kernel.operator] += count * max(kernel.bytes_read, kernel.bytes_written)
         return dict(found)

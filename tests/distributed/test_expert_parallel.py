@@ -15,6 +15,7 @@ from preheat.engine.step import gradients, update
 from preheat.models import hf
 from preheat.models.moe import biases
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .processes import ALL, processes
@@ -165,7 +166,7 @@ def test_a_plan_lets_go_of_experts_that_one_device_holds_alone(gather: str) -> N
         "parallel.devices=2",
         f"batch.size={ROWS}",
     )
-    seen = observe(recipe, vocabulary=96, device=DEVICE)
+    seen = observe(Request(recipe, DEVICE, vocabulary=96))
     after = seen.categories["saving"]
     assert after["parameters"] > 0
     assert after["activations"] < 0.01 * after["parameters"]

@@ -20,6 +20,7 @@ from preheat.engine.evaluate import likeliest, measure, token_scores
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.ops.distributed.dtensor_utils import local
+from preheat.planning.request import Request
 
 from ..conftest import DEVICE, tiny, uneven
 from .forked import Case, compare, kept_bytes, run
@@ -245,7 +246,7 @@ def test_what_is_gathered_again_is_kept_in_pieces() -> None:
     from preheat.planning.dry_run import observe
 
     kept, all_ = (
-        observe(tiny(gathered_again(on, "fp32"), family="qwen3", rows=4), vocabulary=96, device=DEVICE, world=2)
+        observe(Request(tiny(gathered_again(on, "fp32"), family="qwen3", rows=4), DEVICE, vocabulary=96, world=2))
         for on in (True, False)
     )
     stream = 4 * 32 * 32 * 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from preheat.core import STEP, Device, Phase
 from preheat.engine.checkpoint import is_async
 from preheat.hardware.gpu_memory import CONTEXT
-from preheat.planning.dry_run import Observation
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.memory.cuda_caching_allocator import replay_caching
+from preheat.planning.observation import Observation
 from preheat.recipe import Recipe
 
 __all__ = ["EXACT", "SOURCES", "process_overhead", "exporting", "gives_back"]

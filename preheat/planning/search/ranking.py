@@ -12,15 +12,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from preheat.core import DATA, Axis, Device, ModelFacts, Phase, Tag
+from preheat.core import DATA, Axis, ModelFacts, Phase, Tag
 from preheat.hardware.rates import Rates
 from preheat.planning.dispatch_recorder import Kernel
-from preheat.planning.dry_run import Observation
 from preheat.planning.layer_extrapolation import of_layers
+from preheat.planning.observation import Observation
 from preheat.planning.observation_cache import observe_cached
+from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
 from preheat.planning.speed.step_time import step_seconds
-from preheat.recipe import Batch, Recipe
+from preheat.recipe import Batch
 
 __all__ = ["Guess", "LayerCost", "estimate", "observe_layer", "seconds"]
 
@@ -87,28 +88,21 @@ def _of_update(observation: Observation, rates: Rates | Roofline) -> float:
     return step_seconds(only, rates)
 
 
-def observe_layer(
-    recipe: Recipe,
-    *,
-    vocabulary: int | None,
-    device: Device,
-    rates: Rates | Roofline,
-    layer: LayerCost | None = None,
-) -> LayerCost:
+def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerCost:
     """Observes the model with one layer and with two, on one device with one sequence.
 
     Args:
-        recipe: recipe with batch size 1 and no parallelism.
+        request: for one device, with batch size 1 and no parallelism (`Space.single`).
         layer: cost of the same layers, if only embedding, head and loss differ: one dry run is then enough.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
+    rates = request.rates
+    assert rates is not None, "an estimate needs the rates of its device"
 
     def numbers(layers: int) -> tuple[float, ...]:
-        observation = observe_cached(
-            of_layers(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step"
-        )
+        observation = observe_cached(of_layers(request, layers), how="step")
         at = observation.categories[Phase.UPDATE]
         update = _of_update(observation, rates)
         states = at["parameters"] + at["gradients"] + at["optimizer"]

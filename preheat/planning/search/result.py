@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from preheat.planning.search.candidates import Numerics, Settings
+from preheat.core import Numerics
+from preheat.planning.search.candidates import Settings
 from preheat.recipe import Recipe
 from preheat.sanitize import memory
 

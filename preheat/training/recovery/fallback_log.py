@@ -16,7 +16,8 @@ from preheat import recipe as recipes
 from preheat.core import Phase
 from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
-from preheat.planning.fallback_ladder import Fallback, Ladder, PlanContext, find_fallbacks, halve_length, settings
+from preheat.planning.fallback_ladder import Fallback, Ladder, find_fallbacks, halve_length, settings
+from preheat.planning.request import Request
 from preheat.recipe import Recipe
 from preheat.run_dir import Reader, is_failure, parse_json, to_json, write_atomic
 
@@ -81,7 +82,7 @@ def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Re
     """Returns the recipe with the fallbacks that are active at a step.
 
     Args:
-        recipe: as written, or settled.
+        recipe: as written, or with its `auto` settings resolved.
         events: events of the run, in order.
         step: step of the checkpoint that the run resumes from; 0: none.
     """
@@ -97,19 +98,19 @@ def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Re
 
 
 def apply_fallbacks(
-    recipe: Recipe, run: Path, newest: Path | None, planner: PlanContext, *, afresh: bool
+    request: Request, run: Path, newest: Path | None, *, afresh: bool
 ) -> tuple[Recipe, list[dict[str, Any]]]:
     """Returns the recipe with which a resumed run is built, and the events to log.
 
     Args:
-        recipe: settled.
+        request: with the settings that are left to the planner resolved.
         newest: the checkpoint that the run resumes from.
         afresh: True if the user chose other settings, which replace all fallbacks.
 
     Raises:
         RunError: processes ran out of memory, and no fallback suffices.
     """
-    step = int(newest.name.removeprefix("step-")) if newest else 0
+    recipe, step = request.recipe, int(newest.name.removeprefix("step-")) if newest else 0
     if afresh:
         for file in oom_records(run):
             file.unlink()
@@ -123,7 +124,7 @@ def apply_fallbacks(
         return built, []
     # All ranks get the same recipe, so the fallback must fit the rank with the least room.
     tightest = min(failures, key=lambda f: f.room if f.room is not None else 2**62)
-    ladder, rung = choose_fallback(built, tightest, planner)
+    ladder, rung = choose_fallback(replace(request, recipe=built), tightest)
     events = [{"kind": "out_of_memory", **asdict(failure)} for failure in failures]
     return rung.recipe, [*events, recorded(recipe, rung, ladder, tightest, step)]
 
@@ -149,27 +150,28 @@ def recorded(recipe: Recipe, rung: Fallback, ladder: Ladder | None, failure: Fai
     }
 
 
-def choose_fallback(recipe: Recipe, failure: Failure, planner: PlanContext) -> tuple[Ladder | None, Fallback]:
+def choose_fallback(request: Request, failure: Failure) -> tuple[Ladder | None, Fallback]:
     """Returns the fastest fallback that fits according to a dry run.
 
     Raises:
         RunError: none suffices; the message names a smaller recipe that would fit.
     """
-    if failure.where is Phase.SAVING and is_async(recipe, planner.device):  # the asynchronous copy did not fit
+    recipe = request.recipe
+    if failure.where is Phase.SAVING and is_async(recipe, request.device):  # the asynchronous copy did not fit
         milder = replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))
         return None, Fallback(settings(recipe, milder), milder, {}, 0.0)
     # An evaluation that fails needs less memory in evaluation; the peak of training is no measure for it.
-    planner = replace(planner, phase=Phase.EVALUATION if failure.where is Phase.EVALUATION else None)
+    phase = Phase.EVALUATION if failure.where is Phase.EVALUATION else None
     # First without the memory that the plan counts apart from tensors: some of it may be in use by now.
     rooms = [None] if failure.room is None else [failure.room / GIB, (failure.room + failure.beside) / GIB]
     for room in rooms:
-        ladder = find_fallbacks(recipe, planner, room=room)
+        ladder = find_fallbacks(request, room=room, phase=phase)
         if ladder.rungs:
             return ladder, ladder.rungs[0]
     lowest, present = ladder.lowest, ladder.present
     limit = min(present.need, room or present.need, present.plan["available_gib"])
     least = f"The least that a rung needs is {lowest.need:.2f} GiB ({lowest.words})" if lowest.set else "It has no rung"
-    fits = halve_length(lowest.recipe, planner, room=limit, of=recipe)
+    fits = halve_length(lowest.recipe, request, room=limit, phase=phase)
     way = (
         f"another run with {fits.words} would need {fits.need:.2f} GiB"
         if fits

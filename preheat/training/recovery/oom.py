@@ -13,7 +13,7 @@ import gc
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import numpy
@@ -157,16 +157,15 @@ class Recovery:
             return
         self._failure = failure
         self.watchdog.set_phase(failure.step, Phase.FALLBACK)
-        assert session.planner is not None, "a process that is alone is the first"
         try:
-            ladder, rung = choose_fallback(session.effective, failure, session.planner)
+            ladder, rung = choose_fallback(session.request, failure)
         except RunError:
             if session.assembled:
                 self._save_and_free_build(failure)  # saves a checkpoint
             raise
         step = session.progress.step if self._in_place(rung.recipe, failure) else self._rebuild_from_checkpoint(failure)
-        session.effective, self._failure = rung.recipe, None
-        session.writer.event(**recorded(session.settled, rung, ladder, failure, step))
+        session.request, self._failure = replace(session.request, recipe=rung.recipe), None
+        session.writer.event(**recorded(session.resolved, rung, ladder, failure, step))
         session.watch.notice(f"out of memory in step {failure.step + 1} ({failure.where}): going on with {rung.words}")
         if ladder is not None:
             session.plan = dict(rung.plan)

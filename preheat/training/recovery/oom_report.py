@@ -15,7 +15,8 @@ from preheat.engine.device import resolve_device
 from preheat.errors import RunError
 from preheat.hardware.rates import Rates
 from preheat.hardware.segments import grows
-from preheat.planning.fallback_ladder import PlanContext, find_fallbacks, halve_length
+from preheat.planning.fallback_ladder import find_fallbacks, halve_length
+from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe
 from preheat.run_dir import Reader
@@ -62,18 +63,19 @@ def diagnose(run: str | Path) -> dict[str, Any]:
     recipe = recipes.parse(reader.recipe_text, where=f"{run}/recipe.yaml")
     recipe = effective(recipe, before, failure["step"] if failure else 0)
     machine, measured = _machine(recipe, reader.environment)
-    planner = PlanContext(
-        vocabulary=len(load_tokenizer(str(reader.path / "tokenizer"))),
+    request = Request(
+        recipe,
         device=machine,
+        vocabulary=len(load_tokenizer(str(reader.path / "tokenizer"))),
         rates=measured,
         world=reader.environment.get("processes"),
-        phase=Phase.EVALUATION if failure and Phase.of(failure["where"]) is Phase.EVALUATION else None,
     )
+    phase = Phase.EVALUATION if failure and Phase.of(failure["where"]) is Phase.EVALUATION else None
     known = failure and failure["room"] and failure["room"] + failure["beside"]
     room = known / GIB if known else plan.get("available_gib")
     if room is None:
         raise RunError(f"{run}: neither its events nor plan.json say how much memory there was; train it again")
-    ladder = find_fallbacks(recipe, planner, room=room)
+    ladder = find_fallbacks(request, room=room, phase=phase)
     now = ladder.present
     ways = [
         {
@@ -84,7 +86,7 @@ def diagnose(run: str | Path) -> dict[str, Any]:
         }
         for rung in ladder.rungs[:WAYS]
     ]
-    fits = None if ways else halve_length(ladder.lowest.recipe, planner, room=room, of=recipe)
+    fits = None if ways else halve_length(ladder.lowest.recipe, request, room=room, phase=phase)
     return {
         "failure": failure,
         "held": {name: size / GIB for name, size in (failure or {"held": {}})["held"].items()},

@@ -26,7 +26,7 @@ from preheat.inference.load import load_model
 from preheat.models.hf import plain_logits
 from preheat.ops.quantization import nf4
 from preheat.run_dir import Writer
-from preheat.training.session import vocabulary_of
+from preheat.training.plan_request import vocabulary_of
 
 from ...conftest import DEVICE, uneven
 

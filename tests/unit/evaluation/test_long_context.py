@@ -221,7 +221,8 @@ def test_a_task_that_can_be_solved_is_solved_and_one_that_cannot_is_not(
 
 
 def test_reading_takes_no_scores_of_all_places(tokenizer: Any, text: Tokens) -> None:
-    from preheat.planning.dry_run import Recorder, highest
+    from preheat.planning.dispatch_recorder import Recorder
+    from preheat.planning.dry_run import highest
 
     made = opened()
     plain = made.slot(Slot.ATTENTION_KERNEL)

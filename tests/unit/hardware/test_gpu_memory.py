@@ -16,7 +16,8 @@ from preheat.hardware.gpu_memory import CONTEXT, limit_memory, memory_peak, take
 from preheat.hardware.probe import begin_peak
 from preheat.report.run_page import _memory_of_gpu
 from preheat.run_dir import expected_memory
-from preheat.training.session import in_use, reset_memory_baseline
+from preheat.training.plan_request import in_use
+from preheat.training.session import reset_memory_baseline
 
 GIB = 2**30
 WHOLE = Device("cuda", "a GPU", 80 * GIB)

@@ -38,6 +38,7 @@ from preheat.hardware.rates import (
     stored_at,
 )
 from preheat.hardware.timing import Stopwatch
+from preheat.planning.request import Request
 
 from ...conftest import SMALL, tiny
 
@@ -341,7 +342,9 @@ def test_what_checkpointing_costs_the_host_and_the_pace_are_in_a_step() -> None:
             **changes,
         )
         seen = observe(
-            tiny(f"{{activation_checkpointing: {{mode: {mode}}}}}"), vocabulary=96, device=Device("cpu", "a CPU", 2**33)
+            Request(
+                tiny(f"{{activation_checkpointing: {{mode: {mode}}}}}"), Device("cpu", "a CPU", 2**33), vocabulary=96
+            )
         )
         return step_seconds(seen, measured), sum(seen.kernels.values())
 
@@ -353,7 +356,8 @@ def test_what_checkpointing_costs_the_host_and_the_pace_are_in_a_step() -> None:
 
 def test_our_norm_and_what_low_bits_look_up_have_rates_of_their_own() -> None:
     """A plan took them for copies: recipes with `fused_operators` and `low_bit_adamw` were a fifth and more too quick."""
-    from preheat.planning.dry_run import Kernel, observe
+    from preheat.planning.dispatch_recorder import Kernel
+    from preheat.planning.dry_run import observe
     from preheat.planning.speed.step_time import kernel_seconds
 
     rates = {"copy": 1e12, "look_up": 1e10, "where": 2e10, "embedding": 1e12, "mul": 1e12}
@@ -372,7 +376,7 @@ def test_our_norm_and_what_low_bits_look_up_have_rates_of_their_own() -> None:
     assert seconds("index_select", "int", ((256,), (10**6,))) == pytest.approx(8e6 / 1e10)
     assert seconds("index_select", "fp32", ((256, 64), (10**6,))) == pytest.approx(12e6 / 1e12)
     assert seconds("where", "int", ((), (10**6,), (10**6,))) == pytest.approx(12e6 / 2e10)
-    seen = observe(tiny("{fused_operators: {}}"), vocabulary=96, device=Device("cpu", "a CPU", 2**33))
+    seen = observe(Request(tiny("{fused_operators: {}}"), Device("cpu", "a CPU", 2**33), vocabulary=96))
     assert {"preheat::rms_norm", "preheat::rms_norm_backward"} <= {kernel.operator for kernel in seen.kernels}
 
 
@@ -537,6 +541,7 @@ def test_a_kept_heap_hands_freed_pages_out_again() -> None:
     code = """
 import resource, sys, torch
 from preheat.hardware.cpu_allocator import install_heap
+from preheat.planning.request import Request
 if sys.argv[1] == "keep":
     assert install_heap() is None
 def step():
@@ -588,7 +593,7 @@ def test_a_plan_tells_of_a_cpu_that_is_slower_in_bf16(bf16: float, techniques: s
         matrix=tuple(MatrixRate(d, layout, 100, 100, 100, 1e9) for d in dtypes for layout in LAYOUTS),
         moved=tuple(MovedRate(mover, d, 1000, 1e9) for d in dtypes for mover in MOVERS),
     )
-    made = plan(tiny(techniques), vocabulary=96, device=Device("cpu", "a CPU", 2**33), rates=measured)
+    made = plan(Request(tiny(techniques), Device("cpu", "a CPU", 2**33), vocabulary=96, rates=measured))
     assert made["fp32_rate"] == (7e10 if warned else None)
     screen = Console(width=200, file=io.StringIO())
     with screen.capture() as caught:

@@ -18,6 +18,7 @@ from preheat.models.hf import plain_logits
 from preheat.ops.losses.cross_entropy import chunked_logits, whole_logits
 from preheat.ops.losses.distillation import Distilled, TeacherHead
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
 from ...contract.settings import teacher
@@ -203,7 +204,7 @@ def test_a_dry_run_sees_the_losses_of_it_and_nothing_of_the_writing() -> None:
         recipe = recipes.override(
             tiny(f"{{distillation: {{teacher: {folder}, {settings}}}}}"), f"data.tokenizer={folder}"
         )
-        seen = observe(recipe, vocabulary=96, device=DEVICE, evaluated=False)
+        seen = observe(Request(recipe, DEVICE, vocabulary=96), evaluated=False)
         peaks.append((max(seen.peak.values()), sum(seen.flops.values())))
     assert peaks[0][0] <= peaks[1][0] < 1.1 * peaks[0][0]
     assert peaks[0][1] == peaks[1][1]

@@ -13,6 +13,7 @@ from preheat.engine.evaluate import evaluate
 from preheat.engine.step import gradients
 from preheat.errors import RecipeError
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 
 from ...conftest import DEVICE, tiny, uneven
 
@@ -49,7 +50,7 @@ def test_the_first_loss_is_that_of_the_dense_model_and_transformers_opens_what_i
 
 def test_the_plan_counts_the_experts() -> None:
     dense, made = (
-        observe(tiny(t), vocabulary=96, device=DEVICE) for t in ("{}", "{upcycling: {experts: 8, chosen: 2}}")
+        observe(Request(tiny(t), DEVICE, vocabulary=96)) for t in ("{}", "{upcycling: {experts: 8, chosen: 2}}")
     )
     block, router = 3 * 32 * 64, 8 * 32
     assert made.parameters - dense.parameters == 3 * (7 * block + router)

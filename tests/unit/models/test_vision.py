@@ -20,6 +20,7 @@ from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError
 from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import observe_few
+from preheat.planning.request import Request
 from preheat.recipe import Recipe, parse
 from preheat.training.image_counts import with_images
 from preheat.training.session import data_of
@@ -379,10 +380,10 @@ def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Pa
     with FlopCounterMode(display=False) as counter:
         b = made(recipe)
         gradients(b, [replace(batch, mask=MaskSpec(documents=((48,),) * 8))], 0.01)
-    seen = observe(counted, vocabulary=None, device=DEVICE)
+    seen = observe(Request(counted, DEVICE))
     assert seen.model_flops == counter.get_total_flops()
     without = replace(counted, data=replace(counted.data, images=0.0))
-    assert observe(without, vocabulary=None, device=DEVICE).model_flops < 0.95 * seen.model_flops
+    assert observe(Request(without, DEVICE)).model_flops < 0.95 * seen.model_flops
 
 
 def test_many_layers_are_planned_by_few(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -392,7 +393,7 @@ def test_many_layers_are_planned_by_few(folders: dict[str, Path], tmp_path: Path
         "{mixed_precision: {mode: bf16}, efficient_attention: {}, activation_checkpointing: {}}",
     )
     deep = replace(recipe, model=replace(recipe.model, weights="random", config={"num_hidden_layers": 29}))
-    few, whole = (see(deep, vocabulary=None, device=GPU) for see in (observe_few, observe))
+    few, whole = (see(Request(deep, GPU)) for see in (observe_few, observe))
     assert not few.log
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.model_flops == whole.model_flops

@@ -23,6 +23,7 @@ from preheat.models.hf import plain_logits
 from preheat.ops.adapters import peft_layers
 from preheat.ops.quantization import nf4
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.techniques.peft_adapter import METHODS
 
 from ...conftest import DEVICE, tiny, uneven
@@ -454,7 +455,7 @@ def test_new_weights_in_nf4_are_those_of_the_plain_model_rounded(family: str, na
 def test_the_dry_run_sees_half_a_byte_a_weight() -> None:
     text = "model: {layers: 2, width: 512, heads: 4, feed_forward: 1024, vocabulary: 64}\nbatch: {size: 1, length: 8}\nstop: {steps: 1}\n"
     plain, packed = (
-        observe(recipes.parse(text + f"techniques: {t}"), vocabulary=64, device=DEVICE)
+        observe(Request(recipes.parse(text + f"techniques: {t}"), DEVICE, vocabulary=64))
         for t in ("{lora: {rank: 1}}", "{lora: {rank: 1}, nf4: {}}")
     )
     weights = 2 * (4 * 512 * 512 + 3 * 512 * 1024)
@@ -472,7 +473,7 @@ def test_under_autocast_adapters_keep_no_copies_of_their_inputs(monkeypatch: pyt
         for n, (_, p) in enumerate(made.parameters()):
             torch.nn.init.normal_(p, std=0.05, generator=torch.Generator().manual_seed(n))
         loss = gradients(made, [uneven()])
-        kept = observe(recipe, vocabulary=96, device=DEVICE).categories["forward"]["activations"]
+        kept = observe(Request(recipe, DEVICE, vocabulary=96)).categories["forward"]["activations"]
         return float(loss.total), [p.grad.clone() for _, p in made.parameters() if p.grad is not None], kept
 
     loss, grads, kept = numbers()

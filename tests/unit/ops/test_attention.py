@@ -23,7 +23,8 @@ from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.multihead import attention_in_chunks
 from preheat.ops.attention.patterns import in_shifted_groups, within_window
 from preheat.ops.attention.sdpa import allowed, reference_attention, sdpa_attention
-from preheat.planning.dry_run import Recorder, highest
+from preheat.planning.dispatch_recorder import Recorder
+from preheat.planning.dry_run import highest
 from preheat.techniques.efficient_attention import EfficientAttention
 
 from ...conftest import DEVICE, difference, split, tiny, uneven

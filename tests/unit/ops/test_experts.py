@@ -26,6 +26,7 @@ from preheat.models.moe import biases, routers
 from preheat.ops.grouped_mm import _multiply, _multiply_blocks, _outer, _outer_blocks, compute_experts, grouped_linear
 from preheat.ops.optim.optimizers import Adafactor
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
 from ...contract.waits import waits_of
@@ -304,12 +305,12 @@ def test_a_folder_with_a_matrix_for_each_expert_is_read(family: str, tmp_path: P
 
 
 def test_a_dry_run_counts_the_products_of_experts_and_the_pass_that_counts_tokens() -> None:
-    base = observe(tiny(family="qwen3"), vocabulary=96, device=DEVICE)
-    whole = observe(tiny(family="qwen3_moe"), vocabulary=96, device=DEVICE)
+    base = observe(Request(tiny(family="qwen3"), DEVICE, vocabulary=96))
+    whole = observe(Request(tiny(family="qwen3_moe"), DEVICE, vocabulary=96))
     tokens, layers = 4 * 32, 3
     block, router = 6 * tokens * 3 * 32 * 64, 6 * tokens * 32 * 8  # forward and twice that in backward
     assert whole.model_flops - base.model_flops == layers * (2 * block + router - block)
-    parts = observe(tiny("{gradient_accumulation: {steps: 4}}", family="qwen3_moe"), vocabulary=96, device=DEVICE)
+    parts = observe(Request(tiny("{gradient_accumulation: {steps: 4}}", family="qwen3_moe"), DEVICE, vocabulary=96))
     assert parts.model_flops == whole.model_flops
     head = 2 * tokens * 32 * 96
     assert (

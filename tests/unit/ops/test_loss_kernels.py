@@ -14,7 +14,7 @@ from torch.nn import functional
 from preheat.engine.builder import build
 from preheat.errors import RecipeError
 from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, torch_logits, whole_logits
-from preheat.planning.dry_run import Recorder
+from preheat.planning.dispatch_recorder import Recorder
 
 from ...conftest import DEVICE, difference, tiny
 

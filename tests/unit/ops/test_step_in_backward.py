@@ -14,6 +14,7 @@ from preheat.engine.checkpoint import Progress
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError, RunError
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.training.loop import _Loop
 
 from ...conftest import DEVICE, split, tiny, uneven
@@ -45,8 +46,8 @@ def test_gradients_never_stand_together() -> None:
     recipe = recipes.override(
         tiny("{chunked_loss: {rows: 8}}"), "optimizer.clip=0", "model.layers=8", "batch.size=1", "batch.length=4"
     )
-    after = observe(recipe, vocabulary=96, device=DEVICE)
-    within = observe(recipes.override(recipe, IN_BACKWARD), vocabulary=96, device=DEVICE)
+    after = observe(Request(recipe, DEVICE, vocabulary=96))
+    within = observe(Request(recipes.override(recipe, IN_BACKWARD), DEVICE, vocabulary=96))
     spared = max(after.peak["backward"], after.peak["update"]) - max(within.peak["backward"], within.peak["update"])
     assert spared > 0.7 * 4 * after.trained
     assert sum(after.flops.values()) == sum(within.flops.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from preheat.hardware.catalogue import Accelerator, accelerator, stated
 from preheat.planning import observation_cache as recalling
 from preheat.planning.explain import explain, figures
 from preheat.planning.plan import plan
+from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space, candidate_problems, worst
 from preheat.planning.search.ranking import observe_layer
 from preheat.planning.search.search import search
 from preheat.planning.search.technique_combinations import technique_combinations
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe, override, parse
-from preheat.training.plan_request import asked
+from preheat.training.plan_request import subject_of
 
 from ...conftest import DEVICE
 
@@ -46,7 +48,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 def found(recipe: Recipe, mib: float, allow: Any = "exact", world: int = 1, **how: Any) -> Any:
     rates = gpu(mib)
-    return search(Space(recipe, None, rates.as_device, world, allow), rates=rates, seconds=1, confirm=False, **how)
+    return search(
+        Space(Request(recipe, rates.as_device, world=world, rates=rates), allow), seconds=1, confirm=False, **how
+    )
 
 
 def test_less_memory_costs_speed_and_the_verdict_is_that_of_a_plan() -> None:
@@ -55,7 +59,7 @@ def test_less_memory_costs_speed_and_the_verdict_is_that_of_a_plan() -> None:
     assert tight.best.plan["fits"]
     assert tight.best.plan["peak_gib"] <= 650 / 1024
     assert tight.best.plan["tokens_per_second"] <= wide.best.plan["tokens_per_second"]
-    again = plan(tight.best.recipe, vocabulary=None, device=gpu(650).as_device, rates=gpu(650))
+    again = plan(Request(tight.best.recipe, gpu(650).as_device, rates=gpu(650)))
     assert tight.best.plan["peak_gib"] == pytest.approx(again["peak_gib"], rel=0.01)
 
 
@@ -92,7 +96,10 @@ def test_devices_share_out_what_one_cannot_hold() -> None:
     one, four = found(wide, 960), found(wide, 960, world=4)
     assert not one.best.plan["fits"]
     assert four.best.plan["fits"]
-    assert math.prod(Space(four.best.recipe, None, gpu(960).as_device, 4).sizes_of(four.best.recipe).values()) == 4
+    assert (
+        math.prod(Space(Request(four.best.recipe, gpu(960).as_device, world=4)).sizes_of(four.best.recipe).values())
+        == 4
+    )
 
 
 def test_a_search_is_told_in_words_and_figures() -> None:
@@ -113,21 +120,20 @@ def test_a_search_is_told_in_words_and_figures() -> None:
     assert keys <= told.keys()
     assert told["cost"]["million_tokens"] == pytest.approx(2 / 3600 / told["tokens_per_second"] * 1e6)
     rates = gpu(650)
-    seen = recalling.observe_cached(
-        made.best.recipe, vocabulary=None, device=rates.as_device, world=1, how="whole", logged=True
-    )
-    drawn = figures(made, seen, rates)
+    request = Request(made.best.recipe, rates.as_device, world=1, rates=rates)
+    seen = recalling.observe_cached(request, how="whole", logged=True)
+    drawn = figures(made, request)
     most = max(size for _, size in drawn["timeline"]["bytes"])
     assert most == pytest.approx(max(size for phase, size in seen.peak.items() if phase != "evaluation") / 2**30)
     assert all(0 < point["flops"] <= drawn["roofline"]["peak"] for point in drawn["roofline"]["points"])
 
 
 def test_what_was_observed_is_recalled_from_disk_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    how: dict[str, Any] = {"vocabulary": None, "device": gpu(8192).as_device, "world": 1, "how": "whole"}
-    first = recalling.observe_cached(small(), **how)
+    request = Request(small(), gpu(8192).as_device, world=1)
+    first = recalling.observe_cached(request, how="whole")
     recalling._known.clear()
-    monkeypatch.setitem(recalling._LOOKS, "whole", lambda *_, **__: pytest.fail("looked at again"))
-    second = recalling.observe_cached(small(), **how)
+    monkeypatch.setitem(recalling._DRY_RUNS, "whole", lambda *_, **__: pytest.fail("looked at again"))
+    second = recalling.observe_cached(request, how="whole")
     assert (first.peak, first.kernels, first.at, first.held) == (second.peak, second.kernels, second.at, second.held)
 
 
@@ -145,20 +151,20 @@ def test_a_device_is_stated_in_its_data_sheets_units() -> None:
 
 
 def test_a_question_is_a_recipe_or_a_model(tmp_path: Path) -> None:
-    named = asked("Qwen/Qwen3-8B", method="qlora", batch_tokens=65536, length=4096)
+    named = subject_of("Qwen/Qwen3-8B", method="qlora", batch_tokens=65536, length=4096)
     assert (named.recipe.model.preset, named.checkpoint, named.given) == ("qwen3-8b", "Qwen/Qwen3-8B", False)
     assert (named.recipe.batch.size, named.recipe.batch.length) == (16, 4096)
     assert set(named.recipe.techniques) == {"lora", "nf4"}
-    assert asked("demo").given
-    assert asked("15M").recipe.model.size == "15M"
-    assert asked(None, ["model.size=15M"]).recipe.model.size == "15M"
+    assert subject_of("demo").given
+    assert subject_of("15M").recipe.model.size == "15M"
+    assert subject_of(None, ["model.size=15M"]).recipe.model.size == "15M"
     for what, how, words in (
         ("qwen3-8b", {"batch_tokens": 1000}, "no multiple of rows of 2,048"),
         ("qwen3-8b", {"batch_tokens": 0}, "no multiple"),
         (str(tmp_path), {}, "without a config.json"),
     ):
         with pytest.raises(RecipeError, match=words):
-            asked(what, **how)  # type: ignore[arg-type]
+            subject_of(what, **how)  # type: ignore[arg-type]
 
 
 def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
@@ -168,7 +174,7 @@ def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
         '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 128}'
     )
     with pytest.raises(RecipeError, match="does not say num_hidden_layers"):
-        hf.configure(asked(str(tmp_path)).recipe)
+        hf.configure(subject_of(str(tmp_path)).recipe)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +197,10 @@ def test_a_stated_technique_that_no_layout_goes_with_is_told_before_layouts_that
 
 def test_a_look_tells_what_a_layer_keeps_from_what_its_gradients_take() -> None:
     rates = gpu(8192)
-    how: dict[str, Any] = {"vocabulary": None, "device": rates.as_device, "rates": rates}
     single = override(small(), "batch.size=1")
-    plain = observe_layer(single, **how)
-    spare = observe_layer(override(single, "techniques.activation_checkpointing={}"), **how)
+    request = Request(single, rates.as_device, world=1, rates=rates)
+    plain = observe_layer(request)
+    spare = observe_layer(replace(request, recipe=override(single, "techniques.activation_checkpointing={}")))
     hidden = 512 * 256 * 4  # of a row's tokens, fp32: the one thing that a layer keeps whose rest is computed again
     assert hidden <= spare.kept[0] <= 1.1 * hidden
     assert plain.kept[0] > 8 * hidden
@@ -213,7 +219,7 @@ def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
             "techniques: {tensor_parallel: {degree: 2}, efficient_attention: {}}"
         ),
     )
-    made = search(Space(recipe, None, rates.as_device, 2, "rounding"), rates=rates, seconds=1, confirm=False)
+    made = search(Space(Request(recipe, rates.as_device, world=2, rates=rates), "rounding"), seconds=1, confirm=False)
     assert made.best.plan["fits"]
     assert made.guessed
     assert not any("owns the slot" in why for what, why in made.rejected if "tensor_parallel" in what), made.rejected
@@ -238,7 +244,7 @@ def test_more_rows_at_a_time_are_looked_at_where_guesses_of_one_row_see_no_gain(
     rates = gpu(8192)
     for cuts in (2, 4, 16):
         other = override(made.best.recipe, f"techniques.gradient_accumulation={{steps: {cuts}}}")
-        told = plan(other, vocabulary=None, device=rates.as_device, rates=rates)
+        told = plan(Request(other, rates.as_device, rates=rates))
         assert told["fits"]
         assert made.best.plan["tokens_per_second"] >= 0.99 * told["tokens_per_second"]
 
@@ -246,14 +252,14 @@ def test_more_rows_at_a_time_are_looked_at_where_guesses_of_one_row_see_no_gain(
 def test_a_search_adds_only_what_is_planned_well_on_the_device() -> None:
     recipe = small(", lora: {}")
     names = {
-        kind: {cls.name() for cls in Space(recipe, None, device, 1, "different").searched()}
+        kind: {cls.name() for cls in Space(Request(recipe, device, world=1), "different").searched()}
         for kind, device in (("cpu", DEVICE), ("cuda", gpu(8192).as_device))
     }
     assert names["cuda"] - names["cpu"] == {"compile", "fused_operators", "liger", "fp8"}
     assert "nf4" in names["cpu"]
     for name, fits in (("A100", False), ("L40S", True)):
         device = Roofline.of(name).as_device
-        space = Space(override(small(), "techniques.mixed_precision={}"), None, device, 1, "different")
+        space = Space(Request(override(small(), "techniques.mixed_precision={}"), device, world=1), "different")
         refused = candidate_problems(space, space.having([registry()["fp8"]()]))
         assert any("compute capability" in problem.text for problem in refused) is not fits, refused
 
@@ -267,7 +273,7 @@ def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pyt
     recipe = override(small(), "techniques={chunked_loss: {}, lora: {}}")
     refusals: list[Any] = []
     kinds = technique_combinations(
-        Space(recipe, None, rates.as_device, 1, "rounding"), rates, lambda *why: refusals.append(why)
+        Space(Request(recipe, rates.as_device, world=1, rates=rates), "rounding"), lambda *why: refusals.append(why)
     )
     together = [{t.name(): t for t in kind.settings} for kind in kinds if attention in map(type, kind.settings)]
     modes = {kind["mixed_precision"].mode for kind in together}  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from preheat.engine.builder import build
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.inference.load import load_model
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.techniques.difficulty_curriculum import competence, losses_of, order_by_difficulty
 from preheat.techniques.length_curriculum import LengthCurriculum, length_at, shape_at
 from preheat.training import loop as training
@@ -142,7 +143,7 @@ def test_stated_stages_last_alike_and_are_what_is_read() -> None:
 
 
 def test_the_plan_sees_the_longest_rows() -> None:
-    plain, grown = (observe(tiny(t), vocabulary=96, device=DEVICE) for t in ("{}", "{length_curriculum: {}}"))
+    plain, grown = (observe(Request(tiny(t), DEVICE, vocabulary=96)) for t in ("{}", "{length_curriculum: {}}"))
     assert grown.peak == plain.peak
     assert grown.tokens == plain.tokens
 
@@ -312,7 +313,7 @@ class Killer(Watch):
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with text; the plan is left out, since what is tried here is the data and the state."""
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("preheat.planning.fallback_ladder.plan", lambda *_, **__: dict(FIGURES))
+    monkeypatch.setattr("preheat.training.session.plan", lambda *_, **__: dict(FIGURES))
     monkeypatch.setattr("preheat.hardware.benchmark_rates.rates", lambda *_, **__: None)
     monkeypatch.setattr(
         session, "reset_memory_baseline", lambda device: 0

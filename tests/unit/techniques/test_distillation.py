@@ -24,6 +24,7 @@ from preheat.models.distillation.teacher import spread
 from preheat.ops.losses.cross_entropy import chunked_logits, whole_logits
 from preheat.ops.losses.distillation import Distilled, TeacherHead, divergence, likeliest
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
 from ...contract.settings import teacher
@@ -315,7 +316,7 @@ def planned(
         "model: {layers: 6, width: 384, heads: 6, feed_forward: 1024, vocabulary: 32000}\nbatch: {size: 16, length: 256}\n"
         f"data: {{tokenizer: {folder}}}\nstop: {{steps: 1}}\ntechniques: {{{beside}, {technique}}}"
     )
-    return observe(recipe, vocabulary=32_000, device=DEVICE, evaluated=False)
+    return observe(Request(recipe, DEVICE, vocabulary=32_000), evaluated=False)
 
 
 def test_at_32_000_pieces_memory_is_near_that_of_plain_chunked_training_and_the_teacher_is_counted(large: Path) -> None:
@@ -342,7 +343,7 @@ def test_under_fsdp_the_teacher_is_shared_out_as_the_student_is() -> None:
         f"data.tokenizer={teacher()}",
         "parallel.devices=4",
     )
-    seen = observe(recipe, vocabulary=96, device=DEVICE, evaluated=False)
+    seen = observe(Request(recipe, DEVICE, vocabulary=96), evaluated=False)
     whole = sum(p.numel() for parts in made().parts.values() for part in parts for p in part.parameters())
     assert seen.at["load", ""]["parameters"] == pytest.approx(4 * whole / 4, rel=0.1)  # bytes of fp32, a fourth of them
 
@@ -352,7 +353,7 @@ def test_the_pass_that_fills_a_cache_is_planned_too(large: Path) -> None:
         tiny("{}", more=f"data: {{tokenizer: {teacher()}}}"),
         f"techniques.distillation={{teacher: {teacher()}, cache: {large / 'x'}}}",
     )
-    seen = observe(recipe, vocabulary=96, device=DEVICE)
+    seen = observe(Request(recipe, DEVICE, vocabulary=96))
     count = sum(p.numel() for p in made().parts["teacher"][0].parameters())
     assert sum(seen.at["load", "rows"].values()) > sum(seen.at["load", ""].values()) + 4 * count
     assert not (large / "x").exists()

@@ -18,6 +18,7 @@ from preheat import recipe as recipes
 from preheat.core import Device
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.child_processes import all_here, store_address
+from preheat.planning.request import Request
 from preheat.training.launch.local import start
 from preheat.training.process_group import Ranks, _roll_call, meet
 
@@ -144,7 +145,7 @@ def test_more_devices_than_rows_are_refused() -> None:
     from preheat.planning.dry_run import observe
 
     with pytest.raises(RecipeError, match=r"batch.size: 4 rows cannot be shared out among 8 devices; use 8 or more"):
-        observe(tiny("{fsdp: {}}"), vocabulary=96, device=Device("cpu", "test", 8 << 30), world=8)
+        observe(Request(tiny("{fsdp: {}}"), Device("cpu", "test", 8 << 30), vocabulary=96, world=8))
 
 
 ABORTS = """
