@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat.core import Device, Searchable, Stage, Tag, Technique
 from preheat.engine.builder import context_of
@@ -19,6 +19,10 @@ from preheat.planning.memory.overhead import SOURCES, exporting, gives_back, pro
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.planning.speed.step_time import step_seconds
 from preheat.recipe import Recipe
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 
 __all__ = ["describe", "plan", "settled"]
 
@@ -123,7 +127,7 @@ def settled(
     ):
         context = context_of(recipe, hf.configure(recipe, vocabulary), device, world)
 
-        def planned(other: Technique, name: str = name, recipe: Recipe = recipe) -> Mapping[str, Any]:
+        def planned(other: Technique, name: str = name, recipe: Recipe = recipe) -> JsonObject:
             changed = replace(recipe, techniques={**recipe.techniques, name: other})
             return plan(
                 changed, vocabulary=vocabulary, device=device, rates=rates, rows=rows, in_use=in_use, world=world

@@ -1,0 +1,26 @@
+"""The type of the context of autograd functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+__all__ = ["AutogradContext"]
+
+
+class AutogradContext(FunctionCtx):
+    """The `ctx` of `torch.autograd.Function` and of `register_autograd`. For annotations only; never instantiated.
+
+    Torch's own `FunctionCtx` does not declare what backward passes read, nor that any attribute may be set.
+    """
+
+    saved_tensors: tuple[Any, ...]  # tensors, or None for an optional tensor that was None
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def __getattr__(self, name: str) -> Any: ...
+
+    def __setattr__(self, name: str, value: object) -> None: ...
