@@ -18,7 +18,7 @@ __all__ = ["is_transformers_model", "limit_layers", "switch_attention"]
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")  # arguments of other models that our kernels ignore
 
 
-def is_transformers_model(model: Any) -> bool:
+def is_transformers_model(model: object) -> bool:
     from transformers import PreTrainedModel
 
     return isinstance(model, PreTrainedModel)

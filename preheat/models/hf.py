@@ -174,7 +174,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [rows, heads, length, head_dim] in, [rows, length, heads, head_dim] out."""
     import torch

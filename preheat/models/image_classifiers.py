@@ -147,7 +147,7 @@ def open_processor(folder: Path, *, knob: str = "MODEL") -> Any:
         raise RecipeError(f"{knob}: {folder / 'preprocessor_config.json'}: {fault(error, 200)}") from None
 
 
-def scores(model: Any, pixels: Tensor) -> Tensor:
+def scores(model: PreTrainedModel, pixels: Tensor) -> Tensor:
     """Scores [n, classes] of images [n, channels, height, width], differentiable."""
     logits: Tensor = model(pixel_values=pixels).logits
     return logits

@@ -19,6 +19,7 @@ from preheat.models.hf import whole
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
 __all__ = ["Packed", "WeightSource", "materialize", "mean_rows"]
 
@@ -213,7 +214,7 @@ class WeightSource:
                     digest.update(opened.read(4096))
         return digest.hexdigest()[:16]
 
-    def fill(self, model: Any, *, seed: int) -> None:
+    def fill(self, model: PreTrainedModel, *, seed: int) -> None:
         """Gives every parameter and buffer of a materialized model its value, in place."""
         import torch
 
@@ -232,7 +233,7 @@ class WeightSource:
                         draw(everything.get_submodule(name))
             self._uncovered(model)
 
-    def beside(self, model: Any, *, drawn: bool, on_cpu: bool, at_home: bool = False) -> int:
+    def beside(self, model: PreTrainedModel, *, drawn: bool, on_cpu: bool, at_home: bool = False) -> int:
         """Peak bytes that `fill` takes on the model's device in addition to the model, computed from shapes.
 
         Initialization holds a module and its children at once: in fp32 if their dtype is smaller, and unsharded if
@@ -263,7 +264,7 @@ class WeightSource:
     def _is_fresh(self, name: str) -> bool:
         return any(pattern.search(name) for pattern, _, _ in self._fresh)
 
-    def _draw(self, model: Any) -> None:
+    def _draw(self, model: PreTrainedModel) -> None:
         """transformers' own initialization, children first as there, in fp32 and then cast.
 
         A module may reinitialize its children's parameters, as GPT-2's blocks do with the projections to the residual
@@ -302,7 +303,7 @@ class WeightSource:
 
         visit(model)
 
-    def _read(self, model: Any) -> None:
+    def _read(self, model: PreTrainedModel) -> None:
         from torch.distributed.tensor import DTensor
 
         everything = whole(model)
@@ -358,7 +359,7 @@ class WeightSource:
         self._compare_tied(names)
         self._tell_left(everything, names)
 
-    def _places(self, model: Any) -> set[str]:
+    def _places(self, model: PreTrainedModel) -> set[str]:
         """Names that a value may be read for: all parameters and buffers of the full model, under all shared names."""
         places = set()
         for part in (model, whole(model)):
@@ -396,7 +397,7 @@ class WeightSource:
                     "set tie_word_embeddings to false in its config.json, or take one of the two out of the file"
                 )
 
-    def _tell_left(self, model: Any, names: Names) -> None:
+    def _tell_left(self, model: PreTrainedModel, names: Names) -> None:
         """Notes the tensors that nothing reads, except those that transformers knows to be unused."""
         unread = names.unread(model).items()
         left = [key for key, name in unread if not any(pattern.search(name) for pattern in self._left)]
@@ -425,7 +426,7 @@ class WeightSource:
         with open_tensors(file, self.knob) as opened:
             return finite(opened.get_tensor(key), key, file, self.knob)
 
-    def _poison(self, model: Any) -> None:
+    def _poison(self, model: PreTrainedModel) -> None:
         """Fills buffers with a sentinel, so that uninitialized ones are detected instead of trained with."""
         import torch
 
@@ -433,7 +434,7 @@ class WeightSource:
             if buffer.dtype != torch.bool:  # has no value for a sentinel
                 buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
 
-    def _uncovered(self, model: Any) -> None:
+    def _uncovered(self, model: PreTrainedModel) -> None:
         import torch
 
         for name, buffer in model.named_buffers():

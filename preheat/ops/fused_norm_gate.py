@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = ["BY_PIECES", "gated_silu", "rms_norm", "shared_by_rows"]
 
@@ -60,12 +64,12 @@ def gated_silu(a: Tensor, b: Tensor) -> Tensor:
 
 class _GatedSilu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
         return functional.silu(a).mul_(b)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * b, a), functional.silu(a).mul_(grad)
 
@@ -123,13 +127,13 @@ def _rows(*tensors: Tensor) -> Any:
     return zip(*(t.reshape(-1, t.shape[-1]).split(max(1, _CHUNK // width)) for t in tensors), strict=True)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, *_ = inputs
     ctx.save_for_backward(x, output[1], weight)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: AutogradContext, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     x, scale, weight = ctx.saved_tensors
     return (*_norm_backward(grad, x, scale, weight), None, None)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from preheat.ops.distributed.dtensor_utils import local
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = [
     "ADAPTER",
@@ -170,11 +174,11 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep(ctx: AutogradContext, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _back(ctx: Any, grad: Tensor) -> Any:
+def _back(ctx: AutogradContext, grad: Tensor) -> Any:
     rows, weight, ends = ctx.saved_tensors
     of_rows = _rows_back(grad, weight, ends) if ctx.needs_input_grad[0] else None
     of_weight = _outer(grad, rows, ends) if ctx.needs_input_grad[1] else None
@@ -185,12 +189,12 @@ _products.register_autograd(_back, setup_context=_keep)
 
 
 @register_flop_formula([torch.ops.preheat.grouped_linear, torch.ops.preheat.grouped_back])
-def _products_flops(rows: Any, weight: Any, *_: Any, **__: Any) -> int:
+def _products_flops(rows: Any, weight: Any, *_: object, **__: object) -> int:
     return int(2 * rows[0] * weight[1] * weight[2])
 
 
 @register_flop_formula(torch.ops.preheat.grouped_outer)
-def _outer_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+def _outer_flops(left: Any, right: Any, *_: object, **__: object) -> int:
     return int(2 * left[0] * left[1] * right[1])
 
 

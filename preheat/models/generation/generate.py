@@ -419,7 +419,7 @@ def _write(
 
         heard = 1 if encoder else width  # a decoder begins with its start token
 
-        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # type: ignore[override]
+        def __call__(self, input_ids: Tensor, scores: Any, **_: object) -> Tensor:  # type: ignore[override]
             fresh = input_ids[:, self.heard :].tolist()
             if timed is not None:  # `tolist` has waited for the device
                 timed.at.append(time.perf_counter())

@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PretrainedConfig
 
     from preheat.recipe import Sample
@@ -210,7 +211,7 @@ def cache_attention(window: int | None = None) -> str:
 
 
 def _over_cache(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,10 @@ from preheat.ops.classification_head import ClassHead
 from preheat.ops.grouped_mm import ADAPTER
 from preheat.ops.memory.selective_checkpoint import keeps_results
 from preheat.ops.quantization.nf4 import PackedMap, unpack_
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = [
     "add_product",
@@ -197,14 +201,14 @@ class _Added(torch.autograd.Function):
     """`add_product` in place."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, small: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, result: Tensor, small: Tensor, up: Tensor) -> Tensor:
         ctx.mark_dirty(result)
         ctx.save_for_backward(small, up)
         result.view(-1, result.shape[-1]).addmm_(small.reshape(-1, small.shape[-1]), up.t())
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         small, up = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         by_small = torch.mm(rows, up).view(small.shape) if ctx.needs_input_grad[1] else None

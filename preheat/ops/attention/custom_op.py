@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from preheat.core import MaskSpec
 from preheat.ops.attention.blockwise import blocked_attention, blocked_passes
 from preheat.ops.attention.per_document import Documents, Passes, forward, gradients
 from preheat.ops.attention.sdpa import sdpa_attention, sdpa_has_passes, sdpa_passes
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = ["OpaqueAttention", "OpaqueMask"]
 
@@ -237,14 +241,14 @@ def _(
     return a, b, c
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     *settings, keeps = inputs[4:]
     ctx.save_for_backward(*inputs[:4], *(output if keeps else ()))
     ctx.settings = settings
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: AutogradContext, grad: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 11
     q, k, v, documents, *saved = ctx.saved_tensors

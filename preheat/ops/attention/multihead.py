@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,10 @@ from preheat.core import MaskSpec
 from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.sdpa import in_compute_dtype, packed, sdpa_attention, sees, starts_of
 from preheat.ops.attention.varlen import varlen_serves
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = [
     "BLOCKS_UP_TO",
@@ -92,7 +96,7 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -116,7 +120,7 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias = ctx.saved_tensors
         learned = bias is not None and ctx.needs_input_grad[3]
         totals: list[Any] = [

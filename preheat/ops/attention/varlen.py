@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
@@ -21,6 +21,10 @@ from torch.utils.flop_counter import register_flop_formula
 from preheat.core import MaskSpec
 from preheat.hardware.transfers import to_device
 from preheat.ops.attention.per_document import Documents, Passes
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = ["Bounds", "attend_varlen", "bounds_of", "varlen_attention", "varlen_passes", "varlen_serves"]
 
@@ -234,13 +238,13 @@ def _(
     return _empty(q, q.shape[3]), _empty(k, k.shape[3]), _empty(v, v.shape[3])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     q, k, v, offsets, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output, offsets)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: AutogradContext, grad: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 9
     scratch = _scratch(*ctx.saved_tensors) if isinstance(grad, FakeTensor) else None
@@ -272,14 +276,24 @@ def _flops(q: Any, v: Any, pairs: int) -> int:
 
 
 @register_flop_formula(torch.ops.preheat.varlen_attention)
-def _forward_flops(q: Any, k: Any, v: Any, offsets: Any, longest: int, pairs: int, *_: Any, **__: Any) -> int:
+def _forward_flops(q: Any, k: Any, v: Any, offsets: Any, longest: int, pairs: int, *_: object, **__: object) -> int:
     """Counts FLOPs per document as if attention were not causal, as torch does."""
     return _flops(q, v, pairs)
 
 
 @register_flop_formula(torch.ops.preheat.varlen_attention_backward)
 def _backward_flops(
-    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, offsets: Any, longest: int, pairs: int, *_: Any, **__: Any
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    offsets: Any,
+    longest: int,
+    pairs: int,
+    *_: object,
+    **__: object,
 ) -> int:
     return _flops(q, v, pairs) * 5 // 2
 

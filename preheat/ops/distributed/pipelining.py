@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ from torch.distributed.pipelining import (
 )
 
 from preheat.core import Batch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 __all__ = ["SCHEDULES", "Pipeline", "Span", "add_copies", "alike", "ranks_of"]
 
@@ -81,7 +85,7 @@ def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
     return padded + [empty] * (count - len(padded))
 
 
-def add_copies(grads: Sequence[Tensor], other: int, group: Any) -> None:
+def add_copies(grads: Sequence[Tensor], other: int, group: ProcessGroup) -> None:
     """Adds another rank's gradients of the same parameters in place, so that both ranks hold the same sums.
 
     Args:
@@ -156,7 +160,7 @@ class _Stage(PipelineStage):
         with self.pipeline.noted(self.stage_index, fwd_chunk_id, "forward"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Tensor:
+    def forward_maybe_with_nosync(self, *args: Any, **_: object) -> Tensor:
         return self.pipeline.compute(self.stage_index, self.micro, args[0] if args else None)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +193,7 @@ class Pipeline:
         self,
         modules: Mapping[int, nn.Module],
         count: int,
-        group: Any,
+        group: ProcessGroup,
         schedule: str,
         forward: Callable[[nn.Module, Batch], Tensor],
         *,

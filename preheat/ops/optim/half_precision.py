@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,14 @@ from torch.utils._pytree import tree_map
 from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.optim.half_adamw import half_adamw_
 from preheat.ops.optim.optimizers import Guarded, adamw_, adamw_state, locally
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+    from preheat.core.json_types import StateDict
+    from preheat.ops.autograd_context import AutogradContext
+    from preheat.ops.optim.param_groups import ParamGroup
+
 
 __all__ = ["LossScale", "MasterAdamW", "compute_in_fp32"]
 
@@ -41,12 +49,12 @@ class _ScaledGradient(torch.autograd.Function):
     """Identity on the loss; multiplies its gradient by the scale, so that the reported loss stays in nats."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.scale = scale
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] * ctx.scale, None
 
 
@@ -107,10 +115,10 @@ class LossScale:
         """Returns 1 while the scale is at least `floor`. No scale helps gradients that overflow below 1."""
         return (self.scale >= floor).to(torch.float32)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"scale": float(self.scale), "finite_steps": int(self.finite_steps)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.scale.fill_(state["scale"])
         self.finite_steps.fill_(state["finite_steps"])
 
@@ -135,7 +143,7 @@ class MasterAdamW(Guarded):
 
     def __init__(
         self,
-        groups: Any,
+        groups: ParamsT,
         *,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -147,11 +155,11 @@ class MasterAdamW(Guarded):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.chunk, self.fused = chunk, fused
 
-    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         state = adamw_state(p, torch.float32)
         return state if p.dtype == torch.float32 else state | {"master": p.detach().float()}
 
-    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
         p, grad, state = locally(p, grad, state)
         if self.fused:
             if "master" in state:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from preheat.ops.distributed.dtensor_utils import local
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from preheat.core.json_types import StateDict
+    from preheat.ops.optim.param_groups import ParamGroup
+
+
 __all__ = ["SharedOut", "share_out"]
 
 
-def _cut(t: Tensor, mesh: Any) -> DTensor:
+def _cut(t: Tensor, mesh: DeviceMesh) -> DTensor:
     """Returns this rank's rows of a replicated tensor as a DTensor, sharing memory."""
     t = local(t.detach())
     rows_per_rank = -(-t.shape[0] // mesh.size())  # fewer or none on the last ranks, as DTensor shards
@@ -56,7 +63,7 @@ class SharedOut:
         self.optimizer, self.shares = optimizer, shares
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         return self.optimizer.param_groups  # type: ignore[no-any-return]
 
     @property
@@ -90,17 +97,17 @@ class SharedOut:
             elif p.grad is not None:
                 p.grad.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return self.optimizer.state_dict()  # type: ignore[no-any-return]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.optimizer.load_state_dict(state)
 
 
 def share_out(
     make: Callable[..., Any],
-    groups: Iterable[dict[str, Any]],
-    mesh: Any,
+    groups: Iterable[ParamGroup],
+    mesh: DeviceMesh,
     *,
     modules: Iterable[nn.Module] = (),
     **settings: Any,
