@@ -40,7 +40,7 @@ class _Known(NamedTuple):
 
 
 # All other kernels rerun forward in the backward pass.
-_KNOWN: dict[Any, _Known] = {
+_KNOWN: dict[Callable[..., Tensor], _Known] = {
     blocked_attention: _Known(blocked_passes, False, lambda *_, **__: True),
     sdpa_attention: _Known(sdpa_passes, True, sdpa_has_passes),
 }

@@ -123,7 +123,7 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias = ctx.saved_tensors
         learned = bias is not None and ctx.needs_input_grad[3]
-        totals: list[Any] = [
+        totals: list[Tensor] = [
             torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
             for t in (q, k, v, *([bias] * learned))
         ]
@@ -135,7 +135,11 @@ class _Chunks(torch.autograd.Function):
             for begin, end, keys, piece in _pieces(q, k, *ctx.settings):
 
                 def cut(
-                    q: Tensor, k: Tensor, v: Tensor, bias: Any = None, at: tuple[int, int, int] = (begin, end, keys)
+                    q: Tensor,
+                    k: Tensor,
+                    v: Tensor,
+                    bias: Tensor | None = None,
+                    at: tuple[int, int, int] = (begin, end, keys),
                 ) -> list[Any]:
                     return [q[:, :, at[0] : at[1]], k[:, :, : at[2]], v[:, :, : at[2]], _part(bias, *at)]
 
@@ -190,7 +194,7 @@ def _piece(
         torch.matmul(q.reshape(rows, shared, -1, q.shape[3]), k.transpose(-1, -2)).view(rows, heads, n, keys) * scale
     )
     i, j = torch.arange(begin, begin + n, device=q.device)[:, None], torch.arange(keys, device=q.device)[None, :]
-    where: tuple[Any, ...] = (
+    where: tuple[Tensor, ...] = (
         () if starts is None else (starts[:, None, begin : begin + n, None], starts[:, None, None, :keys])
     )
     scores = scores.masked_fill(~sees(mask, i, j, *where), float("-inf"))

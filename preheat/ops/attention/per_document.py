@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 import torch
@@ -88,7 +88,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return *gradients(ctx.kernel, grads[0], *ctx.saved_tensors, documents=ctx.documents), None, None
 
 

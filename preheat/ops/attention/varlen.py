@@ -127,7 +127,7 @@ def _rows(t: Tensor, rows: int) -> Tensor:
     return t.contiguous().view(rows, -1, *t.shape[1:]).transpose(1, 2)
 
 
-def _arguments(is_causal: bool, window: int, scale: float) -> tuple[bool, dict[str, Any]]:
+def _arguments(is_causal: bool, window: int, scale: float) -> tuple[bool, dict[str, float]]:
     """Returns the kernel's mask arguments: visible tokens to the left and right, without itself; -1: no limit."""
     left = window - 1 if window else -1
     right = (0 if is_causal else left) if window else -1
@@ -271,25 +271,27 @@ def _scratch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets:
     return buffers
 
 
-def _flops(q: Any, v: Any, pairs: int) -> int:
+def _flops(q: torch.Size, v: torch.Size, pairs: int) -> int:
     return int(2 * q[1] * pairs * (q[3] + v[3]))
 
 
 @register_flop_formula(torch.ops.preheat.varlen_attention)
-def _forward_flops(q: Any, k: Any, v: Any, offsets: Any, longest: int, pairs: int, *_: object, **__: object) -> int:
+def _forward_flops(
+    q: torch.Size, k: object, v: torch.Size, offsets: object, longest: int, pairs: int, *_: object, **__: object
+) -> int:
     """Counts FLOPs per document as if attention were not causal, as torch does."""
     return _flops(q, v, pairs)
 
 
 @register_flop_formula(torch.ops.preheat.varlen_attention_backward)
 def _backward_flops(
-    grad: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    offsets: Any,
+    grad: object,
+    q: torch.Size,
+    k: object,
+    v: torch.Size,
+    out: object,
+    lse: object,
+    offsets: object,
     longest: int,
     pairs: int,
     *_: object,
@@ -308,7 +310,7 @@ def _places(offsets: Tensor, length: int) -> Iterator[tuple[slice, slice]]:
         yield slice(row, row + 1), slice(begin - row * length, end - row * length)
 
 
-def _hidden(q: Tensor, n: int, is_causal: bool, window: int) -> dict[str, Any]:
+def _hidden(q: Tensor, n: int, is_causal: bool, window: int) -> dict[str, Tensor]:
     """Returns the mask tensor by which torch's CPU kernel gets a window."""
     if not window or window >= n:
         return {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -140,7 +140,7 @@ def ulysses_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Cal
     """
     degree = dist.get_world_size(group)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, **more: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, **more: object) -> Tensor:
         heads, shared = q.shape[1], k.shape[1]
         if heads % degree:
             raise ValueError(f"{heads} heads cannot be shared out among {degree} devices")

@@ -33,7 +33,7 @@ OWN_MESH = "preheat_mesh"
 """Attribute of a module whose weights use another mesh than the rest, such as expert-parallel experts."""
 
 
-def _with_own_mesh(layer: nn.Module) -> list[tuple[nn.Module, Any]]:
+def _with_own_mesh(layer: nn.Module) -> list[tuple[nn.Module, DeviceMesh]]:
     return [(module, mesh) for module in layer.modules() if (mesh := getattr(module, OWN_MESH, None)) is not None]
 
 
@@ -127,7 +127,7 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
     the optimizer knows.
     """
 
-    def let_go(module: Any, *_: object) -> None:
+    def let_go(module: nn.Module, *_: object) -> None:
         if not torch.is_grad_enabled():
             for m in module.modules():
                 if isinstance(m, FSDPModule):

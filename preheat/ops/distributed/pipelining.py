@@ -25,11 +25,13 @@ from preheat.core import Batch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+    from torch.distributed.pipelining.stage import _RecvInfo
 
 
 __all__ = ["SCHEDULES", "Pipeline", "Span", "add_copies", "alike", "ranks_of"]
 
-SCHEDULES: dict[str, Any] = {
+SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
@@ -101,7 +103,7 @@ def add_copies(grads: Sequence[Tensor], other: int, group: ProcessGroup) -> None
         grad.add_(received)
 
 
-def _empty(received: Sequence[Any]) -> tuple[Any, ...]:
+def _empty(received: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
     """Copies a stage's receive infos without their buffers."""
     infos = tuple(copy.copy(info) for info in received)
     for info in infos:
@@ -146,10 +148,10 @@ class _Stage(PipelineStage):
         received = _empty(self.args_recv_info[0])
         self.args_recv_info |= {micro: _empty(received) for micro in range(num_microbatches)}
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[_RecvInfo, ...]:
         return _empty(super()._create_grad_recv_info(act_send_info))
 
-    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
+    def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
         for info in recv_infos:
             if info.buffer is None and info.tensor_meta is not None and not info.is_root_arg:
                 info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
@@ -209,7 +211,7 @@ class Pipeline:
         self._began = 0.0
         self._formed: tuple[Any, Any] = (None, None)  # sizes, and torch's schedule for them
         self._batches: Sequence[Batch] = ()
-        self._weight: Any = 1
+        self._weight: float | Tensor = 1
         self._total: Tensor | None = None
 
     def _schedule(self, micro: int, rows: int, length: int) -> Any:

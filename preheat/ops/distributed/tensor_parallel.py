@@ -37,8 +37,8 @@ from preheat.ops.losses.cross_entropy import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
 
     from preheat.ops.autograd_context import AutogradContext
 
@@ -57,13 +57,13 @@ class _Whole(ParallelStyle):
         self.output = output or Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: object, inputs: Any, mesh: DeviceMesh) -> Any:
+        def enter(_: object, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
             return tuple(
                 x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
                 for x in inputs
             )
 
-        def leave(_: object, output: Any, mesh: DeviceMesh) -> Any:
+        def leave(_: object, output: DTensor, mesh: DeviceMesh) -> Any:
             return output.redistribute(placements=[self.output]).to_local()
 
         return distribute_module(module, device_mesh, None, enter, leave)
@@ -111,7 +111,9 @@ class _Input(ParallelStyle):
         self.held, self.given = layout, given
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: object, args: Any, kwargs: Any) -> Any:
+        def gather(
+            _: object, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
             x = args[0] if args else kwargs["hidden_states"]
             piece = DTensor.from_local(x, device_mesh, [self.held], run_check=False)
             x = piece.redistribute(placements=[Replicate()])
@@ -214,7 +216,7 @@ def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[Share,
 
 
 def parallelize(
-    model: Any,
+    model: PreTrainedModel,
     shares: Mapping[str, Share],
     mesh: DeviceMesh,
     *,
@@ -274,7 +276,7 @@ def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
     """All-reduces, in place and as one message, the partial gradients of replicated weights that saw only local heads
     or positions.
     """
-    waiting: dict[Any, list[nn.Parameter]] = {}
+    waiting: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
     for p in parameters:
         if isinstance(p.grad, DTensor) and any(place.is_partial() for place in p.grad.placements):
             assert p.grad.device_mesh.ndim == 1, "FSDP has summed the others already"
@@ -300,7 +302,7 @@ class SharedCrossEntropy:
         group: process group.
     """
 
-    def __init__(self, group: ProcessGroup, smoothing: float = 0.0, z: float = 0.0):
+    def __init__(self, group: dist.ProcessGroup, smoothing: float = 0.0, z: float = 0.0):
         self.group, self.smoothing, self.z = group, smoothing, z
 
     @property
@@ -355,33 +357,33 @@ class _Kept:
 
 
 @functools.singledispatch
-def _over_shares(loss: Any, group: ProcessGroup) -> RowLoss:
+def _over_shares(loss: RowLoss, group: dist.ProcessGroup) -> RowLoss:
     """Returns the equivalent loss for column-sharded logits."""
     raise TypeError(f"{type(loss).__name__} has no form for logits that are shared out; set loss_parallel: false")
 
 
 @_over_shares.register
-def _(loss: CrossEntropy, group: ProcessGroup) -> RowLoss:
+def _(loss: CrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return SharedCrossEntropy(group)
 
 
 @_over_shares.register
-def _(loss: RegularizedCrossEntropy, group: ProcessGroup) -> RowLoss:
+def _(loss: RegularizedCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return SharedCrossEntropy(group, loss.smoothing, loss.z)
 
 
 @_over_shares.register
-def _(loss: WeightedCrossEntropy, group: ProcessGroup) -> RowLoss:
+def _(loss: WeightedCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return WeightedCrossEntropy(SharedCrossEntropy(group))
 
 
 @_over_shares.register
-def _(loss: Softcapped, group: ProcessGroup) -> RowLoss:
+def _(loss: Softcapped, group: dist.ProcessGroup) -> RowLoss:
     return Softcapped(_over_shares(loss.loss, group), loss.cap)
 
 
 @_over_shares.register
-def _(loss: Recorded, group: ProcessGroup) -> RowLoss:
+def _(loss: Recorded, group: dist.ProcessGroup) -> RowLoss:
     return _Kept(loss, SharedCrossEntropy(group))
 
 

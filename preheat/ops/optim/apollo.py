@@ -55,7 +55,7 @@ class Apollo(Numbered):
         scale: float = 1.0,
         **more: Any,
     ):
-        defaults: dict[str, Any] = {
+        defaults: ParamGroup = {
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,

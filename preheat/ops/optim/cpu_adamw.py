@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class HostAdamW(Guarded):
                 self._buffers[p] = host_zeros(p.shape, p.dtype, p.is_cuda)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
         work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         flag = None if self.found_inf is None else self.link.out(self.found_inf)

@@ -7,7 +7,7 @@ scratch.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def _update(
 
 
 @_update.register_fake
-def _(*arguments: Any) -> None:
+def _(*arguments: object) -> None:
     pass
 
 

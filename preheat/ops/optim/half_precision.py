@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["LossScale", "MasterAdamW", "compute_in_fp32"]
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: object, dtype: torch.dtype) -> object:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -35,7 +35,7 @@ def compute_in_fp32(module: nn.Module, back_to: torch.dtype | None = None) -> No
     """
     forward = module.forward
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         up = functools.partial(_cast, dtype=torch.float32)
         args, kwargs = tree_map(up, args), tree_map(up, kwargs)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
@@ -78,7 +78,13 @@ class LossScale:
     """
 
     def __init__(
-        self, device: Any, *, start: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+        self,
+        device: torch.device,
+        *,
+        start: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
     ):
         self.growth, self.backoff, self.interval = growth, backoff, interval
         self.scale = torch.full((), start, dtype=torch.float32, device=device)

@@ -62,7 +62,7 @@ def _nearest(bits: Bits, *, signed: bool) -> tuple[int, ...]:
 class _Tables:
     """Lookup tables of one moment on a device: the code book and the nearest codes."""
 
-    def __init__(self, bits: Bits, *, signed: bool, device: Any):
+    def __init__(self, bits: Bits, *, signed: bool, device: torch.device):
         self.bits = bits
         book = code_book(bits, signed=signed)
         # 4 bits: a byte holds two codes, the first in the low half; one lookup returns both values.

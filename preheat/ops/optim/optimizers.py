@@ -17,6 +17,7 @@ from preheat.ops.optim.half_adamw import half_adamw_
 from preheat.ops.optim.stochastic_rounding import stochastic_round_
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.optimizer import ParamsT
 
     from preheat.core.json_types import StateDict
@@ -45,7 +46,9 @@ __all__ = [
 def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[ParamGroup]:
     """Groups parameters per device mesh: matrices with weight decay, vectors (norms, biases) without."""
     named = list(named)
-    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # torch's fused update takes tensors of one mesh
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(
+        list
+    )  # torch's fused update takes tensors of one mesh
     for matrix in (True, False):
         for _, p in named:
             if (p.ndim >= 2) == matrix:
@@ -140,7 +143,7 @@ class Guarded(torch.optim.Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
@@ -185,7 +188,7 @@ class Numbered(Guarded):
         self._order = {p: index for index, p in enumerate(parameters)}
         self._generator = torch.Generator(device=parameters[0].device)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         super().step(closure)
         self._taken += 1
 
@@ -328,7 +331,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfl
     return x.t() if tall else x
 
 
-def split_matrices(groups: Iterable[Any], by_adamw: Iterable[Any], mark: str) -> list[ParamGroup]:
+def split_matrices(groups: Iterable[Any], by_adamw: Iterable[Tensor], mark: str) -> list[ParamGroup]:
     """Splits each parameter group: matrices, marked `mark`, and the rest for AdamW (`by_adamw` and vectors)."""
     listed = list(groups)
     others = {id(p) for p in by_adamw}

@@ -169,7 +169,7 @@ class ZeROAdamW(torch.optim.Optimizer):
         return norm
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the parameters; afterwards every process has the same weights."""
         loss = None
         if closure is not None:
@@ -267,7 +267,7 @@ def _shard(module: nn.Module, listed: list[Any], *, offload: bool) -> list[Any]:
     fully_shard(module, **settings)
     now = dict(module.named_parameters())
 
-    def of(params: Iterable[Any]) -> list[Any]:
+    def of(params: Iterable[Tensor]) -> list[nn.Parameter]:
         return [now[names[id(p)]] for p in params]
 
     if isinstance(listed[0], dict):

@@ -32,7 +32,7 @@ def _cut(t: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 @contextmanager
-def _swapped_parameters(modules: Iterable[nn.Module], others: dict[Tensor, Any]) -> Iterator[None]:
+def _swapped_parameters(modules: Iterable[nn.Module], others: dict[Tensor, nn.Parameter]) -> Iterator[None]:
     """Context manager that swaps the modules' parameters for `others`, so that an optimizer that inspects modules sees
     its own.
     """
@@ -67,16 +67,16 @@ class SharedOut:
         return self.optimizer.param_groups  # type: ignore[no-any-return]
 
     @property
-    def state(self) -> dict[Tensor, dict[str, Any]]:
+    def state(self) -> dict[Tensor, StateDict]:
         return {p: self.optimizer.state[share] for p, share in self.shares.items() if share in self.optimizer.state}
 
     @property
-    def found_inf(self) -> Any:
+    def found_inf(self) -> Tensor | None:
         """Device flag: 1 if this step must change nothing."""
         return self.optimizer.found_inf
 
     @found_inf.setter
-    def found_inf(self, value: Any) -> None:
+    def found_inf(self, value: Tensor | None) -> None:
         self.optimizer.found_inf = value
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ class SharedOut:
 
 
 def share_out(
-    make: Callable[..., Any],
+    make: Callable[..., torch.optim.Optimizer],
     groups: Iterable[ParamGroup],
     mesh: DeviceMesh,
     *,

@@ -113,7 +113,7 @@ def _adapted() -> type[nn.Module]:
     class FakeAdapted(Linear):
         preheat_grid: Grid
 
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
             base: Any = self.get_base_layer()
             weight = base.weight.float()
             if not self.disable_adapters:

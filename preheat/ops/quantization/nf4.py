@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ def dynamic_levels() -> Tensor:
     return torch.cat([levels, -levels, torch.tensor([0.0, 1.0])]).sort().values
 
 
-def tables(device: Any = None) -> Tables:
+def tables(device: torch.device | str | None = None) -> Tables:
     """Returns the lookup tables of `dequantize`."""
     levels = torch.tensor(LEVELS)
     byte = torch.arange(256)
