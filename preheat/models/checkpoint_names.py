@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
 
 __all__ = ["Names", "Stored"]
 
@@ -31,7 +32,7 @@ class Stored:
     """
 
     first: str
-    converter: Any = None
+    converter: WeightConverter | None = None
     parts: dict[str, list[str]] = field(default_factory=dict)
 
     @property

@@ -13,9 +13,11 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
     from transformers import PretrainedConfig
 
@@ -100,7 +102,7 @@ def has_bias(config: PretrainedConfig) -> bool:
     return config.model_type in _BY_SIGMOID
 
 
-def adapted(model: nn.Module, targets: Any) -> Any:
+def adapted(model: nn.Module, targets: str | Sequence[str]) -> str | Sequence[str]:
     """The target modules of adapters: `all-linear` of a model with experts means attention's linear maps, by name.
 
     peft would look for the linear maps of feed-forward blocks in the experts, which have stacked parameters instead.

@@ -10,7 +10,7 @@ import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["ModelProfile", "balance", "cut", "observe"]
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class _ZeroModule(nn.Module):
@@ -103,7 +105,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
     where, started = "entry", 0
 
     def watch(name: str, module: nn.Module) -> None:
-        def done(_: object, __: object, out: Any) -> None:
+        def done(_: object, __: object, out: object) -> None:
             acts = torch.is_tensor(out) and tuple(out.shape) == stream
             if acts or module is hf.head(model):
                 (course.entry if where == "entry" else course.exit).append(name)
@@ -130,7 +132,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
             course.before = counter.get_total_flops()
         where, started = "exit", counter.get_total_flops()
 
-    def leave(layer: nn.Module, _: object, out: Any) -> None:
+    def leave(layer: nn.Module, _: object, out: object) -> None:
         if not (torch.is_tensor(out) and tuple(out.shape) == stream):
             raise ValueError(
                 f"{type(layer).__name__} gives more than hidden states to the next layer, which may stand on another "
@@ -217,7 +219,7 @@ def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: fl
     return [range(first, end) for first, end in itertools.pairwise(starts)]
 
 
-def _shell(module: nn.Module) -> Any:
+def _shell(module: M) -> M:
     """A shallow copy of a module whose children, parameters and hooks can be replaced without changing the original."""
     clone = copy.copy(module)
     clone.__dict__ = {
@@ -226,7 +228,9 @@ def _shell(module: nn.Module) -> Any:
     return clone
 
 
-def _without(model: PreTrainedModel, course: ModelProfile, layers: range, *, first: bool, last: bool) -> Any:
+def _without(
+    model: PreTrainedModel, course: ModelProfile, layers: range, *, first: bool, last: bool
+) -> PreTrainedModel:
     """The model with some of its layers and ends; modules that both have are shared."""
     bare = _shell(model)
     for name in _above(course.layers)[1:]:
@@ -240,7 +244,7 @@ def _without(model: PreTrainedModel, course: ModelProfile, layers: range, *, fir
     tied = ends["embedding"].weight is ends["head"].weight
     for name in (*(() if first else course.entry), *(() if last else course.exit)):
         holder, _, key = name.rpartition(".")
-        there: Any = model.get_submodule(name)
+        there = model.get_submodule(name)
         if there is ends["embedding"] and tied and last:
             continue  # not called here, but its weight is the head's, under one name in all stages and files
         stand_in = (
@@ -272,7 +276,7 @@ def cut(model: PreTrainedModel, course: ModelProfile, stages: Sequence[range], n
     """
     first, last = number == 0, number == len(stages) - 1
     part = _without(model, course, stages[number], first=first, last=last)
-    full: Any = model
+    full = model
     if hf.embedding(model).weight is hf.head(model).weight:  # a tied head has no weight to initialize
         full = _shell(model)
         full.set_output_embeddings(None)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, open_tensors, read_object, weight_files
 from preheat.models.checkpoint_names import Names
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["untie"]
@@ -66,7 +67,7 @@ def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
         return ""
     names = Names(model, places, {name for name, _ in model.named_parameters(remove_duplicate=False)})
 
-    def tensor(key: str) -> Any:
+    def tensor(key: str) -> Tensor:
         with open_tensors(places[key], _KNOB) as opened:
             return opened.get_tensor(key)
 

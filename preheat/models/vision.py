@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from preheat.core.json_types import JsonObject
+
 __all__ = [
     "FAMILIES",
     "PROJECTORS",
@@ -60,13 +62,13 @@ def vision_of(config: PretrainedConfig) -> Vision | None:
     )
 
 
-def processor_of(vision: Vision, folder: str | None) -> dict[str, Any]:
+def processor_of(vision: Vision, folder: str | None) -> JsonObject:
     """Settings of the model's image processor: its folder's, completed by those of the published Qwen3-VL.
 
     Raises:
         RecipeError: the folder's processor uses other patches than the model, or cannot be read.
     """
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
@@ -103,7 +105,7 @@ def processor_of(vision: Vision, folder: str | None) -> dict[str, Any]:
     return settings
 
 
-def reading(config: PretrainedConfig, folder: str | None) -> dict[str, Any]:
+def reading(config: PretrainedConfig, folder: str | None) -> JsonObject:
     """The vision arguments of `data.prepare`; {} for text models."""
     vision = vision_of(config)
     return {"vision": vision, "processor": processor_of(vision, folder)} if vision else {}

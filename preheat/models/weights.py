@@ -18,7 +18,9 @@ from preheat.models.checkpoint_names import Names, Stored
 from preheat.models.hf import whole
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
+    from torch.distributed.tensor import DTensor
     from transformers import PreTrainedModel
 
 __all__ = ["Packed", "WeightSource", "materialize", "mean_rows"]
@@ -34,7 +36,11 @@ class Packed(Protocol):
 
 
 def materialize(
-    module: nn.Module, device: Any, *, home: Any = None, placed: Callable[[Tensor], None] | None = None
+    module: nn.Module,
+    device: torch.device | str,
+    *,
+    home: torch.device | None = None,
+    placed: Callable[[Tensor], None] | None = None,
 ) -> None:
     """Replaces parameters and buffers on meta by empty ones on `device`, in place. Shared parameters stay shared.
 
@@ -80,7 +86,7 @@ def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
     return grown
 
 
-def _share(value: Tensor, like: Any) -> Tensor:
+def _share(value: Tensor, like: DTensor) -> Tensor:
     """This device's shard of a value that every device has, sharded as the parameter `like`."""
     from torch.distributed.tensor import distribute_tensor
 
@@ -88,7 +94,7 @@ def _share(value: Tensor, like: Any) -> Tensor:
 
 
 @contextmanager
-def _whole(modules: Iterable[nn.Module], own: dict[int, Any], drawn_too: bool = False) -> Iterator[None]:
+def _whole(modules: Iterable[nn.Module], own: dict[int, nn.Parameter], drawn_too: bool = False) -> Iterator[None]:
     """Context manager in which sharded parameters are full plain tensors; on exit, each device keeps its shard.
 
     So every device draws the values that a single device would. Parameters that are not drawn inside keep their values.
@@ -195,7 +201,7 @@ class WeightSource:
         """Allows tensors whose name matches to stay unread without a note: the recipe leaves them out."""
         self._left.append(re.compile(pattern))
 
-    def pack(self, modules: Sequence[Any], pattern: str) -> None:
+    def pack(self, modules: Sequence[Packed], pattern: str) -> None:
         """Registers modules whose weights are in the checkpoint and get packed into the matching parameters."""
         self._packed |= {id(module): module for module in modules}
         self.fresh(pattern, (), lambda module: None)
@@ -247,7 +253,7 @@ class WeightSource:
         """
         from torch.distributed.tensor import DTensor
 
-        def drawing(p: Any) -> int:
+        def drawing(p: Tensor) -> int:
             whole_too = p.nbytes if isinstance(p, DTensor) else 0  # of all shards
             return whole_too + (p.numel() * 4 if p.is_floating_point() and p.element_size() == 2 else 0)
 
@@ -256,7 +262,7 @@ class WeightSource:
                 sum(drawing(p) for m in _near(module) for p in m.parameters(recurse=False))
                 for module in model.modules()
             )
-        largest: Any = max(model.parameters(), key=lambda p: p.numel())
+        largest = max(model.parameters(), key=lambda p: p.numel())
         if isinstance(largest, DTensor):
             return largest.nbytes
         return largest.nbytes if on_cpu else 0

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from peft import PeftConfig
     from torch import nn
 
@@ -65,7 +67,7 @@ _RESERVED = (
 
 
 def configure(
-    method: str, settings: Mapping[str, object], targets: str | tuple[str, ...], exclude: str | None = None
+    method: str, settings: Mapping[str, object], targets: str | Sequence[str], exclude: str | None = None
 ) -> PeftConfig:
     """Returns peft's configuration of a method; `exclude` is a regular expression for modules that are not adapted.
 

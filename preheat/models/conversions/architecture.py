@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from preheat.core.json_types import JsonObject
+
 __all__ = [
     "KEYS_AND_VALUES",
     "beyond_transformers",
@@ -323,7 +325,7 @@ def scale_rope(
             f"the model's rotary positions are scaled already ({rope['rope_type']}); leave the technique out"
         )
     original = original or text.max_position_embeddings
-    scaled: dict[str, Any] = {**rope, "rope_type": kind, "factor": float(factor)}
+    scaled: JsonObject = {**rope, "rope_type": kind, "factor": float(factor)}
     if kind == "base":
         turned = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         turned = int(turned * rope.get("partial_rotary_factor", 1.0))

@@ -235,7 +235,7 @@ def smaller(model: PreTrainedModel, keep: Kept) -> PreTrainedModel:
         )
     config = _configuration(model.config, keep)
     with torch.device("meta"):
-        pruned: Any = type(model)(config)
+        pruned: PreTrainedModel = type(model)(config)
     if any(isinstance(m, DynamicRotary | LongRotary) for m in model.modules()):
         own_rotary(pruned)
     before = origin(model, keep)
@@ -316,7 +316,7 @@ def _name_of(model: nn.Module, module: nn.Module) -> str:
     return next(name for name, m in model.named_modules() if m is module)
 
 
-def _configuration(config: PretrainedConfig, keep: Kept) -> Any:
+def _configuration(config: PretrainedConfig, keep: Kept) -> PretrainedConfig:
     """The configuration of the smaller model."""
     smaller_config = copy.deepcopy(config)
     if keep.layers is not None:

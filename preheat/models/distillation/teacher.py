@@ -97,7 +97,7 @@ class Teacher:
     build: Build
     model: PreTrainedModel
     facts: ModelFacts
-    windowed: Any
+    windowed: Callable[..., Tensor]
 
     def read(self, batch: Batch, places: int = 0) -> tuple[Tensor, list[Tensor]]:
         """Its last hidden states in the matmul dtype, and the compared hidden states; without gradients."""
@@ -136,7 +136,7 @@ def capture_hidden(model: PreTrainedModel, matched: int, run: Callable[[], Tenso
 
     states: list[Tensor] = []
 
-    def keep(module: nn.Module, args: Any, out: Any) -> None:
+    def keep(module: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
         states.append(out if isinstance(out, Tensor) else out[0])
 
     layers = hf.anatomy(model).layers
@@ -172,7 +172,7 @@ def add_maps(student: PreTrainedModel, width: int, matched: int, weights: Weight
     return maps
 
 
-def _orthogonal(weight: Any) -> None:
+def _orthogonal(weight: Tensor) -> None:
     from torch import nn
 
     weight.copy_(nn.init.orthogonal_(weight.float()))

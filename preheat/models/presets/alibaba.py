@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.models.presets.preset import APACHE, OWN, TIED, Licence, Preset, sizes
 
@@ -57,7 +57,13 @@ _EXPERTS: JsonObject = {
 
 
 def _qwen3_vl(
-    size: str, parameters: int, *shape: int, large: bool = True, kind: str = "qwen3_vl", tied: bool = False, **more: Any
+    size: str,
+    parameters: int,
+    *shape: int,
+    large: bool = True,
+    kind: str = "qwen3_vl",
+    tied: bool = False,
+    **more: object,
 ) -> Preset:
     """Its vision tower is one of two: SigLIP-2's large or so400m."""
     hub = f"Qwen/Qwen3-VL-{size}-Instruct"

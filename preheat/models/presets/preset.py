@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -62,7 +62,7 @@ class Preset:
 
 
 def sizes(
-    width: int, feed_forward: int, layers: int, heads: int, kv_heads: int | None = None, **more: Any
+    width: int, feed_forward: int, layers: int, heads: int, kv_heads: int | None = None, **more: object
 ) -> JsonObject:
     """Keys of config.json; `more` adds others. Families without grouped-query attention have no `kv_heads`."""
     grouped = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
