@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ __all__ = ["hooked", "layer_by_layer", "linear_maps", "loss", "matrix", "plainly
 
 Arguments = dict[str, Any]
 """A layer's keyword arguments: masks, positions, caches and flags."""
-Output = Tensor | tuple[Tensor, ...]
+Output: TypeAlias = "Tensor | tuple[Tensor, ...]"
 """A layer's result: hidden states, alone or first."""
 
 
