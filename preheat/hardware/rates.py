@@ -237,7 +237,7 @@ class Rates:
             raise RunError(f"no {collective} over {backend} was measured on {self.hardware}; run: preheat nettest")
         return seconds
 
-    def _require(self, points: list[_Row], what: str) -> list[_Row]:
+    def _require(self, points: list[Any], what: str) -> list[Any]:
         if not points:
             raise RunError(f"no rate of {what} was measured on {self.hardware}; plan with another dtype")
         return points
