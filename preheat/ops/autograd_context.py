@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
-from torch.autograd.function import FunctionCtx
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["AutogradContext"]
 
 
-class AutogradContext(FunctionCtx):
-    """The `ctx` of `torch.autograd.Function` and of `register_autograd`. For annotations only; never instantiated.
+class AutogradContext(Protocol):
+    """The `ctx` of `torch.autograd.Function` and of `register_autograd`.
 
     Torch's own `FunctionCtx` does not declare what backward passes read, nor that any attribute may be set.
     """
@@ -20,6 +20,10 @@ class AutogradContext(FunctionCtx):
     needs_input_grad: tuple[bool, ...]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
 
     def __getattr__(self, name: str) -> Any: ...
 
