@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from preheat.core.vision import Images
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from preheat.core.json_types import StateDict
 
 __all__ = ["Batch", "LossSum", "MaskSpec", "RowLoss", "Shape", "Stateful"]
 
@@ -100,6 +102,6 @@ class RowLoss(Protocol):
 
 
 class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> StateDict: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: StateDict) -> None: ...

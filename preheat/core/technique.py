@@ -24,6 +24,9 @@ from preheat.core.vision import Vision
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from transformers import PretrainedConfig
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = [
     "Build",
@@ -161,7 +164,7 @@ class Technique(ABC):
             raise TypeError(f"{other.__module__} has a technique of the name {cls.name()} already; rename the module")
         _REGISTRY[cls.name()] = cls
 
-    def configure(self, config: Any, recipe: Recipe) -> Any:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> PretrainedConfig | None:
         """Changes the model's transformers configuration in place, before it is checked and the model is created.
 
         Returns:
@@ -233,7 +236,7 @@ class Searchable(Technique):
         """Returns True if a plan (`resolve_auto`) or a search chooses the settings on such a device."""
         return False
 
-    def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], JsonObject]) -> Technique:
         """Returns the technique with its `auto` settings resolved by a dry run.
 
         Args:
@@ -372,7 +375,7 @@ class BuildState:
     saved: dict[str, Stateful] = field(default_factory=dict)
     step: int = 0
     accumulation: int = 1
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[JsonObject] = field(default_factory=list)
     counters: dict[str, Callable[[], int]] = field(default_factory=dict)
 
 

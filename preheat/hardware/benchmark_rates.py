@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Device
 from preheat.errors import RunError
@@ -32,6 +32,8 @@ from preheat.hardware.timing import OtherProcesses, Random, Stopwatch, threads_o
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["FULL", "GPU", "Grid", "Progress", "Rates", "calibrate", "grid_of", "rates"]
 
@@ -449,7 +451,7 @@ def _measure_apart(device: Device, threads: int, progress: Progress | None, grid
 
 def _child() -> None:
     install_heap()  # as a run does
-    task: dict[str, Any] = json.loads(sys.argv[1])
+    task: JsonObject = json.loads(sys.argv[1])
 
     def tell(what: str, done: float) -> None:
         sys.stdout.write(json.dumps([what, done]) + "\n")

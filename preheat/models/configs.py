@@ -22,6 +22,7 @@ from preheat.sanitize import quoted
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from preheat.core.json_types import JsonObject
     from preheat.recipe import Recipe
 
 __all__ = [
@@ -153,7 +154,7 @@ def require_in_reach(config: PretrainedConfig) -> None:
 def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_there: int) -> None:
     """Rejects numbers with which a model fails in its first pass, or silently computes NaN."""
 
-    def refuse(key: str, value: Any, rule: str) -> NoReturn:
+    def refuse(key: str, value: object, rule: str) -> NoReturn:
         raise RecipeError(
             f"model: {config.model_type} has {key} {quoted(value)}; it must be {rule}, as the model's own is"
         )
@@ -174,10 +175,10 @@ def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_t
             refuse("n_group", groups, f"a divisor of the {experts_there} experts, and topk_group at most as many")
 
 
-def _wrong_number(values: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+def _wrong_number(values: JsonObject) -> tuple[str, object, str] | None:
     """The first key whose value is invalid in any model, its value, and the rule it breaks; None if there is none."""
 
-    def is_number(value: Any) -> bool:
+    def is_number(value: object) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
     if (key := _not_a_number(values)) is not None:
@@ -208,7 +209,7 @@ def _wrong_number(values: Mapping[str, Any]) -> tuple[str, Any, str] | None:
     return None
 
 
-def _not_a_number(values: Any, name: str = "") -> str | None:
+def _not_a_number(values: object, name: str = "") -> str | None:
     """The key of the first NaN in nested values; None if there is none."""
     inner = (
         values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list | tuple) else ()
@@ -239,7 +240,7 @@ def source(recipe: Recipe) -> PretrainedConfig | None:
     return of(recipe, None) if recipe.model.preset or recipe.model.path else None
 
 
-def change(config: PretrainedConfig, settings: Mapping[str, Any]) -> None:
+def change(config: PretrainedConfig, settings: Mapping[str, object]) -> None:
     """Applies `model.config` to a configuration, in place.
 
     Raises:
@@ -291,7 +292,7 @@ def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     return config
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     """Equality up to rounding: some checkpoints store decimals rounded to fp32."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         keys = (a.keys() | b.keys()) - presets.FREE
@@ -379,7 +380,7 @@ def _highest(key: str) -> int:
     return _HIGHEST[next((size for size, names in _NAMED.items() if key in names), key)]
 
 
-def _require_sound(values: Mapping[str, Any], file: Path) -> None:
+def _require_sound(values: JsonObject, file: Path) -> None:
     """Rejects values in a config.json for which transformers fails with a traceback, or which it misreads."""
     if not isinstance(values.get("model_type"), str):
         problem = (
@@ -408,7 +409,7 @@ def _require_sound(values: Mapping[str, Any], file: Path) -> None:
                 )
 
 
-def _require_sizes(config: PretrainedConfig, file: Path, values: Mapping[str, Any]) -> None:
+def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> None:
     """Rejects a configuration without a size: transformers would silently use that of some model of the family."""
     if (text := config.get_text_config()) is not config:
         if config.model_type not in vision.FAMILIES:
@@ -478,7 +479,7 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
         raise RecipeError("model.vocabulary: is needed where no tokenizer decides it")
     # A multiple of 64 keeps the head's matmuls fast.
     rows = model.vocabulary or -(-vocabulary // 64) * 64  # type: ignore[operator]
-    common: dict[str, Any] = {
+    common: JsonObject = {
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,

@@ -19,7 +19,7 @@ from preheat.errors import DataError, RecipeError
 if TYPE_CHECKING:
     import numpy
     from torch import Tensor, nn
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
     "FAMILIES",
@@ -52,7 +52,7 @@ def refuse(config: PretrainedConfig) -> None:
         )
 
 
-def stacks(model: Any) -> tuple[nn.Module, nn.Module]:
+def stacks(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     """Encoder and decoder, each with its layers in `block`."""
     return model.get_encoder(), model.get_decoder()
 
@@ -171,7 +171,7 @@ class _Masks:
     across: Tensor
 
 
-def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec, attention: Callable[..., Tensor]) -> Tensor:
+def hidden_states(model: PreTrainedModel, tokens: Tensor, mask: MaskSpec, attention: Callable[..., Tensor]) -> Tensor:
     """The decoder's hidden states, [rows, length, width], at the positions whose labels it predicts; else zeros.
 
     Args:
@@ -203,7 +203,7 @@ def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec, attention: Callabl
     return into.scatter(1, target[..., None].expand(-1, -1, width), hidden)[:, :length]
 
 
-def start_token(config: Any) -> int:
+def start_token(config: PretrainedConfig) -> int:
     """The decoder's first input."""
     token = getattr(config, "decoder_start_token_id", None)
     token = config.pad_token_id if token is None else token
@@ -225,7 +225,7 @@ def register() -> str:
 
 
 def _attention(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -235,7 +235,7 @@ def _attention(
     position_bias: Tensor,
     preheat_masks: _Masks,
     preheat_attention: Callable[..., Tensor],
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface, as T5 calls it."""
     assert attention_mask is None, f"{type(module).__name__} made a mask of its own"

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, TechniqueError
 from preheat.errors import RecipeError
@@ -114,7 +114,7 @@ def configure(
     return config
 
 
-def _positions(text: Any) -> int:
+def _positions(text: PretrainedConfig) -> int:
     """Context length of a model; 0: unknown. Dynamic rotary scaling extends transformers' value by `factor`."""
     positions = getattr(text, "max_position_embeddings", None) or 0
     rope = getattr(text, "rope_parameters", None) or {}
@@ -178,7 +178,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [rows, heads, length, head_dim] in, [rows, length, heads, head_dim] out."""
     import torch
@@ -213,7 +213,7 @@ def _attention(
 _NO_PLACE = "cannot be trained or evaluated here; preheat plan --inference plans to serve it"
 
 
-def _require_places(kind: Any, family: str) -> None:
+def _require_places(kind: type[PreTrainedModel], family: str) -> None:
     """Raises for a class whose layers have a fixed attention function: packed documents would attend to each other."""
     if not kind._can_set_attn_implementation():
         raise RecipeError(

@@ -100,7 +100,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     return Anatomy(base, embedding, layers, head, _norms(model), tuple(attentions), tuple(vision.tower_blocks(model)))
 
 
-def _both_stacks(model: Any) -> Anatomy:
+def _both_stacks(model: PreTrainedModel) -> Anatomy:
     from torch import nn
 
     layers = nn.ModuleList(layer for stack in encoder_decoder.stacks(model) for layer in stack.block)  # type: ignore[union-attr]
@@ -108,7 +108,7 @@ def _both_stacks(model: Any) -> Anatomy:
     return Anatomy(model, embedding(model), layers, head(model), _norms(model), attentions)
 
 
-def _norms(model: Any) -> dict[str, nn.Module]:
+def _norms(model: PreTrainedModel) -> dict[str, nn.Module]:
     """All norms except those of a vision tower."""
     of_tower = {id(m) for block in (vision.tower(model),) if block is not None for m in block.modules()}
     return {

@@ -13,10 +13,13 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
+    from transformers import PretrainedConfig
 
 __all__ = [
     "BIAS",
@@ -51,7 +54,23 @@ TOKENS = "expert_tokens"
 """Metric of a step: tokens per expert, [layers, experts]."""
 
 
-def sizes_of(config: Any) -> tuple[int, int, int]:
+class Router(Protocol):
+    """The attributes that transformers' top-k routers share; `nn.Module` does not declare them."""
+
+    weight: Tensor
+    hidden_dim: int
+    num_experts: int
+    top_k: int
+    training: bool
+    _buffers: dict[str, Tensor]
+    # of the families with a sigmoid only
+    num_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+
+
+def sizes_of(config: PretrainedConfig) -> tuple[int, int, int]:
     """Experts per layer, experts per token, inner width of an expert; (0, 0, 0) if the model has none."""
     if config.model_type not in FAMILIES:
         return 0, 0, 0
@@ -60,7 +79,7 @@ def sizes_of(config: Any) -> tuple[int, int, int]:
     return count, config.num_experts_per_tok, width
 
 
-def expert_layers(config: Any) -> int:
+def expert_layers(config: PretrainedConfig) -> int:
     """Number of layers with experts; the others have one feed-forward block for all tokens."""
     layers: int = config.num_hidden_layers
     if config.model_type not in FAMILIES or config.model_type == "mixtral":
@@ -71,19 +90,19 @@ def expert_layers(config: Any) -> int:
     return sum(n not in dense and (n + 1) % step == 0 for n in range(layers))
 
 
-def shared_width(config: Any) -> int:
+def shared_width(config: PretrainedConfig) -> int:
     """Inner width of the shared expert of a layer; 0 without one."""
     if config.model_type == "qwen2_moe":
         return int(config.shared_expert_intermediate_size)
     return int(config.n_shared_experts * config.moe_intermediate_size) if config.model_type in _BY_SIGMOID else 0
 
 
-def has_bias(config: Any) -> bool:
+def has_bias(config: PretrainedConfig) -> bool:
     """True if the model itself has a bias on the choice of experts, saved in its folder and used by transformers."""
     return config.model_type in _BY_SIGMOID
 
 
-def adapted(model: nn.Module, targets: Any) -> Any:
+def adapted(model: nn.Module, targets: str | Sequence[str]) -> str | Sequence[str]:
     """The target modules of adapters: `all-linear` of a model with experts means attention's linear maps, by name.
 
     peft would look for the linear maps of feed-forward blocks in the experts, which have stacked parameters instead.
@@ -102,7 +121,7 @@ def adapted(model: nn.Module, targets: Any) -> Any:
     return tuple(sorted(leaves))
 
 
-def coefficient(config: Any) -> float:
+def coefficient(config: PretrainedConfig) -> float:
     """Coefficient of the load-balancing loss; 0 without one."""
     return float(config.router_aux_loss_coef or 0.0) if config.model_type in _BY_SOFTMAX else 0.0
 
@@ -147,7 +166,7 @@ def record_routers(model: nn.Module) -> RouterRecorder:
     return ledger
 
 
-def _route(ledger: RouterRecorder, router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _route(ledger: RouterRecorder, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scores of all experts [tokens, experts], and weights and indices of each token's experts [tokens, chosen]."""
     import torch
 
@@ -166,7 +185,7 @@ def _route(ledger: RouterRecorder, router: Any, hidden: Tensor) -> tuple[Tensor,
     return scores, weights, chosen
 
 
-def _by_softmax(router: Any, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _by_softmax(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities of all experts, and weights and indices of the chosen ones."""
     shares = scores.softmax(dim=-1)
     bias = router._buffers.get(BIAS) if router.training else None  # these families do not save it in their folders
@@ -180,7 +199,7 @@ def _by_softmax(router: Any, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return shares, weights, chosen
 
 
-def _by_sigmoid(router: Any, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _by_sigmoid(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `_by_softmax`; a group of experts is scored by its two best (DeepSeek-V3, arXiv:2412.19437)."""
     import torch
 
@@ -212,7 +231,7 @@ def routed(model: nn.Module) -> tuple[Tensor, Tensor]:
     return torch.stack([counts for counts, _ in records]), torch.stack([sums for _, sums in records])
 
 
-def _experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """transformers' interface of experts: hidden [tokens, width], chosen and weights [tokens, k] -> [tokens, width]."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 

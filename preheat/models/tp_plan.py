@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.core.tp_style import Share
 from preheat.models.hf import anatomy
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 __all__ = ["plan_of", "problems", "shares"]
 
@@ -60,7 +61,7 @@ def problems(family: str, *, heads: int, kv_heads: int, degree: int) -> list[str
     ][:1]
 
 
-def shares(model: Any) -> dict[str, Share]:
+def shares(model: PreTrainedModel) -> dict[str, Share]:
     """The style of each module with weights, and of each block, by name.
 
     Raises:
@@ -110,7 +111,7 @@ def shares(model: Any) -> dict[str, Share]:
     return styles | dict.fromkeys(last, Share.LAST)
 
 
-def _adapted(name: str, module: Any, style: Share | None) -> dict[str, Share | None]:
+def _adapted(name: str, module: nn.Module, style: Share | None) -> dict[str, Share | None]:
     """The styles of the linear maps that an adapter puts in place of one."""
     small = {f"{name}.{key}": m for key, m in module.named_modules() if m in _weighted(module) and key != "base_layer"}
     if style is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat.core import Device, Searchable, Stage, Tag, Technique
 from preheat.errors import RecipeError
@@ -18,6 +18,9 @@ from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.planning.speed.step_time import step_seconds
 from preheat.recipe import Recipe
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["describe", "plan", "resolve_auto", "steps_of"]
 
@@ -96,7 +99,7 @@ def resolve_auto(request: Request) -> Request:
         context, technique = request.context, request.recipe.techniques[name]
         if isinstance(technique, Searchable):
 
-            def plan_with(other: Technique, name: str = name, request: Request = request) -> Mapping[str, Any]:
+            def plan_with(other: Technique, name: str = name, request: Request = request) -> JsonObject:
                 return plan(_with_technique(request, name, other))
 
             request = _with_technique(request, name, technique.resolve_auto(context, plan_with))

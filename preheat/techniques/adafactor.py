@@ -9,7 +9,6 @@ Source: Shazeer and Stern 2018 (arXiv:1804.04235), algorithm 4, with an external
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,11 +17,13 @@ from preheat.recipe import Positive
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from torch.optim.optimizer import ParamsT
 
 __all__ = ["Adafactor", "adafactor_optimizer"]
 
 
-def adafactor_optimizer(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
+def adafactor_optimizer(parameters: ParamsT, **settings: Any) -> torch.optim.Optimizer:
     """Returns the optimizer (`preheat.ops.optim.optimizers.Adafactor`); settings: lr, weight_decay, decay, clip.
 
     Example:
@@ -47,8 +48,8 @@ class Adafactor(Technique):
     clip: Positive = 1.0
     """Root mean square to which an update is clipped."""
 
-    def apply(self, build: Build, part: Any) -> Change:
-        def make(groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> Any:
+    def apply(self, build: Build, part: nn.Module) -> Change:
+        def make(groups: ParamsT, *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
             return adafactor_optimizer(groups, lr=lr, decay=self.decay, clip=self.clip)
 
         build.own(Slot.OPTIMIZER, make, self.name())

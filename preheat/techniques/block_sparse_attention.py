@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Count
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 __all__ = ["BlockSparseAttention", "add_block_sparse_attention"]
@@ -87,7 +88,7 @@ class BlockSparseAttention(Technique):
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         local = self._local(build)
         count = add_block_sparse_attention(part, local=local, global_tokens=self.global_tokens)
         return Change(f"{count} layers see {local} tokens back and the first {self.global_tokens} of a document", count)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Technique, Trials
 from preheat.recipe import Bound
@@ -125,7 +125,7 @@ class ChunkedLoss(Searchable):
                 )
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.hf import require_plain_head
 
         chosen = "ours" if self.kernel == "auto" else self.kernel

@@ -28,7 +28,9 @@ from preheat.errors import RecipeError
 from preheat.recipe import Bound
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+    from transformers import PretrainedConfig
 
     from preheat.core import Batch
     from preheat.recipe import Recipe
@@ -54,7 +56,9 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
     return context_parallel.cut_rows(batch, degree, rank, zigzag=zigzag)
 
 
-def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulysses", "ring"]) -> Callable[..., Tensor]:
+def exchanged(
+    kernel: Callable[..., Tensor], group: ProcessGroup, *, kind: Literal["ulysses", "ring"]
+) -> Callable[..., Tensor]:
     """Wraps an attention kernel for sequences sharded by `cut_rows` across a group: (q, k, v, mask, scale) -> out.
 
     Args:
@@ -97,7 +101,7 @@ class ContextParallel(Searchable):
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.CONTEXT: self.degree}
 
-    def configure(self, config: Any, recipe: Recipe) -> None:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
         from preheat.models.conversions.architecture import rope_of_longest
 
         if kind := rope_of_longest(config):
@@ -169,7 +173,7 @@ class ContextParallel(Searchable):
             return "ulysses", "a ring has no fused kernel here"
         return ("ring", "it sends less") if ring < ulysses else ("ulysses", "a ring would send more")
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         kind, reason = self._chosen(build)
         kernel, group = build.slot(Slot.ATTENTION_KERNEL), build.mesh.group(Axis.CONTEXT)
         try:

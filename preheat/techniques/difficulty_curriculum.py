@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Slot, Stage, Technique, Trials
 from preheat.errors import DataError, RecipeError, RunError
@@ -26,8 +26,11 @@ from preheat.recipe import Bound, Share
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import nn
 
+    from preheat.core.json_types import JsonObject, StateDict
     from preheat.data.packing import Rows
+    from preheat.models.weights import WeightSource
 
 __all__ = ["DifficultyCurriculum", "competence", "losses_of", "order_by_difficulty"]
 
@@ -126,7 +129,7 @@ def losses_of(
     config = (folder / "config.json").read_text(encoding="utf-8")
     key = digest("difficulty", 1, source.fingerprint(), config, *content, rows.length, rows.packing)
 
-    def build(target: Path) -> dict[str, Any]:
+    def build(target: Path) -> JsonObject:
         np.save(target / "losses.npy", _losses(folder, source, rows, device, micro))
         return {}
 
@@ -134,7 +137,7 @@ def losses_of(
     return np.load(cached / "losses.npy")
 
 
-def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> np.ndarray:
+def _losses(folder: Path, source: WeightSource, rows: Rows, device: str, micro: int) -> np.ndarray:
     import numpy as np
     import torch
 
@@ -195,10 +198,10 @@ class _Ranking:
             )
         self.mark = mark
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"ranking": self.mark}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.mark = state["ranking"]
 
 
@@ -254,7 +257,7 @@ class DifficultyCurriculum(Technique):
             return losses_of(Path(self.model), rows, device=device)
         return by_length(rows) if self.by == "length" else by_rarity(rows)
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         ranking = _Ranking()
         build.state.saved[self.name()] = ranking
 

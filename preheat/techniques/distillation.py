@@ -35,10 +35,17 @@ from preheat.errors import PreheatError, RunError
 from preheat.recipe import Bound, NonNegative, Positive, Share
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
+    from preheat.core.json_types import JsonObject
+    from preheat.data.packing import Rows
+    from preheat.data.row_cache import RowCache
+    from preheat.models.distillation.on_policy import OnPolicy
     from preheat.models.distillation.teacher import Teacher
     from preheat.models.distillation.tokenizer_alignment import TokenAligner
+    from preheat.ops.losses.distillation import CommonHead, Distilled, TeacherHead
 
 __all__ = ["Distillation", "distillation_loss", "hidden_distance"]
 
@@ -215,7 +222,7 @@ class Distillation(Technique):
             for name in unsupported
         ]
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models import hf
         from preheat.models.distillation import teacher as teachers
         from preheat.models.weights import WeightSource
@@ -272,13 +279,13 @@ class Distillation(Technique):
         build.loss.scores = means
         return Change(summary, count)
 
-    def _row_loss(self, head: Any, *, partly: bool = False) -> Any:
+    def _row_loss(self, head: TeacherHead | CommonHead | None, *, partly: bool = False) -> Distilled:
         from preheat.ops.losses.distillation import Distilled
 
-        settings: Any = {"direction": self.divergence, "temperature": self.temperature, "mixture": self.mixture}
+        settings: JsonObject = {"direction": self.divergence, "temperature": self.temperature, "mixture": self.mixture}
         return Distilled(head, **settings, written=self.on_policy > 0, partly=partly)
 
-    def _on_policy(self, build: Build, part: Any) -> Any:
+    def _on_policy(self, build: Build, part: nn.Module) -> OnPolicy:
         from preheat.data.tokenizer import load_tokenizer
         from preheat.models import configs
         from preheat.models.distillation import on_policy
@@ -332,7 +339,7 @@ class Distillation(Technique):
         total = over_logits(hidden(batch), batch.labels, *batch.beside, row_loss=row_loss)
         return LossSum(total, batch.weight, row_loss.sums)
 
-    def _live_loss(self, part: Any, teacher: Teacher) -> Callable[..., LossSum]:
+    def _live_loss(self, part: PreTrainedModel, teacher: Teacher) -> Callable[..., LossSum]:
         """Returns the loss for a teacher that runs on each micro-batch.
 
         The teacher runs before the student, so that only its hidden states are in memory along with the student's.
@@ -360,7 +367,7 @@ class Distillation(Technique):
         return training_loss
 
 
-def _head(teacher: Teacher, dtype: Any, *, same: bool = True) -> Any:
+def _head(teacher: Teacher, dtype: torch.dtype, *, same: bool = True) -> TeacherHead:
     """Returns the teacher's output head, gathered if sharded; limited to the student's vocabulary if `same`."""
     from preheat.models import hf
     from preheat.ops.distributed.dtensor_utils import whole
@@ -376,16 +383,16 @@ class _TeacherCache:
 
     ROWS = 512  # rows of logits at a time
 
-    def __init__(self, teacher: Teacher, student: Any, folder: Path, *, top: int, temperature: float):
+    def __init__(self, teacher: Teacher, student: nn.Module, folder: Path, *, top: int, temperature: float):
         self.teacher, self.student, self.folder, self.temperature = teacher, student, folder, temperature
         vocabulary = teacher.build.model.vocabulary
         self.top = min(top, vocabulary - 1)
         # Log-probabilities are stored in fp16 (relative error 0.05 %); most vocabularies need no 32-bit token ids.
         self.kind = "uint16" if vocabulary <= 1 << 16 else "int32"
         self.bytes = 2 * (self.top + 1) + (2 if self.kind == "uint16" else 4) * self.top
-        self.rows: Any = None
+        self.rows: RowCache  # opened by the pass over the rows
 
-    def __call__(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
+    def __call__(self, rows: Rows, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
         from preheat.data.row_cache import RowCache, content_of
         from preheat.data.sources import digest
         from preheat.models.weights import materialize

@@ -16,9 +16,9 @@ size finder.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import (
     DATA,
@@ -36,6 +36,13 @@ from preheat.core import (
     Trials,
 )
 from preheat.recipe import Bound, Count
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from preheat.core import LossSum
+    from preheat.core.json_types import JsonObject, StateDict
+
 
 __all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
 
@@ -158,10 +165,10 @@ class MicroBatch:
         self.rows = more
         return f"{prediction / 2**30:.2f} GiB foreseen of {self.limit / 2**30:.2f}"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"rows": self.rows, "most": self.most}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.rows, self.most = int(state["rows"]), int(state["most"])
 
 
@@ -201,7 +208,7 @@ class DynamicBatch(Searchable):
             )
         return problems
 
-    def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], JsonObject]) -> Technique:
         if self.start != "auto":
             return self
 
@@ -213,7 +220,7 @@ class DynamicBatch(Searchable):
         fits = (size for size in candidates if share(replace(self, start=size)) <= self.target)
         return replace(self, start=next(fits, candidates[-1]))
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.hardware.cpu_allocator import release_unused
         from preheat.hardware.gpu_memory import CONTEXT
         from preheat.hardware.probe import begin_peak, peak_bytes, resident_bytes
@@ -233,7 +240,7 @@ class DynamicBatch(Searchable):
         inner = build.slot(Slot.FORWARD_BACKWARD)
         measuring = False
 
-        def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> Any:
+        def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
             nonlocal measuring
             length, full = batches[0].tokens.shape[1], build.recipe.batch.length
             if not state.begun:

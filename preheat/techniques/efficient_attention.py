@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from preheat.core import Axis, Build, Change, Context, MaskSpec, Numerics, Searchable, Slot, Stage, Tag, Trials
 
@@ -93,7 +93,7 @@ def convert_model_to_efficient_attention(model: Model) -> Model:
 efficient_attention = convert_model_to_efficient_attention
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[nn.Module]:
     """Imports `EfficientAttention` on first access: the module is a torch class."""
     if name != "EfficientAttention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -227,7 +227,7 @@ class EfficientAttentionTechnique(Searchable):
             )
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         chosen = self._chosen(build)
         # If auto selects cuDNN, packed rows and windows still use flash attention.
         both = self.kernel == "auto" and chosen == "cudnn"

@@ -16,18 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Stage, Tag, Technique, Trials
 from preheat.recipe import Whole
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ExpertParallel", "share_experts"]
 
 
-def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
+def share_experts(module: nn.Module, among: DeviceMesh, alike: DeviceMesh) -> int:
     """Splits the experts of each layer across devices, in place; tokens are then sent to their experts.
 
     Args:
@@ -104,7 +107,7 @@ class ExpertParallel(Searchable):
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         axis = _axis(build.mesh.sizes)
         degree = self.degree or build.mesh.size(axis)
         alike, among = build.mesh.cut(axis, degree)
@@ -126,6 +129,6 @@ class ExpertParallel(Searchable):
         ]
 
 
-def _axis(sizes: Any) -> Axis:
+def _axis(sizes: Mapping[Axis, int]) -> Axis:
     """Returns the axis along which experts are split: the sharding axis if used, otherwise the replication axis."""
     return Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Searchable, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
@@ -98,7 +98,7 @@ class Fp8(Searchable):
             problems.append("needs torchao, which is not installed: pip install torchao")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.hf import head
 
         converted, left = convert_to_fp8(part, recipe=self.recipe, keep=[head(part)])

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Count
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["FSDP", "shard_fully"]
 
 
-def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **settings: Any) -> int:
+def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, **settings: Any) -> int:
     """Shards a module with FSDP2, each of its layers as its own group, in place; gradients are summed.
 
     Args:
@@ -97,7 +99,7 @@ class FSDP(Searchable):
             problems.append("offload: the weights are on the host already; leave it out")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
         from preheat.models.hf import anatomy, embedding, head
@@ -105,7 +107,7 @@ class FSDP(Searchable):
 
         across = (Axis.SHARD,) if build.mesh.size(Axis.CONTEXT) == 1 else (Axis.SHARD, Axis.CONTEXT)
         mesh = build.mesh.sub(*across) if self.replicate == 1 else build.mesh.plane(Axis.REPLICATE, across)
-        ends: Any = [embedding(part), head(part)]
+        ends = [embedding(part), head(part)]
         shared = len({id(end.weight) for end in ends if end is not None}) < len(ends)
         # An untied embedding is its own group, so that it is freed while the layers run. With tensor parallel it
         # returns views, which FSDP2 cannot hook.
@@ -122,7 +124,7 @@ class FSDP(Searchable):
             build.storage_device = torch.device("cpu")
         build.own(Slot.FORWARD, fully_shard.forward_through(part), self.name())
         if self.reduce == "last":
-            build.hooks.before_backward.append(part.set_requires_gradient_sync)
+            build.hooks.before_backward.append(cast("FSDPModule", part).set_requires_gradient_sync)
         degree = build.mesh.size(*across)
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
         return Change(f"weights in {groups} groups, a {degree}th of each on a device{copies}", groups)

@@ -12,13 +12,14 @@ Source: Ainslie et al. 2023 (arXiv:2305.13245); one head for all: Shazeer 2019 (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from preheat.core import Build, Change, Numerics, Stage, Technique, Trials
 from preheat.recipe import Bound
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig
 
     from preheat.recipe import Recipe
 
@@ -62,12 +63,12 @@ class GroupedQueries(Technique):
     kv_heads: Annotated[int, Bound(1)] = 1
     """Key-value heads of each layer: a divisor of the model's current number."""
 
-    def configure(self, config: Any, recipe: Recipe) -> None:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
         from preheat.models.conversions import architecture
 
         architecture.set_kv_heads(config, self.kv_heads)
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.errors import RecipeError
         from preheat.models.conversions import architecture
 
@@ -77,7 +78,7 @@ class GroupedQueries(Technique):
         except ValueError as error:
             raise RecipeError(f"techniques.grouped_queries: {error}") from None
 
-        def pool(name: str, value: Any) -> Any:
+        def pool(name: str, value: Tensor) -> Tensor:
             return architecture.pool_heads(value, self.kv_heads, facts.head_dim)
 
         build.weights.map(architecture.KEYS_AND_VALUES, pool)

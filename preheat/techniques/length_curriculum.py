@@ -17,12 +17,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Shape, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count, Positive, Share
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from preheat.recipe import Recipe
 
 __all__ = ["LengthCurriculum", "length_at", "shape_at"]
@@ -197,7 +199,7 @@ class LengthCurriculum(Technique):
             lengths=self.lengths,
         )
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         recipe = build.recipe
 
         def shape(progress: float) -> Shape:

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 __all__ = ["Liger", "use_liger"]
+
+T = TypeVar("T")
 
 
 def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True, gate: bool = True) -> dict[str, int]:
@@ -47,7 +49,7 @@ def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True,
     from preheat.models.kernel_swap import use_kernels
     from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
-    def or_plain(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    def or_plain(kernel: Callable[..., T], plain: Callable[..., T]) -> Callable[..., T]:
         # Triton kernels cannot run on the fake tensors of a dry run.
         return lambda *tensors: (plain if is_in_torch_dispatch_mode() else kernel)(*tensors)
 
@@ -127,7 +129,7 @@ class Liger(Searchable):
             problems.append(f"loss: would leave out the cap on the logits of {context.model.family}; set loss: false")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         counts = use_liger(part, norm=self.norm, rotary=self.rotary, gate=self.gate) if self.provided() else {}
         if self.loss:
             from preheat.models.hf import require_plain_head

@@ -24,13 +24,16 @@ import copy
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.errors import SettingError
 from preheat.recipe import Bound, Positive, Share, Whole
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from peft import LoraConfig
     from torch import nn
 
 __all__ = ["Lora", "add_lora", "merge_lora"]
@@ -83,7 +86,7 @@ def add_lora(
     )
 
 
-def _add(model: nn.Module, config: Any, expert_rank: int) -> list[str]:
+def _add(model: nn.Module, config: LoraConfig, expert_rank: int) -> list[str]:
     from preheat.ops.adapters.peft_layers import base_of, inject
 
     rank, on_meta = config.r, next(model.parameters()).device.type == "meta"
@@ -122,12 +125,12 @@ def _config(
     rank: int,
     alpha: float,
     dropout: float,
-    targets: Any,
+    targets: str | Sequence[str],
     variant: str,
     start: bool | str,
     exclude: str | None = None,
     embedding_rank: int = 0,
-) -> Any:
+) -> LoraConfig:
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
@@ -165,7 +168,7 @@ def _end_names(model: nn.Module) -> tuple[str, str]:
     return first, last
 
 
-def _add_target(model: nn.Module, targets: Any, name: str) -> Any:
+def _add_target(model: nn.Module, targets: str | Sequence[str], name: str) -> str | Sequence[str]:
     """Adds a module to the targets."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -267,7 +270,7 @@ class Lora(Technique):
                 )
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.errors import RecipeError
         from preheat.models.vision import tower_modules
         from preheat.ops.adapters.peft_io import begin
@@ -326,7 +329,7 @@ class Lora(Technique):
             count,
         )
 
-    def _begin_experts(self, build: Build, part: Any) -> int:
+    def _begin_experts(self, build: Build, part: nn.Module) -> int:
         from preheat.ops.adapters.moe_lora import OWN, adapted_experts, draw_pairs
 
         expert_ids = {id(experts) for experts in adapted_experts(part)}

@@ -23,11 +23,15 @@ from preheat.recipe import Whole
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from torch.optim.optimizer import ParamsT
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["LowBitAdamW", "low_bit_adamw"]
 
 
-def low_bit_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
+def low_bit_adamw(parameters: ParamsT, **settings: Any) -> torch.optim.Optimizer:
     """Returns the optimizer (`preheat.ops.optim.low_bit_adamw.LowBitAdamW`).
 
     Settings: bits, block, least, lr, betas, eps, weight_decay.
@@ -67,12 +71,12 @@ class LowBitAdamW(Searchable):
     def search_numerics(self) -> Literal["rounding", "different"]:
         return "rounding" if self.bits == 8 else "different"
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         # A GPU wants few large kernels; a CPU chunks that fit its cache.
         chunk = 1 << 24 if build.device.kind == "cuda" else 1 << 18
 
-        def make(groups: Any, **settings: Any) -> Any:
-            more: dict[str, Any] = {"seed": build.recipe.seed, "number": lambda: build.state.step, "chunk": chunk}
+        def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
+            more: JsonObject = {"seed": build.recipe.seed, "number": lambda: build.state.step, "chunk": chunk}
             try:
                 return low_bit_adamw(
                     groups, bits=self.bits, block=self.block_size, least=self.least, **more, **settings

@@ -46,7 +46,8 @@ from preheat.recipe import Bound, Positive
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.optim.optimizer import ParamsT
 
 __all__ = [
     "MixedPrecision",
@@ -140,7 +141,7 @@ def keep_in_fp32(
     return [*tops, *tied]
 
 
-def stochastic_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
+def stochastic_adamw(parameters: ParamsT, **settings: Any) -> torch.optim.Optimizer:
     """Returns AdamW for bf16 weights with stochastic rounding (`preheat.ops.optim.optimizers.StochasticAdamW`).
 
     Example:
@@ -156,9 +157,9 @@ def stochastic_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.
 
 def train_with_mixed_precision(
     model: nn.Module,
-    dataloader: Iterable[tuple[Any, Any]],
+    dataloader: Iterable[tuple[Tensor, Tensor]],
     optimizer: torch.optim.Optimizer,
-    criterion: Callable[[Any, Any], torch.Tensor],
+    criterion: Callable[[Tensor, Tensor], Tensor],
     precision: str = "bf16",
     epochs: int = 1,
 ) -> list[float]:
@@ -303,7 +304,7 @@ class MixedPrecision(Searchable):
             problems.append(f"mode: {self.mode} is for models that are trained whole; with a frozen base use {other}")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
         total = sum(p.numel() for p in part.parameters())
@@ -347,7 +348,7 @@ class MixedPrecision(Searchable):
         scaled = ", loss scaled" if half == torch.float16 else ""
         return Change(f"weights and gradients in {name}; masters and moments in fp32{scaled}{suffix}", count)
 
-    def _keep(self, build: Build, part: Any, back_to: Any) -> list[Any]:
+    def _keep(self, build: Build, part: nn.Module, back_to: torch.dtype | None) -> list[nn.Module]:
         import torch
 
         from preheat.models.hf import head
@@ -377,7 +378,7 @@ class MixedPrecision(Searchable):
         build.loss.skippable_overflow = scale.endures
         build.state.saved[self.name()] = scale
 
-    def _optimizer(self, build: Build, groups: Any, **settings: Any) -> Any:
+    def _optimizer(self, build: Build, groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
         from preheat.ops.cuda_kernels import is_plain
 
         if build.device.kind == "cuda" and build.storage_device is None:

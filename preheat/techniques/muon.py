@@ -22,11 +22,13 @@ from preheat.recipe import Bound, Share
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor, nn
+    from torch.optim.optimizer import ParamsT
 
 __all__ = ["Muon", "muon_optimizer"]
 
 
-def muon_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **settings: Any) -> torch.optim.Optimizer:
+def muon_optimizer(groups: ParamsT, *, by_adamw: Iterable[Tensor] = (), **settings: Any) -> torch.optim.Optimizer:
     """Returns the optimizer (`preheat.ops.optim.optimizers.Muon`): Muon for matrices, AdamW for the rest.
 
     Args:
@@ -58,7 +60,7 @@ class Muon(Technique):
     steps: Annotated[int, Bound(1)] = 5
     """Newton-Schulz iterations."""
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
         from preheat.hardware.probe import quick_half
@@ -66,7 +68,7 @@ class Muon(Technique):
 
         dtype = quick_half() if build.device.kind == "cpu" else torch.bfloat16
 
-        def make(groups: Any, **settings: Any) -> Any:
+        def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
             others = [weight for trained in build.trained for weight in ends(trained)]
             return muon_optimizer(
                 groups, by_adamw=others, momentum=self.momentum, steps=self.steps, dtype=dtype, **settings

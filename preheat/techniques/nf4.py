@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Numerics, Searchable, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 __all__ = ["Nf4", "from_nf4", "to_nf4"]
 
@@ -101,7 +102,7 @@ class Nf4(Searchable):
     """Linear layers besides the head that are not quantized: a regular expression for module names, or a list of their
     last parts."""
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.errors import RecipeError
         from preheat.ops.adapters.peft_layers import shares
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Batch, Build, Change, Context, LossSum, Numerics, Searchable, Slot, Stage, Tag, Trials
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from preheat.ops.optim.step_in_backward import UpdateInBackward
 
@@ -77,7 +77,7 @@ class OptimizerInBackward(Searchable):
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
         if build.hooks.finish_gradients:

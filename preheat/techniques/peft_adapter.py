@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from peft import PeftConfig
     from torch import nn
 
 __all__ = ["METHODS", "PeftAdapter", "add_peft_adapter", "merge_peft_adapter"]
@@ -64,8 +67,8 @@ _RESERVED = (
 
 
 def configure(
-    method: str, settings: Mapping[str, Any], targets: str | tuple[str, ...], exclude: str | None = None
-) -> Any:
+    method: str, settings: Mapping[str, object], targets: str | Sequence[str], exclude: str | None = None
+) -> PeftConfig:
     """Returns peft's configuration of a method; `exclude` is a regular expression for modules that are not adapted.
 
     Raises:
@@ -105,7 +108,7 @@ def add_peft_adapter(
     *,
     targets: str | tuple[str, ...] = "all-linear",
     exclude: str | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> list[str]:
     """Adds a peft adapter to a transformers model and freezes the rest, in place.
 
@@ -169,7 +172,7 @@ class PeftAdapter(Technique):
             return [str(error)]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.errors import RecipeError
         from preheat.models.moe import adapted
         from preheat.models.vision import tower_modules

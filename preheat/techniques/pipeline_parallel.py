@@ -113,7 +113,7 @@ class _Runner:
     def __init__(self, build: Build, schedule: str, stages: Mapping[int, nn.Module], count: int, dtype: Any):
         from preheat.ops.distributed.pipelining import Pipeline
 
-        def forward(part: Any, batch: Batch) -> Tensor:
+        def forward(part: nn.Module, batch: Batch) -> Tensor:
             output, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
             assert not metrics, "check refuses objectives with metrics: only the last stage's device would have them"
             for change in build.loss.scaling if part is stages.get(count - 1) else ():
@@ -268,7 +268,7 @@ class PipelineParallel(Searchable):
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
         from preheat.models import hf, pipeline_split
@@ -329,7 +329,7 @@ class PipelineParallel(Searchable):
 
         if stage_rank not in (0, self.degree - 1):
             return
-        part: Any = build.trained[0 if stage_rank == 0 else -1]
+        part: nn.Module = build.trained[0 if stage_rank == 0 else -1]
         if stage_rank != 0:
             weight = hf.embedding(part).weight
             build.parallel.duplicated_params |= {name for name, p in part.named_parameters() if p is weight}
@@ -348,5 +348,10 @@ class PipelineParallel(Searchable):
     def options(self, context: Context) -> Iterable[Technique]:
         world = math.prod(context.sizes.values())
         degrees = [n for n in (2, 4, 8, 16, 32) if world % n == 0 and 2 * n <= context.model.layers] or [self.degree]
-        schedules: tuple[Any, ...] = ("1f1b", "interleaved", "zero_bubble", "zbv")
+        schedules: tuple[Literal["1f1b", "interleaved", "zero_bubble", "zbv"], ...] = (
+            "1f1b",
+            "interleaved",
+            "zero_bubble",
+            "zbv",
+        )
         return [replace(self, degree=n, schedule=schedule, stages=None) for n in degrees for schedule in schedules]

@@ -41,7 +41,9 @@ from preheat.errors import DataError
 from preheat.recipe import Bound, NonNegative, Positive
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+
+    from preheat.ops.losses.preference import AnswerIndex
 
 __all__ = ["Preference", "preference_loss"]
 
@@ -164,7 +166,7 @@ class Preference(Technique):
             problems.append("evaluate.baselines: a unigram model compares no answers; set it to false")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         import copy
 
         from preheat.ops.losses.cross_entropy import CrossEntropy
@@ -188,7 +190,7 @@ class Preference(Technique):
         build.loss.scores = _scores
         return Change(summary, count)
 
-    def _objective(self, build: Build, part: Any) -> Callable[..., LossSum]:
+    def _objective(self, build: Build, part: nn.Module) -> Callable[..., LossSum]:
         import torch
 
         from preheat.ops.adapters.peft_layers import without
@@ -196,7 +198,7 @@ class Preference(Technique):
         from preheat.ops.losses.preference import AnswerIndex
 
         def logp(
-            states: Tensor, batch: Batch, answers: AnswerIndex, over_logits: Callable[..., Tensor], of: Any
+            states: Tensor, batch: Batch, answers: AnswerIndex, over_logits: Callable[..., Tensor], of: nn.Module
         ) -> Tensor:
             recorded = Recorded()
             over_logits(states, batch.labels, row_loss=recorded, of=of)
@@ -250,7 +252,7 @@ class Preference(Technique):
         return objective
 
     def _losses(
-        self, logps: Tensor, reference_logps: Tensor, answers: Any, batch: Batch
+        self, logps: Tensor, reference_logps: Tensor, answers: AnswerIndex, batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses of the examples, differentiable by `logps`, and the summed metrics."""
         from preheat.hardware.transfers import to_device
@@ -290,7 +292,7 @@ class Preference(Technique):
         return losses, metrics
 
 
-def _scores(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
+def _scores(metrics: Mapping[str, Tensor], weight: float) -> dict[str, float]:
     """Returns the means over the pairs; for single answers, the mean rewards of liked and of disliked ones."""
     if "liked" not in metrics:
         return {name: float(total) / weight for name, total in metrics.items()}

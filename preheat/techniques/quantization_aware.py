@@ -17,12 +17,13 @@ Source: Jacob et al. 2018 (arXiv:1712.05877); for language models, Liu et al. 20
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
     from preheat.ops.quantization.fake_quant import Grid
@@ -128,7 +129,7 @@ class QuantizationAware(Technique):
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         try:
             four, eight = round_weights(part, self)
         except ValueError as error:

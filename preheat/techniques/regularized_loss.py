@@ -13,13 +13,13 @@ section 5.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from preheat.core import Build, Change, Context, Numerics, Slot, Stage, Technique, Trials
 from preheat.recipe import Bound, Share
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 __all__ = ["RegularizedLoss", "regularized_cross_entropy"]
 
@@ -57,7 +57,7 @@ class RegularizedLoss(Technique):
             return ["label_smoothing and z are both 0, which changes nothing; set one, or leave the technique out"]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.ops.losses.cross_entropy import RegularizedCrossEntropy
 
         build.own(Slot.ROW_LOSS, RegularizedCrossEntropy(self.label_smoothing, self.z), self.name())

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count, Positive
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
     from preheat.recipe import Recipe
 
 __all__ = ["RopeScaling", "kind_for", "scale_rope"]
@@ -40,7 +43,7 @@ def kind_for(factor: float) -> str:
 
 
 def scale_rope(
-    config: Any, kind: str, factor: float, *, original_length: int | None = None, **yarn: float
+    config: PretrainedConfig, kind: str, factor: float, *, original_length: int | None = None, **yarn: float
 ) -> tuple[int, int]:
     """Sets the rotary scaling of a transformers configuration before the model is created, in place.
 
@@ -102,7 +105,7 @@ class RopeScaling(Technique):
     attention_factor: Positive | None = None
     """yarn: scale of the rotary tables; 0.1 ln(factor) + 1 by default."""
 
-    def configure(self, config: Any, recipe: Recipe) -> None:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
         given = {
             key: value
             for key in ("beta_fast", "beta_slow", "attention_factor")
@@ -128,7 +131,7 @@ class RopeScaling(Technique):
         factor = _needed(recipe, original) if self.factor == "auto" else float(self.factor)
         return (kind_for(factor) if self.kind == "auto" else self.kind), factor
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.configs import of
 
         config = of(build.recipe, build.model.vocabulary).get_text_config()  # the configuration before scaling

@@ -16,12 +16,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 __all__ = ["ShiftedGroups", "add_shifted_groups"]
@@ -57,7 +58,7 @@ def add_shifted_groups(model: PreTrainedModel, *, group: int) -> int:
     return limit_layers(model, functools.partial(_while_training, model, group), attend=attend_any)
 
 
-def _while_training(model: Any, group: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _while_training(model: PreTrainedModel, group: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from preheat.ops.attention.patterns import in_shifted_groups
 
     return in_shifted_groups(kernel, group) if model.training else kernel
@@ -93,7 +94,7 @@ class ShiftedGroups(Technique):
             problems.append(f"takes half of the heads, and the model has {context.model.heads}; leave it out")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         group = self._tokens(build)
         count = add_shifted_groups(part, group=group)
         return Change(

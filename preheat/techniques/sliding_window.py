@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 __all__ = ["SlidingWindow", "add_sliding_window"]
@@ -87,7 +88,7 @@ class SlidingWindow(Technique):
             )
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         window = self._tokens(build)
         count = add_sliding_window(part, window=window, every=self.every)
         return Change(f"{count} of {build.model.layers} layers see {window} tokens back", count)

@@ -20,20 +20,22 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Axis, Build, Change, Context, Finish, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
 from preheat.recipe import Bound, Whole
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
 __all__ = ["TensorParallel", "parallelize"]
 
 
 def parallelize(
-    model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vocabulary: bool = True, regather: bool = False
+    model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool = False, vocabulary: bool = True, regather: bool = False
 ) -> int:
     """Shards a transformers model's matrices across a mesh as DTensors, in place; works on meta too.
 
@@ -174,7 +176,7 @@ class TensorParallel(Searchable):
         ]
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models import hf
         from preheat.ops.distributed import tensor_parallel
 
@@ -221,7 +223,7 @@ def _sum_partial(build: Build) -> None:
     sum_partial(p for _, p in build.parameters())
 
 
-def _without_dropout(model: Any) -> None:
+def _without_dropout(model: PreTrainedModel) -> None:
     """Raises an error if a module uses dropout: the ranks would drop different elements than one device would."""
     from torch import nn
 

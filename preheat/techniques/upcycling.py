@@ -17,13 +17,14 @@ Source: Komatsuzaki et al. 2022 (arXiv:2212.05055); partial reinitialization: Na
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count, Share
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from preheat.recipe import Recipe
 
@@ -72,12 +73,12 @@ class Upcycling(Technique):
     redrawn: Share = 0.0
     """Fraction of each expert's inner channels that are reinitialized; 0: the first loss is the dense model's."""
 
-    def configure(self, config: Any, recipe: Recipe) -> Any:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> PretrainedConfig:
         from preheat.models.conversions.upcycling import expert_config
 
         return expert_config(config, self.experts, self.chosen)
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.models.conversions.upcycling import EXPERTS, expert_matrices
         from preheat.models.moe import routers
 

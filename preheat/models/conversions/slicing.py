@@ -88,7 +88,7 @@ class Kept:
     channels: Sequence[Tensor] | None = None
 
 
-def _table(config: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _table(config: PretrainedConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
     if config.model_type not in FAMILIES:
         why = (
             "has experts, whose channels and stream preheat does not slice"
@@ -102,7 +102,7 @@ def _table(config: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return FAMILIES[config.model_type]
 
 
-def _axes(config: Any, name: str, dimensions: int) -> tuple[str, ...]:
+def _axes(config: PretrainedConfig, name: str, dimensions: int) -> tuple[str, ...]:
     """The axis of each dimension of a parameter."""
     for pattern, axes in _table(config):
         if re.fullmatch(rf"(.*\.)?({pattern})", name):
@@ -153,7 +153,7 @@ def counter(model: PreTrainedModel) -> Callable[[Sizes], int]:
     return at
 
 
-def misfit(config: Any, sizes: Sizes) -> str:
+def misfit(config: PretrainedConfig, sizes: Sizes) -> str:
     """Why transformers has no model of the family with these sizes; "" if it has one."""
     if config.model_type == "gpt2" and sizes.hidden != sizes.heads * sizes.head_dim:
         return (
@@ -169,7 +169,7 @@ def misfit(config: Any, sizes: Sizes) -> str:
     return ""
 
 
-def width_step(config: Any, heads: int, head_dim: int, multiple: int) -> int:
+def width_step(config: PretrainedConfig, heads: int, head_dim: int, multiple: int) -> int:
     """The step in which the width may change with that many heads; `multiple` if the family allows any."""
     if config.model_type == "gpt2":
         return heads * head_dim
@@ -235,7 +235,7 @@ def smaller(model: PreTrainedModel, keep: Kept) -> PreTrainedModel:
         )
     config = _configuration(model.config, keep)
     with torch.device("meta"):
-        pruned: Any = type(model)(config)
+        pruned: PreTrainedModel = type(model)(config)
     if any(isinstance(m, DynamicRotary | LongRotary) for m in model.modules()):
         own_rotary(pruned)
     before = origin(model, keep)
@@ -316,7 +316,7 @@ def _name_of(model: nn.Module, module: nn.Module) -> str:
     return next(name for name, m in model.named_modules() if m is module)
 
 
-def _configuration(config: Any, keep: Kept) -> Any:
+def _configuration(config: PretrainedConfig, keep: Kept) -> PretrainedConfig:
     """The configuration of the smaller model."""
     smaller_config = copy.deepcopy(config)
     if keep.layers is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["BECOMES", "EXPERTS", "expert_config", "expert_matrices", "upcycle"]
 
@@ -25,7 +26,7 @@ _COPIED = (
 # fmt: on
 
 
-def expert_config(config: Any, experts: int, chosen: int) -> Any:
+def expert_config(config: PretrainedConfig, experts: int, chosen: int) -> PretrainedConfig:
     """The configuration of a dense model with experts in place of each feed-forward block, each as wide as the block.
 
     Args:
@@ -105,7 +106,7 @@ def expert_matrices(name: str, read: Callable[[str], Tensor], experts: int, redr
     return stack
 
 
-def upcycle(model: Any, experts: int, chosen: int, redrawn: float, seed: int) -> Any:
+def upcycle(model: PreTrainedModel, experts: int, chosen: int, redrawn: float, seed: int) -> PreTrainedModel:
     """Builds a model with experts from a dense one; arguments as of `expert_config` and `expert_matrices`."""
     import re
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Batch, Build
 from preheat.recipe import Sample
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Answer", "OnPolicy", "answers_of", "with_answers"]
 
@@ -117,8 +118,8 @@ class OnPolicy:
     """
 
     build: Build
-    part: Any
-    tokenizer: Any
+    part: nn.Module
+    tokenizer: PreTrainedTokenizerBase
     share: float
     stop: frozenset[int]
 

@@ -16,13 +16,14 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from preheat.core import Batch, MaskSpec
 from preheat.model_folder import beginning
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["TokenizerView", "Matched", "TokenAligner", "common"]
 
@@ -41,7 +42,7 @@ class TokenizerView:
         end: the end-of-text token.
     """
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     pieces: Sequence[bytes]
     end: int
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -110,7 +110,7 @@ class IncrementalDetokenizer:
         return Written(self.text, self.tokens, self.ended)
 
 
-def alike(a: Sequence[Any], b: Sequence[Any]) -> int:
+def alike(a: Sequence[object], b: Sequence[object]) -> int:
     """The length of the common prefix."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 

@@ -20,7 +20,7 @@ from preheat.recipe import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
 __all__ = ["PrefixCache", "Timed", "Written", "cached_loss", "generate", "patterned", "settled", "stop_tokens"]
 
@@ -47,7 +47,7 @@ class PrefixCache:
     reused: int = 0
     kind: tuple[str, int | None] = ("dynamic", None)
 
-    def begin(self, prompt: Sequence[int], settings: Sample, empty: Callable[[], Any]) -> Any:
+    def begin(self, prompt: Sequence[int], settings: Sample, empty: Callable[[], Cache]) -> Cache:
         """Returns the cache with a prefix of `prompt`, at least one token short; else an `empty` one."""
         same = alike(self.tokens, prompt[:-1])
         if self.kind != (settings.cache_kind, settings.window):
@@ -177,7 +177,7 @@ def generate(
     settings = settled(settings, model, sum(rooms[rows[0]] for rows in batches) if ordinary else 0)
     # One length for all batches: a compiled model recompiles, or records another graph, for each length.
     longest = max((max(len(prompts[row]) for row in rows) + rooms[rows[0]] - 1 for rows in batches), default=0)
-    caches: dict[int, Any] = {}  # of a compiled model, by number of rows
+    caches: dict[int, Cache] = {}  # of a compiled model, by number of rows
     device = next(model.parameters()).device
     texts: list[Written] = []
     devices = [device] if device.type == "cuda" else []
@@ -266,7 +266,7 @@ def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float
     total = 0.0
     with _writing(model, _attention(model, settings, alone), alone):
         for row in rows.to(model.device):
-            cache: dict[str, Any] = {} if alone else {"past_key_values": make_cache(model.config, settings, len(row))}
+            cache: dict[str, Cache] = {} if alone else {"past_key_values": make_cache(model.config, settings, len(row))}
             logits = model(input_ids=row[None], use_cache=bool(cache), **cache).logits[0, :-1]
             total += float(torch.nn.functional.cross_entropy(logits.float(), row[1:], reduction="sum"))
     return total / (rows.numel() - len(rows))
@@ -400,7 +400,7 @@ def _write(
     draft: PreTrainedModel | None,
     timed: Timed | None,
     longest: int,
-    caches: dict[int, Any] | None,
+    caches: dict[int, Cache] | None,
 ) -> None:
     import torch
     from transformers import CompileConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -419,7 +419,7 @@ def _write(
 
         heard = 1 if encoder else width  # a decoder begins with its start token
 
-        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # type: ignore[override]
+        def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:  # type: ignore[override]
             fresh = input_ids[:, self.heard :].tolist()
             if timed is not None:  # `tolist` has waited for the device
                 timed.at.append(time.perf_counter())

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,15 @@ from preheat.ops.adapters.tied_head import TiedHead, pair_of
 from preheat.ops.distributed.dtensor_utils import local, share_of
 from preheat.sanitize import quoted
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from preheat.core.json_types import JsonObject
+
+
 __all__ = ["BASE", "AdapterFolder", "begin", "put_in", "read_folder"]
+
+T = TypeVar("T")
 
 BASE = "preheat_base.json"
 _FILE, _PICKLES = "adapter_model.safetensors", ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
@@ -94,8 +102,8 @@ class AdapterFolder:
     """
 
     path: Path
-    config: Any
-    written: Mapping[str, Any]
+    config: PeftConfig
+    written: JsonObject
     knob: str
 
     @property
@@ -156,7 +164,7 @@ class AdapterFolder:
                 "base_model_name_or_path in its adapter_config.json"
             )
 
-    def agrees(self, ours: Any, called: Mapping[str, str]) -> None:
+    def agrees(self, ours: PeftConfig, called: Mapping[str, str]) -> None:
         """Rejects an adapter whose settings differ from the recipe's.
 
         Args:
@@ -300,7 +308,7 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
 def begin(
     weights: Weights,
     model: nn.Module,
-    config: Any,
+    config: PeftConfig,
     names: list[str],
     *,
     start: str | None,
@@ -379,5 +387,5 @@ def _matches(theirs: str, ours: str) -> bool:
     return theirs == ours or ("." not in theirs and ours.endswith(f".{theirs}"))
 
 
-def _find(theirs: Mapping[str, Any], ours: str) -> Any:
+def _find(theirs: Mapping[str, T], ours: str) -> T | None:
     return theirs[ours] if ours in theirs else theirs.get(ours.rpartition(".")[2])

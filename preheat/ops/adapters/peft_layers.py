@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,12 @@ from preheat.ops.classification_head import ClassHead
 from preheat.ops.grouped_mm import ADAPTER
 from preheat.ops.memory.selective_checkpoint import keeps_results
 from preheat.ops.quantization.nf4 import PackedMap, unpack_
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = [
     "add_product",
@@ -38,7 +44,7 @@ __all__ = [
 ]
 
 
-def inject(model: nn.Module, config: Any) -> list[str]:
+def inject(model: nn.Module, config: PeftConfig) -> list[str]:
     """Injects peft's adapters into the layers of `config.target_modules` and freezes the rest, in place and also on
     meta.
 
@@ -94,7 +100,7 @@ def _tie_head(model: nn.Module) -> None:
         tie(head, embedding)
 
 
-def _inject(model: nn.Module, config: Any, *, part: bool = False) -> None:
+def _inject(model: nn.Module, config: PeftConfig, *, part: bool = False) -> None:
     """As peft's `inject_adapter_in_model`, which rejects tensors common to all layers (VeRA's projections); here each
     layer holds them as its own buffers.
 
@@ -197,14 +203,14 @@ class _Added(torch.autograd.Function):
     """`add_product` in place."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, small: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, result: Tensor, small: Tensor, up: Tensor) -> Tensor:
         ctx.mark_dirty(result)
         ctx.save_for_backward(small, up)
         result.view(-1, result.shape[-1]).addmm_(small.reshape(-1, small.shape[-1]), up.t())
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         small, up = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         by_small = torch.mm(rows, up).view(small.shape) if ctx.needs_input_grad[1] else None
@@ -242,7 +248,7 @@ def own_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(k, t) for k, t in (*layer.named_parameters(), *layer.named_buffers()) if not k.startswith("base_layer.")]
 
 
-def draw(model: nn.Module, config: Any, names: list[str]) -> None:
+def draw(model: nn.Module, config: PeftConfig, names: list[str]) -> None:
     """Initializes adapters as peft does, in place, once the base weights are loaded.
 
     Lets peft recreate each module over an fp32 copy of the base, so that values derived from the base (DoRA's
@@ -255,7 +261,7 @@ def draw(model: nn.Module, config: Any, names: list[str]) -> None:
         _draw(model, config, group, in_fp32=not shared)
 
 
-def _draw(model: nn.Module, config: Any, names: list[str], *, in_fp32: bool) -> None:
+def _draw(model: nn.Module, config: PeftConfig, names: list[str], *, in_fp32: bool) -> None:
     alone: nn.Module = nn.Module()  # contains only the adapted modules' bases, under their names
     alone.config = getattr(model, "config", None) or {"model_type": "custom"}  # type: ignore[assignment]
     bases: dict[str, tuple[Any, Any]] = {}

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from preheat.core import MaskSpec
 from preheat.ops.attention.blockwise import blocked_attention, blocked_passes
 from preheat.ops.attention.per_document import Documents, Passes, forward, gradients
 from preheat.ops.attention.sdpa import sdpa_attention, sdpa_has_passes, sdpa_passes
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = ["OpaqueAttention", "OpaqueMask"]
 
@@ -36,7 +40,7 @@ class _Known(NamedTuple):
 
 
 # All other kernels rerun forward in the backward pass.
-_KNOWN: dict[Any, _Known] = {
+_KNOWN: dict[Callable[..., Tensor], _Known] = {
     blocked_attention: _Known(blocked_passes, False, lambda *_, **__: True),
     sdpa_attention: _Known(sdpa_passes, True, sdpa_has_passes),
 }
@@ -239,7 +243,7 @@ def _(
     return a, b, c
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     # The log-sum-exp has no gradient, and none is allocated for it.
     ctx.set_materialize_grads(False)
     *settings, keeps = inputs[4:]
@@ -247,7 +251,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.settings = settings
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: AutogradContext, grad: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 11
     q, k, v, documents, *saved = ctx.saved_tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,10 @@ from preheat.core import MaskSpec
 from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.sdpa import in_compute_dtype, packed, sdpa_attention, sees, starts_of
 from preheat.ops.attention.varlen import varlen_serves
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = [
     "BLOCKS_UP_TO",
@@ -94,7 +98,7 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -118,11 +122,11 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias = ctx.saved_tensors
         learned = bias is not None and ctx.needs_input_grad[3]
         # fp32 at least: every chunk of queries adds to the gradients of the same keys and values.
-        totals: list[Any] = [
+        totals: list[Tensor] = [
             torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
             for t in (q, k, v, *([bias] * learned))
         ]
@@ -135,7 +139,11 @@ class _Chunks(torch.autograd.Function):
             for begin, end, keys, piece in _pieces(q, k, *ctx.settings):
 
                 def cut(
-                    q: Tensor, k: Tensor, v: Tensor, bias: Any = None, at: tuple[int, int, int] = (begin, end, keys)
+                    q: Tensor,
+                    k: Tensor,
+                    v: Tensor,
+                    bias: Tensor | None = None,
+                    at: tuple[int, int, int] = (begin, end, keys),
                 ) -> list[Any]:
                     return [q[:, :, at[0] : at[1]], k[:, :, : at[2]], v[:, :, : at[2]], _part(bias, *at)]
 
@@ -191,7 +199,7 @@ def _piece(
         torch.matmul(q.reshape(rows, shared, -1, q.shape[3]), k.transpose(-1, -2)).view(rows, heads, n, keys) * scale
     )
     i, j = torch.arange(begin, begin + n, device=q.device)[:, None], torch.arange(keys, device=q.device)[None, :]
-    where: tuple[Any, ...] = (
+    where: tuple[Tensor, ...] = (
         () if starts is None else (starts[:, None, begin : begin + n, None], starts[:, None, None, :keys])
     )
     scores = scores.masked_fill(~sees(mask, i, j, *where), float("-inf"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -21,6 +21,12 @@ from preheat.core import Batch, MaskSpec
 from preheat.hardware.transfers import to_device
 from preheat.ops.attention.sdpa import in_compute_dtype
 from preheat.ops.losses.cross_entropy import IGNORED
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = ["cut_rows", "landed", "padded", "places_of", "row_length", "ulysses_attention", "ulysses_bytes"]
 
@@ -93,16 +99,16 @@ class _AllToAll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return landed(collectives.all_to_all_single(x.contiguous(), None, None, group))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None]:
         return landed(collectives.all_to_all_single(grads[0].contiguous(), None, None, ctx.group)), None
 
 
-def _heads_for_places(tensors: Sequence[Tensor], group: Any, degree: int) -> list[Tensor]:
+def _heads_for_places(tensors: Sequence[Tensor], group: ProcessGroup, degree: int) -> list[Tensor]:
     """Converts each [rows, heads, places, dim] to [rows, heads / degree, places * degree, dim] in one all-to-all."""
     shapes = [(t.shape[0], t.shape[1] // degree, *t.shape[2:]) for t in tensors]
     # Queries, keys and values travel in one message, though keys and values may have fewer heads.
@@ -111,7 +117,7 @@ def _heads_for_places(tensors: Sequence[Tensor], group: Any, degree: int) -> lis
     return [c.view(degree, *shape).movedim(0, 2).flatten(2, 3) for c, shape in zip(received, shapes, strict=True)]
 
 
-def _places_for_heads(t: Tensor, group: Any, degree: int) -> Tensor:
+def _places_for_heads(t: Tensor, group: ProcessGroup, degree: int) -> Tensor:
     """Inverse of `_heads_for_places`: [rows, heads / degree, places * degree, dim] -> [rows, heads, places, dim]."""
     return _AllToAll.apply(t.unflatten(2, (degree, -1)).movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
 
@@ -121,7 +127,7 @@ def _copies(shared: int, degree: int) -> int:
     return math.lcm(shared, degree) // shared
 
 
-def ulysses_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[..., Tensor]:
+def ulysses_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Callable[..., Tensor]:
     """Returns Ulysses attention: a kernel of full rows applied to sequence-sharded rows, each rank with its heads.
 
     One all-to-all gives each rank all positions of its heads, another returns the results to their positions. If there
@@ -137,7 +143,7 @@ def ulysses_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[...
     """
     degree = dist.get_world_size(group)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, **more: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, **more: object) -> Tensor:
         heads, shared = q.shape[1], k.shape[1]
         if heads % degree:
             raise ValueError(f"{heads} heads cannot be shared out among {degree} devices")

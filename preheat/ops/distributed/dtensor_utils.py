@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import _disable_current_modes
 
 from preheat.ops.dry_run_loops import fold_identical
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 __all__ = ["by_dtype", "first_element", "local", "share_of", "spread_as", "square_sum", "total_norm", "whole"]
 
@@ -50,7 +54,7 @@ def first_element(t: Tensor) -> int:
     return sum(offset * stride for offset, stride in zip(start, t.stride(), strict=True))
 
 
-def square_sum(tensors: Iterable[Tensor], squares: Any) -> Tensor:
+def square_sum(tensors: Iterable[Tensor], squares: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Sums squares over all elements, counting each element of a DTensor once; the same on every rank.
 
     Args:

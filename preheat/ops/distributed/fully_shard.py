@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
 __all__ = ["OWN_MESH", "forward_through", "gathering", "reducing", "replicate_all", "shard_fully"]
 
 
@@ -29,7 +33,7 @@ OWN_MESH = "preheat_mesh"
 """Attribute of a module whose weights use another mesh than the rest, such as expert-parallel experts."""
 
 
-def _with_own_mesh(layer: nn.Module) -> list[tuple[nn.Module, Any]]:
+def _with_own_mesh(layer: nn.Module) -> list[tuple[nn.Module, DeviceMesh]]:
     return [(module, mesh) for module in layer.modules() if (mesh := getattr(module, OWN_MESH, None)) is not None]
 
 
@@ -47,7 +51,7 @@ def _summed(module: nn.Module) -> None:
 def shard_fully(
     module: nn.Module,
     layers: Iterable[nn.Module],
-    mesh: Any,
+    mesh: DeviceMesh,
     *,
     reshard: bool = True,
     gather: torch.dtype | None = None,
@@ -91,7 +95,7 @@ def shard_fully(
     return len(listed) + 1
 
 
-def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> int:
+def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> int:
     """Applies plain data parallelism in place: each layer's gradients are one bucket, reduced while backward continues.
 
     Args:
@@ -124,7 +128,7 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
     the optimizer knows.
     """
 
-    def let_go(module: Any, *_: Any) -> None:
+    def let_go(module: nn.Module, *_: object) -> None:
         if not torch.is_grad_enabled():
             for m in module.modules():
                 if isinstance(m, FSDPModule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,13 @@ from preheat.ops.losses.cross_entropy import (
     chunked_logits,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+    from preheat.ops.autograd_context import AutogradContext
+
+
 __all__ = ["SharedCrossEntropy", "parallelize", "shared_logits", "sum_partial"]
 
 
@@ -49,14 +56,14 @@ class _Whole(ParallelStyle):
     def __init__(self, output: Placement | None = None):
         self.output = output or Replicate()
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        def enter(_: Any, inputs: Any, mesh: Any) -> Any:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: object, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
             return tuple(
                 x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
                 for x in inputs
             )
 
-        def leave(_: Any, output: Any, mesh: Any) -> Any:
+        def leave(_: object, output: DTensor, mesh: DeviceMesh) -> Any:
             return output.redistribute(placements=[self.output]).to_local()
 
         return distribute_module(module, device_mesh, None, enter, leave)
@@ -71,7 +78,7 @@ class _Rows(ParallelStyle):
     def __init__(self, output: Placement):
         self.output = output
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         embedding: Any = module
         cut = distribute_tensor(embedding.weight, device_mesh, [Shard(0)], src_data_rank=None)
         embedding.register_parameter("weight", nn.Parameter(cut))
@@ -103,8 +110,10 @@ class _Input(ParallelStyle):
     def __init__(self, layout: Placement, given: Given | None):
         self.held, self.given = layout, given
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        def gather(_: Any, args: Any, kwargs: Any) -> Any:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(
+            _: object, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
             x = args[0] if args else kwargs["hidden_states"]
             piece = DTensor.from_local(x, device_mesh, [self.held], run_check=False)
             x = piece.redistribute(placements=[Replicate()])
@@ -139,7 +148,7 @@ class _RegatheringLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gathered: _Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, gathered: _Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.gathered = gathered
         gathered.users += 1
         ctx.save_for_backward(weight)
@@ -147,7 +156,7 @@ class _RegatheringLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (weight,) = grads, ctx.saved_tensors
         x = ctx.gathered.again()  # overlaps with the matmul of the input gradient
         by_input = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
@@ -163,7 +172,7 @@ class _Columns(ColwiseParallel):
         super().__init__()
         self.given = given
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
         linear: Any = module
         plain = linear.forward
@@ -207,9 +216,9 @@ def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[Share,
 
 
 def parallelize(
-    model: Any,
+    model: PreTrainedModel,
     shares: Mapping[str, Share],
-    mesh: Any,
+    mesh: DeviceMesh,
     *,
     sequence: bool = False,
     vocabulary: bool = True,
@@ -269,7 +278,7 @@ def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
     """All-reduces, in place and as one message, the partial gradients of replicated weights that saw only local heads
     or positions.
     """
-    waiting: dict[Any, list[nn.Parameter]] = {}
+    waiting: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
     for p in parameters:
         if isinstance(p.grad, DTensor) and any(place.is_partial() for place in p.grad.placements):
             assert p.grad.device_mesh.ndim == 1, "FSDP has summed the others already"
@@ -296,7 +305,7 @@ class SharedCrossEntropy:
         group: process group.
     """
 
-    def __init__(self, group: Any, smoothing: float = 0.0, z: float = 0.0):
+    def __init__(self, group: dist.ProcessGroup, smoothing: float = 0.0, z: float = 0.0):
         self.group, self.smoothing, self.z = group, smoothing, z
 
     @property
@@ -353,33 +362,33 @@ class _Kept:
 
 
 @functools.singledispatch
-def _over_shares(loss: Any, group: Any) -> RowLoss:
+def _over_shares(loss: RowLoss, group: dist.ProcessGroup) -> RowLoss:
     """Returns the equivalent loss for column-sharded logits."""
     raise TypeError(f"{type(loss).__name__} has no form for logits that are shared out; set loss_parallel: false")
 
 
 @_over_shares.register
-def _(loss: CrossEntropy, group: Any) -> RowLoss:
+def _(loss: CrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return SharedCrossEntropy(group)
 
 
 @_over_shares.register
-def _(loss: RegularizedCrossEntropy, group: Any) -> RowLoss:
+def _(loss: RegularizedCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return SharedCrossEntropy(group, loss.smoothing, loss.z)
 
 
 @_over_shares.register
-def _(loss: WeightedCrossEntropy, group: Any) -> RowLoss:
+def _(loss: WeightedCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return WeightedCrossEntropy(SharedCrossEntropy(group))
 
 
 @_over_shares.register
-def _(loss: Softcapped, group: Any) -> RowLoss:
+def _(loss: Softcapped, group: dist.ProcessGroup) -> RowLoss:
     return Softcapped(_over_shares(loss.loss, group), loss.cap)
 
 
 @_over_shares.register
-def _(loss: Recorded, group: Any) -> RowLoss:
+def _(loss: Recorded, group: dist.ProcessGroup) -> RowLoss:
     return _Kept(loss, SharedCrossEntropy(group))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from preheat.ops.adapters.tied_head import pair_of
 from preheat.ops.distributed.dtensor_utils import whole
 from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.losses.chunked_grads import Beside, sum_product
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = [
     "IGNORED",
@@ -228,7 +232,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         hidden: Tensor,
         weight: Tensor,
         row_loss: RowLoss,
@@ -282,7 +286,7 @@ class _Chunked(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wants, count = ctx.wants
         saved = iter(ctx.saved_tensors)
         # In place: these tensors belong to this call alone.

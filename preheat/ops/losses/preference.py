@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,5 +130,5 @@ def liked_losses(answer: Tensor, reference: Tensor, liked: Tensor, *, beta: floa
         >>> liked_losses(torch.zeros(2), torch.zeros(2), torch.tensor([1, 0]))
         tensor([0.5000, 0.5000])
     """
-    sign: Any = 1 - 2 * liked.float()
+    sign = 1 - 2 * liked.float()
     return torch.sigmoid(sign * beta * (answer - reference))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +105,7 @@ class _Pass:
     def __init__(self, link: HostCopy, before: _Pass | None, *, moves: bool, least: int, stays: _Stays):
         self.link, self.before, self.moves, self.least, self.kept = link, before, moves, least, stays
         self._saved: list[weakref.ref[Saved]] = []  # autograd owns them: tensors that it freed are not fetched
-        self._same: dict[Any, Saved] = {}  # tensors saved by several operators move once
+        self._same: dict[tuple[object, ...], Saved] = {}  # tensors saved by several operators move once
         self._begun = self._fetched = False
 
     def pack(self, t: Tensor) -> Saved:
@@ -165,8 +164,8 @@ class ActivationOffload:
         for index, layer in enumerate(layers):
             layer.forward = self._wrapped(layer, layer.forward, index)  # type: ignore[method-assign]
 
-    def _wrapped(self, layer: nn.Module, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def _wrapped(self, layer: nn.Module, forward: Callable[..., object], index: int) -> Callable[..., object]:
+        def wrapped(*args: object, **kwargs: object) -> object:
             # Nothing is saved for a backward pass in evaluation, so there is nothing to offload.
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
