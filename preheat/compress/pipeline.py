@@ -366,7 +366,7 @@ def _kept(recipe: Recipe) -> dict[str, Technique]:
     return {
         name: t
         for name, t in recipe.techniques.items()
-        if t.stage >= Stage.KERNEL and Slot.OBJECTIVE not in t.owned() and not t.is_parallel()
+        if t.stage >= Stage.KERNEL and Slot.OBJECTIVE not in t.claimed() and not t.is_parallel()
     }
 
 

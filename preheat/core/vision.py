@@ -59,7 +59,7 @@ class Images:
     """The images of a micro-batch, in the order of their tokens in its rows.
 
     They are a separate field of `Batch`: patches are not tokens (four of them make one), rows have different numbers of
-    them, and the vision tower reads those of all rows at once, so neither `beside` nor `hidden` can hold them.
+    them, and the vision tower reads those of all rows at once, so neither `aligned` nor `hidden` can hold them.
     Everything that the tower derives from the images' sizes is computed with the batch: a step reads no size back from
     the device.
 

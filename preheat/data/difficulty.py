@@ -61,7 +61,7 @@ def _keys(count: int, seed: int, turn: int) -> np.ndarray:
 
 def by_length(rows: Rows) -> np.ndarray:
     """Returns [rows], the mean over a row's tokens of the length of their document, in tokens."""
-    return _of_documents(rows, np.diff(rows.tokens.ends, prepend=0).astype(np.float64))
+    return _of_documents(rows, np.diff(rows.tokens.offsets, prepend=0).astype(np.float64))
 
 
 def by_rarity(rows: Rows) -> np.ndarray:
@@ -112,7 +112,7 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
             f"techniques.difficulty_curriculum.scores: {path}: {problem}; write one finite number for each "
             "document or row"
         )
-    documents = len(rows.tokens.ends)
+    documents = len(rows.tokens.offsets)
     if len(scores) == documents:
         return _of_documents(rows, scores)
     if len(scores) == len(rows):

@@ -293,7 +293,7 @@ def refuse_longer(rows: Mapping[str, Rows], folder: Path, streams: Sequence[Stre
     for side, of in rows.items():
         longer = longer_than_a_row(of)
         if len(longer):
-            sizes, marks = np.diff(of.tokens.ends, prepend=0), np.load(folder / f"{side}-marks.npy")
+            sizes, marks = np.diff(of.tokens.offsets, prepend=0), np.load(folder / f"{side}-marks.npy")
             (where,) = _wheres(streams, {int(marks[longer[0] // of.tokens.group])}, held=side == "validation")
             raise DataError(
                 f"{where}: has {int(sizes[longer[0]]):,} tokens and batch.length is {of.length:,} "
@@ -304,14 +304,14 @@ def refuse_longer(rows: Mapping[str, Rows], folder: Path, streams: Sequence[Stre
 
 def longer_than_a_row(rows: Rows) -> np.ndarray:
     """Returns the indices of sequences longer than a row."""
-    return np.flatnonzero(np.diff(rows.tokens.ends, prepend=0) > rows.length)
+    return np.flatnonzero(np.diff(rows.tokens.offsets, prepend=0) > rows.length)
 
 
 def cut_answers(rows: Rows) -> np.ndarray:
     """Returns the indices of examples that lose trained tokens, since they are longer than a row (`whole`)."""
     tokens = rows.tokens
-    if rows.packing == "stream" or not len(tokens.ends) or tokens.labels is not None:
+    if rows.packing == "stream" or not len(tokens.offsets) or tokens.labels is not None:
         return np.zeros(0, np.int64)
     starts = tokens.starts()
-    wanted, used = tokens.targets(starts, tokens.ends), tokens.targets(starts, starts + rows._used)
+    wanted, used = tokens.targets(starts, tokens.offsets), tokens.targets(starts, starts + rows._used)
     return np.flatnonzero((wanted > used).reshape(-1, tokens.group).any(axis=1))

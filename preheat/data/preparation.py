@@ -337,7 +337,7 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
             "examples; raise batch.length"
         )
     if len(rows) == 0:
-        documents, tokens = len(rows.tokens.ends), len(rows.tokens.ids)
+        documents, tokens = len(rows.tokens.offsets), len(rows.tokens.ids)
         raise DataError(
             f"{what}: {tokens:,} tokens in {documents:,} documents do not fill one row of {rows.length}; {fix}"
         )
@@ -345,7 +345,7 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
 
 def _counts(rows: Rows) -> dict[str, Any]:
     return {
-        "documents": len(rows.tokens.ends) // rows.tokens.group,
+        "documents": len(rows.tokens.offsets) // rows.tokens.group,
         "tokens": len(rows.tokens.ids),
         "rows": len(rows),
         "trained": rows.trained_total,

@@ -44,7 +44,7 @@ def preview(prepared: PreparedData, *, rows: int, seed: int) -> dict[str, Any]:
     wheres = _wheres(prepared, train, order)
     return prepared.record() | {
         "blocked": prepared.blocked,
-        "lengths": _lengths(np.diff(train.tokens.ends, prepend=0).reshape(-1, group).sum(axis=1), train.length),
+        "lengths": _lengths(np.diff(train.tokens.offsets, prepend=0).reshape(-1, group).sum(axis=1), train.length),
         "packing": {"how": train.packing, "length": train.length, **prepared.counts["train"]},
         "examples": [_example(prepared, train, n, wheres) for n in order],
     }

@@ -219,8 +219,8 @@ class _Writer:
         sizes = np.array([len(e.tokens) for e in flat], np.int64)
         bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         ids = np.fromiter(itertools.chain.from_iterable(e.tokens for e in flat), np.uint32, int(bounds[-1]))
-        marks = np.frombuffer(b"".join(e.trained or b"\1" * len(e.tokens) for e in flat), np.uint8)
-        tally.masked = tally.masked or any(e.trained is not None for e in flat)
+        marks = np.frombuffer(b"".join(e.loss_mask or b"\1" * len(e.tokens) for e in flat), np.uint8)
+        tally.masked = tally.masked or any(e.loss_mask is not None for e in flat)
         trained = marks.copy()
         trained[bounds[:-1][sizes > 0]] = 0  # the first token of a sequence is never a label
         labels = np.where([e.label is not None for e in flat], 1, _sums(trained, bounds)).reshape(-1, group)

@@ -52,12 +52,12 @@ class Encoded(NamedTuple):
 
     Attributes:
         tokens: token ids.
-        trained: one byte per token, 1 for tokens that are trained on; None for all.
+        loss_mask: one byte per token, 1 for tokens that are trained on; None for all.
         label: label of its document.
     """
 
     tokens: list[int]
-    trained: bytes | None = None
+    loss_mask: bytes | None = None
     label: int | None = None
 
 

@@ -158,7 +158,7 @@ def build(
     balance(model_build, config.get_text_config())
     if context.model.encoder:
         # The scores have a learnt bias: attend in chunks of queries, and recompute them in the backward pass.
-        model_build.own(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
+        model_build.claim(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
         model_build.hooks.transforms.append(
             (Order.PACK, encoder_decoder.divided if dry is None else encoder_decoder.divided_evenly)
         )

@@ -110,8 +110,8 @@ _COPIES = 3
 """Copies of a file while it is assembled: safetensors' buffer (aborts without memory), Python's bytes, a margin."""
 
 
-def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:
-    """Name -> number of its file, from 1; `apart`: one file per tensor.
+def _files(sizes: dict[str, int], *, file_per_tensor: bool = False) -> dict[str, int]:
+    """Name -> number of its file, from 1; `file_per_tensor`: one file per tensor.
 
     A file is assembled in memory before it is written, so files are small, and smaller still for small models: writing
     a checkpoint must not set the peak memory of a run.
@@ -119,7 +119,7 @@ def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:
     Args:
         sizes: name -> bytes.
     """
-    limit = 0 if apart else min(_FILE_BYTES, max(8 << 20, sum(sizes.values()) // 32))
+    limit = 0 if file_per_tensor else min(_FILE_BYTES, max(8 << 20, sum(sizes.values()) // 32))
     numbers, number, size = {}, 1, 0
     for name, bytes in sizes.items():
         if size and size + bytes > limit:
@@ -245,21 +245,23 @@ def snapshot(build: Build, progress: Progress, *, copied: bool) -> Snapshot:
     return Snapshot(progress.step, tensors, json.dumps(state, allow_nan=False), host_generators(), progress.run)
 
 
-def save(build: Build, progress: Progress, folder: Path, *, keep: int, apart: bool = False) -> Path:
+def save(build: Build, progress: Progress, folder: Path, *, keep: int, file_per_tensor: bool = False) -> Path:
     """Writes `folder/step-N` and removes all but the `keep` newest.
 
     Args:
-        apart: one file per tensor, which needs the least memory.
+        file_per_tensor: one file per tensor, which needs the least memory.
 
     Raises:
         RunError: it cannot be written (a full disk, for example); earlier checkpoints stay complete.
         MemoryError: not enough memory to write it; the same holds.
     """
     with _one_process():
-        return write(build, snapshot(build, progress, copied=False), folder, keep=keep, apart=apart)
+        return write(build, snapshot(build, progress, copied=False), folder, keep=keep, file_per_tensor=file_per_tensor)
 
 
-def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bool = False, group: Any = None) -> Path:
+def write(
+    build: Build, content: Snapshot, folder: Path, *, keep: int, file_per_tensor: bool = False, group: Any = None
+) -> Path:
     """Writes a snapshot as `folder/step-N`; arguments and errors as of `save`. Reads nothing that steps change.
 
     Args:
@@ -277,7 +279,7 @@ def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bo
         # Each rank needs the names of all tensors, including those of other ranks. This also waits for the folder.
         own = {name: t.nbytes for name, t in content.tensors.items()}
         sizes = {name: bytes for part in all_gather_object(build, own, group) for name, bytes in part.items()}
-        numbers = _files(sizes, apart=apart)
+        numbers = _files(sizes, file_per_tensor=file_per_tensor)
         require_room(
             _COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values())
         )

@@ -138,7 +138,7 @@ def _lengths(task: LengthTask, longest: int) -> list[int]:
 
 def _passages(task: LengthTask, text: Tokens, length: int, each: int) -> list[list[int]]:
     """Draws up to `each` passages by the task's seed, which do not overlap and lie within one document each."""
-    ends = np.asarray(text.ends)
+    ends = np.asarray(text.offsets)
     sizes = np.diff(ends, prepend=0)
     starts = [(end - size) + n * length for end, size in zip(ends, sizes, strict=True) for n in range(size // length)]
     if not starts:
@@ -231,9 +231,9 @@ def _linear(build: Build) -> Iterator[None]:
     plain = build.slot(Slot.ATTENTION_KERNEL)
     is_plain = build.owner(Slot.ATTENTION_KERNEL) == "plain"
     if is_plain:
-        build.own(Slot.ATTENTION_KERNEL, blocked_attention, "plain")
+        build.claim(Slot.ATTENTION_KERNEL, blocked_attention, "plain")
     try:
         yield
     finally:
         if is_plain:
-            build.own(Slot.ATTENTION_KERNEL, plain, "plain")
+            build.claim(Slot.ATTENTION_KERNEL, plain, "plain")

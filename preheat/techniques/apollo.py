@@ -78,7 +78,7 @@ class Apollo(Technique):
             others = [weight for trained in build.trained for weight in ends(trained)]
             return apollo_optimizer(groups, by_adamw=others, **options, **settings)
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         others = {id(weight) for weight in ends(part)}
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
         rows = f"{self.rank:g} of the rows" if self.rank else "one row"

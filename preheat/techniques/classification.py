@@ -133,7 +133,7 @@ class Classification(Technique):
         name = give_classes(part, self.classes)
         draw = functools.partial(draw_head, std=part.config.get_text_config().initializer_range)
         build.weights.fresh(rf"^{name}\.weight$", [name], draw)
-        build.own(Slot.OBJECTIVE, self._objective(part), self.name())
+        build.claim(Slot.OBJECTIVE, self._objective(part), self.name())
         build.loss.scores = _scores
         return Change(
             f"{name} over {self.classes} classes, drawn new, in place of "

@@ -247,7 +247,7 @@ class Compile(Searchable):
     def options(self, context: Context) -> Iterable[Technique]:
         # Routing decides at run time which rows an expert reads, which a graph cannot hold; and each batch shape needs
         # a graph of its own.
-        shapes = any(Slot.BATCH_SHAPE in t.owned() for t in context.recipe.techniques.values())
+        shapes = any(Slot.BATCH_SHAPE in t.claimed() for t in context.recipe.techniques.values())
         return (
             []
             if context.model.experts or shapes

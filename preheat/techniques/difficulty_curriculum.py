@@ -121,7 +121,7 @@ def losses_of(
         raise RecipeError(f"{_MODEL}: {folder} has no config.json; name the folder of a Hugging Face model")
     source = WeightSource(folder, knob=_MODEL)
     content = [
-        hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.ends)
+        hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.offsets)
     ]
     config = (folder / "config.json").read_text(encoding="utf-8")
     key = digest("difficulty", 1, source.fingerprint(), config, *content, rows.length, rows.packing)
@@ -272,7 +272,7 @@ class DifficultyCurriculum(Technique):
                 committed=committed,
             )
 
-        build.own(Slot.SAMPLE_ORDER, order, self.name())
+        build.claim(Slot.SAMPLE_ORDER, order, self.name())
         source = (
             f"scores of {self.scores}"
             if self.scores

@@ -88,7 +88,7 @@ def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
 class Distillation(Technique):
     # After adapters and precision are applied to the student, so that they affect neither the teacher nor the discarded
     # maps.
-    stage: ClassVar[Stage] = Stage.SPLIT
+    stage: ClassVar[Stage] = Stage.PIPELINE_SPLIT
     numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(
         settings=(
@@ -246,7 +246,7 @@ class Distillation(Technique):
                 "; begins from the teacher's layers "
                 f"{teachers.init_from_layers(part, build.weights, teacher.facts.layers)}"
             )
-        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # for evaluation; a training step passes its own
+        build.claim(Slot.ROW_LOSS, CrossEntropy(), self.name())  # for evaluation; a training step passes its own
         if self.cache is None:
             build.parts["teacher"] = [teacher.model]
             training_loss = self._common_loss(teacher, matcher) if matcher else self._live_loss(part, teacher)
@@ -268,7 +268,7 @@ class Distillation(Technique):
                 return LossSum(over_logits(hidden(batch), batch.labels), batch.weight)
             return training_loss(batch, hidden, over_logits)
 
-        build.own(Slot.OBJECTIVE, objective, self.name())
+        build.claim(Slot.OBJECTIVE, objective, self.name())
         build.loss.scores = means
         return Change(summary, count)
 
@@ -329,7 +329,7 @@ class Distillation(Technique):
     ) -> LossSum:
         """Computes the loss from the teacher's cached top tokens."""
         row_loss = self._row_loss(None)
-        total = over_logits(hidden(batch), batch.labels, *batch.beside, row_loss=row_loss)
+        total = over_logits(hidden(batch), batch.labels, *batch.aligned, row_loss=row_loss)
         return LossSum(total, batch.weight, row_loss.sums)
 
     def _live_loss(self, part: Any, teacher: Teacher) -> Callable[..., LossSum]:
@@ -348,7 +348,7 @@ class Distillation(Technique):
             last, theirs = teacher.read(batch, count)
             row_loss = self._row_loss(_head(teacher, last.dtype))
             states, own = teachers.capture_hidden(part, count, lambda: hidden(batch))
-            total = over_logits(states, batch.labels, last, *batch.beside, row_loss=row_loss)
+            total = over_logits(states, batch.labels, last, *batch.aligned, row_loss=row_loss)
             if not count:
                 return LossSum(total, batch.weight, row_loss.sums)
             maps = part.get_submodule(teachers.MAPS)
@@ -454,7 +454,7 @@ class _TeacherCache:
         if not self.student.training:
             return batch
         if not is_in_torch_dispatch_mode():
-            return replace(batch, beside=self.rows.beside(batch))
+            return replace(batch, aligned=self.rows.beside(batch))
         shape = batch.tokens.shape  # a dry run has no data
         values = torch.empty(*shape, self.top + 1, dtype=torch.float16)
-        return replace(batch, beside=(values, torch.empty(*shape, self.top, dtype=getattr(torch, self.kind))))
+        return replace(batch, aligned=(values, torch.empty(*shape, self.top, dtype=getattr(torch, self.kind))))

@@ -207,7 +207,7 @@ class LengthCurriculum(Technique):
             length = self.length(recipe, progress)
             return shape_at(length, rows=rows, micro=micro, full=recipe.batch.length, keep=self.keep)
 
-        build.own(Slot.BATCH_SHAPE, shape, self.name())
+        build.claim(Slot.BATCH_SHAPE, shape, self.name())
         lengths = list(dict.fromkeys(self.length(recipe, n / 1000) for n in range(1001)))
         shown = lengths if len(lengths) < 9 else [*lengths[:3], "...", *lengths[-2:]]
         summary = (

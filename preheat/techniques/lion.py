@@ -53,7 +53,7 @@ class Lion(Technique):
             chunk = 1 << 24 if build.device.kind == "cuda" and build.storage_device is None else 1 << 20
             return lion_optimizer(groups, lr=lr, betas=(betas[0], self.momentum), scale=self.scale, chunk=chunk)
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         return Change(
             f"Lion at {self.scale:g} of the learning rate: one moment", sum(p.requires_grad for p in part.parameters())
         )

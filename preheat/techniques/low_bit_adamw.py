@@ -80,7 +80,7 @@ class LowBitAdamW(Searchable):
             except ValueError as error:
                 raise RecipeError(f"techniques.low_bit_adamw.{error}") from None
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         count = sum(p.requires_grad for p in part.parameters())
         return Change(f"AdamW with moments in {self.bits} bits, a scale for {self.block_size} elements", count)
 

@@ -72,7 +72,7 @@ class Muon(Technique):
                 groups, by_adamw=others, momentum=self.momentum, steps=self.steps, dtype=dtype, **settings
             )
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         others = {id(weight) for weight in ends(part)}
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
         full = ", which iterates in fp32 on this CPU" if dtype == torch.float32 else ""

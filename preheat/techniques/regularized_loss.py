@@ -60,7 +60,7 @@ class RegularizedLoss(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.ops.losses.cross_entropy import RegularizedCrossEntropy
 
-        build.own(Slot.ROW_LOSS, RegularizedCrossEntropy(self.label_smoothing, self.z), self.name())
+        build.claim(Slot.ROW_LOSS, RegularizedCrossEntropy(self.label_smoothing, self.z), self.name())
         terms = [f"label smoothing {self.label_smoothing:g}"] * bool(self.label_smoothing) + [
             f"z-loss {self.z:g}"
         ] * bool(self.z)

@@ -105,7 +105,7 @@ class TensorParallel(Searchable):
     rows: Annotated[int, Bound(1)] = 512
     """With loss_parallel: rows of logits in memory at a time."""
 
-    def owned(self) -> frozenset[Slot]:
+    def claimed(self) -> frozenset[Slot]:
         return self.owns if self.loss_parallel else frozenset()
 
     def provided(self) -> frozenset[Tag]:
@@ -150,7 +150,7 @@ class TensorParallel(Searchable):
                 "sequence_parallel: the length changes from step to step, and "
                 "each must divide by the degree; set it to false"
             )
-        others = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.owned()]
+        others = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.claimed()]
         if self.loss_parallel and others:
             problems.append(
                 "loss_parallel: makes logits some rows at a time by itself; "
@@ -166,7 +166,7 @@ class TensorParallel(Searchable):
         optimizers = [
             t.name()
             for t in recipe.techniques.values()
-            if Slot.OPTIMIZER in t.owned() and Tag.ELEMENTWISE_UPDATE not in t.provided()
+            if Slot.OPTIMIZER in t.claimed() and Tag.ELEMENTWISE_UPDATE not in t.provided()
         ]
         problems += [
             f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW"
@@ -194,7 +194,7 @@ class TensorParallel(Searchable):
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
         if self.loss_parallel:
             hf.require_plain_head(part, self.name())
-            build.own(Slot.OVER_LOGITS, functools.partial(tensor_parallel.shared_logits, rows=self.rows), self.name())
+            build.claim(Slot.OVER_LOGITS, functools.partial(tensor_parallel.shared_logits, rows=self.rows), self.name())
         finish = (Finish.REDUCE, _sum_partial)
         if finish not in build.hooks.finish_gradients:
             build.hooks.finish_gradients.append(finish)

@@ -192,12 +192,12 @@ class _Loop:
                 if self._finished() or self.stopped is not None:
                     break
                 self.watchdog.set_phase(self.progress.step, Phase.SAVING)
-                self._log_checkpoints(self.session.saving.look())
+                self._log_checkpoints(self.session.saving.poll())
                 self._step(stream)
         if self.stopped is not None:
             self._stopping()
         self.watchdog.set_phase(self.progress.step, Phase.SAVING)
-        if self.progress.step > max(self.session.saving.at, 0):
+        if self.progress.step > max(self.session.saving.last_step, 0):
             self._save(last=True)
         self._log_checkpoints(self.session.saving.wait())
         return self._finish()
@@ -233,7 +233,7 @@ class _Loop:
         if self.last_eval_step != step and (evaluation_due or (step == 0 and self.session.probes.at_start)):
             if self.stopped is not None:
                 return
-            if not self.tried and step not in (0, self.session.saving.at, self.recovery.left_out):
+            if not self.tried and step not in (0, self.session.saving.last_step, self.recovery.left_out):
                 # Saves first, so that a run whose evaluation kills the process resumes at that evaluation.
                 self._save()
                 self._log_checkpoints(self.session.saving.wait())
@@ -241,7 +241,7 @@ class _Loop:
             if not self._unless_stopped(self._evaluate):
                 return
         self.last_eval_step = step
-        if save_due and step not in (self.session.saving.at, self.recovery.left_out):
+        if save_due and step not in (self.session.saving.last_step, self.recovery.left_out):
             self._save()
 
     def _finished(self) -> bool:
@@ -343,9 +343,9 @@ class _Loop:
 
     def _saved_before_the_end(self) -> str:
         """Saves the current step, if this is the only process, and describes where `--resume` would resume."""
-        if self.build.mesh.world == 1 and self.progress.step > max(self.session.saving.at, 0):
+        if self.build.mesh.world == 1 and self.progress.step > max(self.session.saving.last_step, 0):
             self._save(last=True)
-        at = self.session.saving.at
+        at = self.session.saving.last_step
         return f"--resume goes on from step {at}" if at > 0 else "no checkpoint was saved yet"
 
     def _is_late(self, seconds: float = 0.0) -> bool:
@@ -377,7 +377,7 @@ class _Loop:
 
     def _save(self, *, last: bool = False) -> None:
         self.watchdog.set_phase(self.progress.step, Phase.LAST_SAVING if last else Phase.SAVING)
-        self._log_checkpoints(self.session.saving.begin(self.progress, last=last))
+        self._log_checkpoints(self.session.saving.save(self.progress, last=last))
 
     def _log_checkpoints(self, saved: list[Saved]) -> None:
         for save in saved:

@@ -135,7 +135,7 @@ class Session:
             progress = resumed(new_build, folder, progress, self.looked, self.writer, self.watch, self.threads)
         self.build, self.progress, self.assembled = new_build, progress, True
         self.peak_lr = peak_learning_rate(new_build)
-        self.saving = Saving(new_build, folder / "checkpoints", at=progress.step or -1)
+        self.saving = Saving(new_build, folder / "checkpoints", last_step=progress.step or -1)
         check()
         self.writer.json(
             "changes.json", {name: [asdict(c) for c in changes] for name, changes in new_build.changes.items()}

@@ -313,7 +313,7 @@ def test_auto_takes_what_heads_and_lengths_suit(length: int, heads: int, kernel:
     b = Build(
         recipe=r, device=DEVICE, model=model, tags=frozenset(), torch_device=torch.device("cpu"), mesh=Mesh(sizes)
     )
-    b.own(Slot.ATTENTION_KERNEL, functools.partial(sdpa_attention, kernel=kernel), "plain")
+    b.claim(Slot.ATTENTION_KERNEL, functools.partial(sdpa_attention, kernel=kernel), "plain")
     technique: Any = r.techniques["context_parallel"]
     chosen, why = technique._chosen(b)
     assert chosen == kind

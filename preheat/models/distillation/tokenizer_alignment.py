@@ -172,5 +172,5 @@ class TokenAligner:
             labels=torch.full_like(tokens, -100).to(device),
             positions=positions.to(device),
             mask=MaskSpec(documents=tuple(documents)),
-            beside=(),
+            aligned=(),
         )

@@ -96,7 +96,7 @@ class _Combiner:
             # Keep the option to do without: a technique that excludes this one may be better.
             choices[cls] = worthwhile if worthwhile[0].setting is None else [without, *worthwhile]
             # Optimizers exclude each other and are slow to observe, so they do not become part of the base.
-            light = [c for c in worthwhile if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
+            light = [c for c in worthwhile if c.setting is None or Slot.OPTIMIZER not in c.setting.claimed()]
             best = min(light or worthwhile, key=lambda c: self._cost(c.cost, c.setting) / self._cost(c.base))
             if best.setting is not None and best.base is under:
                 base, under = (*base, best.setting), best.cost
@@ -250,7 +250,7 @@ class _Combiner:
 
 def _changes_ends_only(added: Settings) -> bool:
     """True if the last of these techniques changes only head and loss, not the layers."""
-    return bool(added) and Slot.OVER_LOGITS in added[-1].owned()
+    return bool(added) and Slot.OVER_LOGITS in added[-1].claimed()
 
 
 def _worse(mine: tuple[float, ...], other: tuple[float, ...]) -> bool:

@@ -202,7 +202,7 @@ class Recovery:
         for t in changed:
             session.build.changes[t.name()] = [t.apply(session.build, part) for part in session.build.trained]
         session.build.recipe, session.progress.recipe = recipe, recipes.dump(recipe)
-        session.saving = Saving(session.build, session.saving.folder, at=session.saving.at)
+        session.saving = Saving(session.build, session.saving.folder, last_step=session.saving.last_step)
         session.read()
         return True
 
@@ -218,10 +218,13 @@ class Recovery:
     def _save_and_free_build(self, failure: Failure) -> None:
         """Saves a checkpoint of the current step, if its weights are intact, and frees the build."""
         session = self.session
-        if self._weights_intact(failure) and session.progress.step > max(session.saving.at, 0):
-            for session.saving.apart in (False, True):  # tensor by tensor if larger files do not fit in memory
+        if self._weights_intact(failure) and session.progress.step > max(session.saving.last_step, 0):
+            for session.saving.file_per_tensor in (
+                False,
+                True,
+            ):  # tensor by tensor if larger files do not fit in memory
                 try:
-                    saved = session.saving.begin(session.progress, last=True)
+                    saved = session.saving.save(session.progress, last=True)
                 except MemoryError as error:
                     session.watch.notice(str(error))
                 else:
@@ -238,7 +241,7 @@ class Recovery:
             return False
         if self._unsaved != failure.step:
             self._unsaved = failure.step
-            session.saving.apart = True
+            session.saving.file_per_tensor = True
             return True
         before = (
             "the last whole checkpoint stands"

@@ -294,9 +294,9 @@ def test_what_a_preference_row_becomes(tmp_path: Path, folder: Path) -> None:
     made = run(tmp_path, folder, [{"chosen": [U, A, U, A], "rejected": [U, A, U, said("assistant", "no")]}])
     tokens = made.train.tokens
     assert tokens.group == 2
-    text = [made.tokenizer.decode(np.asarray(ids).astype(int)) for ids in np.split(tokens.ids, tokens.ends[:-1])]
-    marks = np.split(np.asarray(tokens.trained), tokens.ends[:-1])
-    ids = np.split(np.asarray(tokens.ids).astype(int), tokens.ends[:-1])
+    text = [made.tokenizer.decode(np.asarray(ids).astype(int)) for ids in np.split(tokens.ids, tokens.offsets[:-1])]
+    marks = np.split(np.asarray(tokens.loss_mask), tokens.offsets[:-1])
+    ids = np.split(np.asarray(tokens.ids).astype(int), tokens.offsets[:-1])
     assert text[0].count("Good day<|im_end|>") == 2
     assert [made.tokenizer.decode(i[m == 1]) for i, m in zip(ids, marks, strict=True)] == [
         "Good day<|im_end|>",

@@ -53,7 +53,7 @@ def trained(tokenizer: Any, pieces: Sequence[Any]) -> str:
     encoder = encoder_of(tokenizer)
     whole = "".join(p.text for p in pieces)
     (made,) = encoder([Document((tuple(pieces),), complete=True)])[0]
-    marks = made.trained or b"\1" * len(made.tokens)
+    marks = made.loss_mask or b"\1" * len(made.tokens)
     encoding = encoder.backend.encode(whole, add_special_tokens=False)
     if encoding.ids == made.tokens:  # offsets, since decoding a part drops or adds blanks in some tokenizers
         covered = sorted({n for (a, b), m in zip(encoding.offsets, marks, strict=True) if m for n in range(a, b)})

@@ -149,7 +149,7 @@ def test_positions_are_those_of_transformers(folders: dict[str, Path], tmp_path:
     config = transformers.AutoConfig.from_pretrained(folders["qwen3_vl"])
     with torch.device("meta"):
         model: Any = transformers.Qwen3VLModel(config)
-    for n, (start, end) in enumerate(itertools.pairwise([0, *table.ends])):
+    for n, (start, end) in enumerate(itertools.pairwise([0, *table.offsets])):
         ids, images = np.asarray(table.ids[start:end]).astype(np.int64), table.images.within(n)  # type: ignore[union-attr]
         found = mrope_positions(ids, images, table.images.eye.vision)  # type: ignore[union-attr]
         grids = torch.tensor([(1, i.rows, i.columns) for i in images])
@@ -328,7 +328,7 @@ def test_rows_cut_no_image(folders: dict[str, Path], tmp_path: Path) -> None:
     long = {"messages": turns, "images": [row["images"][0] for row in rows[:4]]}
     source = written(tmp_path, [long] * 2)
     whole = data_of(recipe_of(folders["qwen3_vl"], source, length=256, more="preflight: {truncated: warn}")).train
-    size = int(whole.tokens.ends[0])  # type: ignore[union-attr]
+    size = int(whole.tokens.offsets[0])  # type: ignore[union-attr]
     for length in range(40, size, 3):
         train = data_of(
             recipe_of(folders["qwen3_vl"], source, length=length, more="preflight: {truncated: warn}")
