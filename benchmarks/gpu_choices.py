@@ -26,10 +26,10 @@ from typing import Any
 from preheat.core import Technique, registry
 from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
-from preheat.planning.search.candidates import Numerics, Space, candidate_problems, words
+from preheat.planning.search.candidates import Numerics, Space, candidate_problems, describe_techniques
 from preheat.planning.search.search import search
 from preheat.planning.worker_pool import worker_pool
-from preheat.training.plan_request import Question, asked, hardware
+from preheat.training.plan_request import PlanRequest, hardware, resolve_request
 from preheat.training.session import vocabulary_of
 
 LEAST = 0.7
@@ -49,8 +49,8 @@ class Case:
     def name(self) -> str:
         return f"{self.model} {self.method}" + (f" on {self.devices}" if self.devices > 1 else "")
 
-    def question(self) -> Question:
-        return asked(self.model, method=self.method, batch_tokens=32768 * self.devices, devices=self.devices)
+    def question(self) -> PlanRequest:
+        return resolve_request(self.model, method=self.method, batch_tokens=32768 * self.devices, devices=self.devices)
 
 
 CASES = (
@@ -104,7 +104,7 @@ def searched(case: Case, gpu: str, seconds: float | None = None, allow: Numerics
     limit = seconds or (8.0 if case.devices == 1 else 50.0)
     best = search(space, rates=rates, in_use=in_use, seconds=limit).best
     techniques = frozenset(best.recipe.techniques)
-    return Choice(words(best.added, best.micro), best.plan, techniques), time.perf_counter() - begun
+    return Choice(describe_techniques(best.added, best.micro), best.plan, techniques), time.perf_counter() - begun
 
 
 def tried(case: Case) -> Iterator[tuple[Technique, ...]]:
@@ -144,7 +144,7 @@ def brute_force(
         began = time.perf_counter()
         seen = observe_cached(recipe, vocabulary=vocabulary, device=observed_for, world=case.devices, how="few")
         cut = math.prod(t.micro_batch_count() for t in settings)
-        what = words((*more, *settings), question.recipe.batch.size // case.devices // cut)
+        what = describe_techniques((*more, *settings), question.recipe.batch.size // case.devices // cut)
         for gpu in names:
             device, rates, in_use = hardware(gpu, recipe, case.devices)
             plan = describe(recipe, seen, device=device, rates=rates, rows=None, in_use=in_use)

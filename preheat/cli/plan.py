@@ -12,7 +12,7 @@ import typer
 from preheat.cli.views.console import Json, Set
 
 if TYPE_CHECKING:
-    from preheat.training.plan_request import Question
+    from preheat.training.plan_request import PlanRequest
 
 __all__ = ["plan"]
 
@@ -96,7 +96,7 @@ def plan(
     --nodes 8`. A recipe is planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
     """
     from preheat.cli.options.unused import name_unread
-    from preheat.cli.plan_modes import budget, searched, served, stated
+    from preheat.cli.plan_modes import budget, plan_as_written, searched, served
 
     if compute_budget is not None:
         budget(compute_budget, json)
@@ -108,28 +108,30 @@ def plan(
     devices = (count or 1) * nodes
     per_host = count if nodes > 1 and count else min(devices, 8)
 
-    def question(method: str) -> Question:
-        return asked(what, set or [], method=method, length=length, batch_tokens=batch_tokens, devices=devices)
+    def question(method: str) -> PlanRequest:
+        return resolve_request(
+            what, set or [], method=method, length=length, batch_tokens=batch_tokens, devices=devices
+        )
 
     gc.set_threshold(50_000)  # garbage collection would take a tenth of torch's import time
-    from preheat.training.plan_request import asked
+    from preheat.training.plan_request import resolve_request
 
     first = question(method or "full")
-    if first.given and method is not None:
+    if first.from_user and method is not None:
         raise RecipeError(
             f"--method: {method}: a recipe says how it trains by its techniques; leave --method out, or name a model"
         )
-    if first.given:
+    if first.from_user:
         options = {"compute_budget": None, "inference": inference, "gpu": gpu}
         name_unread("plan", options, first.recipe, besides=("parallel.devices",) if devices > 1 else ())
     if inference:
         served(first, gpu, devices, json)
         return
-    if first.given and aim is None and allow is None:
-        result, page = stated(first, gpu, devices, per_host, price)
+    if first.from_user and aim is None and allow is None:
+        result, page = plan_as_written(first, gpu, devices, per_host, price)
     else:
-        others = {name: question(name) for name in ("lora", "qlora")} if method is None and not first.given else {}
-        limit = allow or ("exact" if first.given else "rounding")
+        others = {name: question(name) for name in ("lora", "qlora")} if method is None and not first.from_user else {}
+        limit = allow or ("exact" if first.from_user else "rounding")
         result, page = searched(
             first, others, gpu, devices, per_host, aim=aim or "fastest", allow=limit, price=price, quiet=json
         )
@@ -139,7 +141,7 @@ def plan(
 def finish(
     result: dict[str, Any],
     page: Callable[[], dict[str, Any]],
-    question: Question,
+    question: PlanRequest,
     *,
     out: Path | None,
     html: Path | None,
@@ -148,7 +150,7 @@ def finish(
     """Writes the recipe and the page if requested, prints the plan, and exits with code 3 if it does not fit."""
     from preheat.cli.plan_modes import recipe_text, write_recipe
     from preheat.cli.views.console import console, emit
-    from preheat.cli.views.plan_view import whole_picture
+    from preheat.cli.views.plan_view import plan_overview
 
     if out is not None:
         write_recipe(result, question, out)
@@ -160,7 +162,7 @@ def finish(
         emit({**result, "absent": question.absent} if question.absent else result)
     else:
         screen = console()
-        screen.print(whole_picture(result, question.recipe.name))
+        screen.print(plan_overview(result, question.recipe.name))
         if question.absent:
             screen.print(
                 (

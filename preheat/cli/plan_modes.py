@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from preheat.cli.views.output import passing
 
 if TYPE_CHECKING:
-    from preheat.training.plan_request import Question
+    from preheat.training.plan_request import PlanRequest
 
-__all__ = ["budget", "recipe_text", "searched", "served", "stated", "write_recipe"]
+__all__ = ["budget", "recipe_text", "searched", "served", "plan_as_written", "write_recipe"]
 
 _SECONDS = {1: 8.0, 64: 50.0}  # {largest number of devices: seconds for the search}
 _MANY = 60.0  # seconds for the search on more devices
 
 
-def stated(
-    question: Question, gpu: str | None, devices: int, per_host: int, price: float | None
+def plan_as_written(
+    question: PlanRequest, gpu: str | None, devices: int, per_host: int, price: float | None
 ) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
     """Plans a recipe unchanged; returns (plan, function that computes the figures of its page)."""
     from preheat.core import Tag
@@ -53,7 +53,7 @@ def stated(
         observation = observe_cached(
             recipe, vocabulary=context["vocabulary"], device=device, world=devices, how="whole", logged=True
         )
-        return figures(replace(result, seen=[result.best]), observation, rates)
+        return figures(replace(result, evaluated=[result.best]), observation, rates)
 
     more["settled"] = {
         f"{name}.{key}": value
@@ -65,8 +65,8 @@ def stated(
 
 
 def searched(
-    question: Question,
-    others: Mapping[str, Question],
+    question: PlanRequest,
+    others: Mapping[str, PlanRequest],
     gpu: str | None,
     devices: int,
     per_host: int,
@@ -92,14 +92,14 @@ def searched(
     from preheat.training.session import rows_of, vocabulary_of
 
     device, rates, in_use = hardware(gpu, question.recipe, per_host)
-    rows = rows_of(question.recipe) if question.given else None
+    rows = rows_of(question.recipe) if question.from_user else None
     seconds = next((s for most, s in _SECONDS.items() if devices <= most), _MANY)
 
     def tell(message: str) -> None:
         if not quiet:
             passing(f"dry run: {message}")
 
-    def search_for(request: Question, **options: Any) -> Any:
+    def search_for(request: PlanRequest, **options: Any) -> Any:
         vocabulary = vocabulary_of(request.recipe)
         space = Space(request.recipe, vocabulary, device, devices, allow, per_host, rows)  # type: ignore[arg-type]
         run = longest if aim == "longest-context" else search
@@ -124,7 +124,7 @@ def searched(
                             "what": f"--method {name}: {would['chosen']}",
                             "recipe": would["recipe"]["techniques"],
                             **metrics,
-                            "gives_up": "trains an adapter" + (" on a base in 4 bits" if name == "qlora" else ""),
+                            "tradeoff": "trains an adapter" + (" on a base in 4 bits" if name == "qlora" else ""),
                         }
                     )
 
@@ -138,7 +138,7 @@ def searched(
     return explained, page
 
 
-def recipe_text(result: Mapping[str, Any], question: Question) -> str:
+def recipe_text(result: Mapping[str, Any], question: PlanRequest) -> str:
     """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
     from preheat.recipe.commented_yaml import brief
 
@@ -148,7 +148,7 @@ def recipe_text(result: Mapping[str, Any], question: Question) -> str:
     return brief(values)
 
 
-def write_recipe(result: Mapping[str, Any], question: Question, path: Path) -> None:
+def write_recipe(result: Mapping[str, Any], question: PlanRequest, path: Path) -> None:
     """Writes the chosen recipe.
 
     Raises:
@@ -159,7 +159,7 @@ def write_recipe(result: Mapping[str, Any], question: Question, path: Path) -> N
     write_generated(path, recipe_text(result, question), "# written by preheat plan")
 
 
-def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:
+def served(question: PlanRequest, gpu: str | None, devices: int, json: bool) -> None:
     """Prints weights, KV cache, rows that fit and peak speed for each combination of weight and cache format."""
     from preheat.cli.views.console import console, emit
     from preheat.cli.views.plan_view import serving_picture
@@ -201,7 +201,7 @@ def served(question: Question, gpu: str | None, devices: int, json: bool) -> Non
         "formats": [
             {
                 "weights": s.format,
-                "cache": s.kept,
+                "cache": s.cache_dtype,
                 "weights_gib": s.weights / 2**30,
                 "cache_gib_per_row": s.cache / 2**30,
                 "rows": s.rows,

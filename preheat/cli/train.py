@@ -174,19 +174,19 @@ def _dry_run(
     recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool
 ) -> None:
     """Checks the data and the run's folder and plans the recipe unchanged; exits with code 3 if it does not fit."""
-    from preheat.training.plan_request import asked, hardware
+    from preheat.training.plan_request import hardware, resolve_request
 
     # Reports recipe errors before torch is imported, which takes seconds.
-    question = asked(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
+    question = resolve_request(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
     from preheat.cli.plan import finish
-    from preheat.cli.plan_modes import stated
+    from preheat.cli.plan_modes import plan_as_written
     from preheat.cli.views.console import Alarms, console
     from preheat.errors import RecipeError
     from preheat.models.presets import require_weights
     from preheat.run_dir import check_folder
     from preheat.training.session import read_data
 
-    if not question.given:
+    if not question.from_user:
         raise RecipeError(f"{recipe}: --dry-run takes a recipe; preheat plan takes a model, and writes one with --out")
     check_folder(out or Path("runs") / question.recipe.name, resume=resume)
     if gpu is not None:
@@ -198,7 +198,7 @@ def _dry_run(
             rows = f"{len(data.train):,} rows" if hasattr(data.train, "__len__") else "a stream of rows"
             console().print(f"data: {data.source}, {rows} of {question.recipe.batch.length:,} tokens")
     devices = question.recipe.parallel.devices or 1
-    result, page = stated(question, gpu, devices, min(devices, 8), None)
+    result, page = plan_as_written(question, gpu, devices, min(devices, 8), None)
     finish(result, page, question, out=None, html=None, json=json)
 
 

@@ -47,7 +47,7 @@ What: {row["what"]}.{" " + row["detail"] + "." if row["detail"] else ""}
 
 From: `{Path(source).name}`, adapters merged, in fp32. Settings: {settings}.
 
-{notes}Calibration: {calibration}. Data: {texts.words}.
+{notes}Calibration: {calibration}. Data: {texts.description}.
 
 | | before | after |
 |---|---|---|

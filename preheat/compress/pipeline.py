@@ -37,10 +37,10 @@ from preheat.recipe import Bound, Model, Recipe, Sample, Stop
 from preheat.recipe.consistency import folder_name_problem
 from preheat.recipe.validate import RecipeReader
 from preheat.recipe.yaml_io import read
-from preheat.run_dir import to_json, write_asked
+from preheat.run_dir import to_json, write_user_file
 from preheat.training.session import plan_here
 
-__all__ = ["START", "Chain", "Step", "load_chain", "run_chain", "said_of"]
+__all__ = ["START", "Chain", "Step", "load_chain", "run_chain", "with_location"]
 
 START = "$start"
 
@@ -81,12 +81,12 @@ class Chain:
     """A named sequence of steps.
 
     Attributes:
-        places: location of each step for error messages: FILE:LINE: chain.N.
+        locations: location of each step for error messages: FILE:LINE: chain.N.
     """
 
     name: str
     steps: tuple[Step, ...]
-    places: tuple[str, ...]
+    locations: tuple[str, ...]
 
 
 def load_chain(path: str | Path) -> Chain:
@@ -116,7 +116,7 @@ def load_chain(path: str | Path) -> Chain:
     reader = RecipeReader(str(path), lines)
     for key in values:
         if key not in ("name", "chain"):
-            reader.say((key,), f"unknown key '{key}'; a chain has a name and its steps")
+            reader.report((key,), f"unknown key '{key}'; a chain has a name and its steps")
     steps, places = [], []
     for n, settings in enumerate(values["chain"]):
         at = ("chain", str(n))
@@ -126,7 +126,7 @@ def load_chain(path: str | Path) -> Chain:
             reader.techniques(step.techniques, (*at, "techniques"))
     name = str(values.get("name", file.stem))
     if "name" in values and (problem := folder_name_problem(name)):
-        reader.say(("name",), f"name: {problem}")
+        reader.report(("name",), f"name: {problem}")
     reader.refuse()
     return Chain(name, tuple(steps), tuple(places))
 
@@ -136,7 +136,7 @@ class _State:
     """State of a running chain.
 
     Attributes:
-        place: input of the next step: a model's folder or a run's.
+        path: input of the next step: a model's folder or a run's.
         recipe: its data and techniques are used by the steps that train.
         texts: calibration and held-out rows.
         start: the folder of the original model.
@@ -147,7 +147,7 @@ class _State:
         exports: results of the export writers.
     """
 
-    place: Path
+    path: Path
     recipe: Recipe
     texts: Texts
     start: Path
@@ -180,7 +180,7 @@ def run_chain(
         say: progress callback.
 
     Returns:
-        As `compress.compress`, for the last step; `variants` are the steps, `said` lists what was skipped and why,
+        As `compress.compress`, for the last step; `variants` are the steps, `notes` lists what was skipped and why,
         `exports` the results of the export writers.
 
     Raises:
@@ -209,7 +209,7 @@ def run_chain(
     huggingface.write(source, start)  # creates `out`, or leaves nothing behind
     if chain.steps[0].train is not None:
         try:
-            with said_of(chain.places[0]):
+            with with_location(chain.locations[0]):
                 _possible(chain.steps[0], state, plan_here)
         except PreheatError:
             shutil.rmtree(out)  # no step has run yet
@@ -221,11 +221,11 @@ def run_chain(
     models = {"before": before.plain}
     for number, step in enumerate(chain.steps, 1):
         say(f"step {number} of {len(chain.steps)}: {_words(step)}")
-        with said_of(chain.places[number - 1]):
-            name, description = _take(step, number, state, methods.get(number))
+        with with_location(chain.locations[number - 1]):
+            name, description = _run_step(step, number, state, methods.get(number))
         if step.export is None:
             say(f"step {number} of {len(chain.steps)}: measuring")
-            row, timed = before.against(load_model(state.place))
+            row, timed = before.against(load_model(state.path))
             row |= {
                 "name": name,
                 "method": _words(step),
@@ -238,10 +238,12 @@ def run_chain(
     say("timing")
     before.time(figures, models, turns=turns)
     summary = compress.summed(
-        state.place, figures, (figures[-1]["name"], "the last step of the chain"), str(source), texts
+        state.path, figures, (figures[-1]["name"], "the last step of the chain"), str(source), texts
     )
-    summary |= {"said": compress.once([unfinished(source, step_of_source), *state.notes]), "exports": state.exports}
-    write_asked(out / "compress.json", to_json(summary, indent=1), fix="free some room; the steps' folders are whole")
+    summary |= {"notes": compress.once([unfinished(source, step_of_source), *state.notes]), "exports": state.exports}
+    write_user_file(
+        out / "compress.json", to_json(summary, indent=1), fix="free some room; the steps' folders are whole"
+    )
     page(out)
     return summary
 
@@ -249,14 +251,14 @@ def run_chain(
 def _methods(chain: Chain) -> dict[int, Variant]:
     """Returns the compression methods by step number; reports errors of any step before the first one starts."""
     if chain.steps[0].export is not None:
-        raise RecipeError(f"{chain.places[0]}: exports what the chain begins with; use preheat export")
+        raise RecipeError(f"{chain.locations[0]}: exports what the chain begins with; use preheat export")
     variants: dict[int, Variant] = {}
-    for number, (step, place) in enumerate(zip(chain.steps, chain.places, strict=True), 1):
-        with said_of(place):
+    for number, (step, place) in enumerate(zip(chain.steps, chain.locations, strict=True), 1):
+        with with_location(place):
             if step.compress is not None:
                 variants[number] = compress.made_of(step.compress, step.settings)
             if step.export is not None:
-                registry.place_of(Path(), step.export, step.settings.get("dtype"))
+                registry.default_output(Path(), step.export, step.settings.get("dtype"))
                 registry.require_settings(step.export, step.settings)
                 if strange := sorted(step.settings.keys() - {"dtype", "tolerance", "length"}):
                     raise RecipeError(
@@ -266,7 +268,7 @@ def _methods(chain: Chain) -> dict[int, Variant]:
 
 
 @contextlib.contextmanager
-def said_of(place: str) -> Iterator[None]:
+def with_location(place: str) -> Iterator[None]:
     """Context manager that adds a step's location to RecipeErrors."""
     try:
         yield
@@ -287,9 +289,9 @@ def _require_possible(chain: Chain, state: _State, device: str) -> None:
         if problems := incompatibilities(chosen, tags):
             raise TechniqueError(problems)
 
-    for step, place in zip(chain.steps, chain.places, strict=True):
+    for step, place in zip(chain.steps, chain.locations, strict=True):
         if step.train is not None:
-            with said_of(place):
+            with with_location(place):
                 _possible(step, state, check)
 
 
@@ -299,26 +301,26 @@ def _words(step: Step) -> str:
     return f"export to {step.export}" if step.export else " + ".join(["train", *step.techniques])
 
 
-def _take(step: Step, number: int, state: _State, variant: Variant | None) -> tuple[str, str]:
-    """Runs one step and points `state.place` at its output; returns the step's name and a description."""
+def _run_step(step: Step, number: int, state: _State, variant: Variant | None) -> tuple[str, str]:
+    """Runs one step and points `state.path` at its output; returns the step's name and a description."""
     if variant is not None:
         name = f"{number}-{variant.name}"
-        summary = compress.compress(state.place, [variant], state.out / name, texts=state.texts, measured=1, turns=1)
-        state.place = state.out / name
-        state.notes += summary["said"]
+        summary = compress.compress(state.path, [variant], state.out / name, texts=state.texts, measured=1, turns=1)
+        state.path = state.out / name
+        state.notes += summary["notes"]
         return name, summary["variants"][0]["what"]
     if step.export is not None:
         name = f"{number}-{step.export}"
-        state.exports.append(registry.write(step.export, state.place, state.out / name, **step.settings))
+        state.exports.append(registry.write(step.export, state.path, state.out / name, **step.settings))
         state.notes.append(state.exports[-1]["note"])
         return name, ""
     name = f"{number}-train"
-    if (state.place / "recipe.yaml").is_file():
+    if (state.path / "recipe.yaml").is_file():
         folder = state.out / f"{number}-from"
-        huggingface.write(state.place, folder)
-        state.place = folder
+        huggingface.write(state.path, folder)
+        state.path = folder
     trained = _trained(step, state, state.out / name)
-    state.place = state.out / name
+    state.path = state.out / name
     return name, trained
 
 
@@ -361,7 +363,7 @@ def _filled(settings: Mapping[str, Any], state: _State) -> dict[str, Any]:
     return {key: str(state.start) if value == START else value for key, value in settings.items()}
 
 
-def _kept(recipe: Recipe) -> dict[str, Technique]:
+def _transferable_techniques(recipe: Recipe) -> dict[str, Technique]:
     """Returns the run's techniques that apply to any model: kernel stage or later, no objective and no parallelism."""
     return {
         name: t
@@ -378,8 +380,8 @@ def _recipe(step: Step, state: _State, techniques: Mapping[str, Any]) -> Recipe:
     stop = Stop(epochs=share) if state.tokens is None else Stop(tokens=max(1, round(share * state.tokens)))
     recipe = replace(
         base,
-        model=Model(path=str(state.place)),
-        techniques=_kept(base) | added,
+        model=Model(path=str(state.path)),
+        techniques=_transferable_techniques(base) | added,
         optimizer=replace(base.optimizer, lr=step.rate * state.rate),
         stop=stop,
         sample=Sample(),

@@ -365,7 +365,7 @@ class BuildState:
         step: optimizer steps committed so far.
         accumulation: micro-batches in a global batch.
         events: what techniques did during a step, {kind, ...} each: the loop writes them to the run, and prints their
-            `words` if present.
+            `message` if present.
         counters: host-side counters of techniques (e.g. recompilations) by name: a key of each step's metrics.
     """
 

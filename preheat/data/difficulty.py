@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from preheat.data.packing import IGNORED, Rows
-from preheat.data.rows.file_readers import expanded, parse_json, read_lines, shown
+from preheat.data.rows.file_readers import display_path, expanded, parse_json, read_lines
 from preheat.errors import DataError
 from preheat.sanitize import quoted
 
@@ -143,7 +143,7 @@ def _read(path: Path) -> np.ndarray:
     for number, line in read_lines(path):
         if not line.strip():
             continue
-        where = f"techniques.difficulty_curriculum.scores: {shown(path)}:{number}"
+        where = f"techniques.difficulty_curriculum.scores: {display_path(path)}:{number}"
         value = parse_json(line.strip(), where) if path.suffix == ".jsonl" else line
         try:
             scores.append(float(value["score"] if isinstance(value, dict) else value))

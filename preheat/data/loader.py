@@ -411,10 +411,10 @@ def _as_it_is(value: Any) -> Any:
 def _start_worker(_: int) -> None:
     # DataLoader's workers check that their parent is alive, but that is the fork server, which lives as long as they
     # do: after `kill -9` of the main process both would stay forever.
-    threading.Thread(target=_end_with_main, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_main() -> None:
+def _exit_with_parent() -> None:
     main = multiprocessing.parent_process()
     assert main is not None
     main.join()

@@ -63,7 +63,7 @@ class PreparedData:
         fingerprint: content hash of everything that decides the rows; checkpoints carry it.
         layout: layout of the rows, of the first source if there are several.
         classes: names of the classes, in order; empty without classes.
-        told: warnings of the checks, one line each.
+        warnings: warnings of the checks, one line each.
         blocked: errors of the checks, if `prepare` was called with `refuse=False`.
         streams: the sources, to read them again.
     """
@@ -76,7 +76,7 @@ class PreparedData:
     fingerprint: str
     layout: Layout
     classes: tuple[str, ...] = ()
-    told: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     blocked: list[str] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
 
@@ -85,13 +85,13 @@ class PreparedData:
         template = self.layout.template
         return {
             "source": self.source,
-            "layout": self.layout.words,
+            "layout": self.layout.description,
             "layout_kind": self.layout.kind,
             "layout_reason": self.layout.reason,
             "template": template.name.removeprefix("template ") if template else None,
             "classes": list(self.classes),
             "counts": self.counts,
-            "preflight": self.told,
+            "preflight": self.warnings,
             "fingerprint": self.fingerprint,
         }
 
@@ -158,7 +158,7 @@ def prepare(
             )
         eye = ImageProcessor.of(vision, processor or {}, data.image_pixels, own)
     sources = _open(data, own, eye, knob)
-    notes += [f"{source.words}: not read: {source.left}" for source in sources if source.left]
+    notes += [f"{source.description}: not read: {source.left}" for source in sources if source.left]
     validation_source = (
         open_source(data.parts()[0][0], validation=True, tokenizer=own, eye=eye)
         if isinstance(data.validation, str)
@@ -212,7 +212,7 @@ def prepare(
 
     folder, content_entry = entry(root, entry_name, build)
     values = content_entry["values"]
-    findings = Findings(merged(findings.found, values["found"]))
+    findings = Findings(merged(findings.by_check, values["found"]))
     train, validation = (
         Rows(Tokens.open(folder, side, values["group"]), length, packing, encoder.pad, partial=partial)
         if values["documents"][side]
@@ -221,7 +221,7 @@ def prepare(
     )
     cut = {"train": cut_answers(train), "validation": cut_answers(validation)}
     check_tokens(values, findings, encoder, streams, sources, folder, cut["train"], embedding, length)
-    verdict = judge(findings.found, data.preflight, values["read"])
+    verdict = judge(findings.by_check, data.preflight, values["read"])
     if refuse or not values["documents"]["train"]:
         verdict.refuse()
     _refuse_empty(sources, validation_source, share, values)
@@ -242,11 +242,11 @@ def prepare(
         for side, rows in (("train", train), ("validation", validation))
     }
     fingerprint = digest(FORMAT, sorted(content_entry["files"].items()), length, packing, encoder.pad)
-    description = "; ".join(source.words for source in sources) + (
-        f"; validation: {validation_source.words}" if validation_source else ""
+    description = "; ".join(source.description for source in sources) + (
+        f"; validation: {validation_source.description}" if validation_source else ""
     )
     layout = sources[0].layout
-    verdicts = {"told": [*notes, *verdict.told], "blocked": verdict.blocked}
+    verdicts = {"warnings": [*notes, *verdict.warnings], "blocked": verdict.blocked}
     return PreparedData(
         own, train, validation, description, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts
     )
@@ -261,8 +261,8 @@ def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: ImageProcessor |
         special = {"preference", "unpaired", "classes"}
         if source.layout.kind != first.kind and special & {source.layout.kind, first.kind}:
             raise DataError(
-                f"data.source.{n}: {source.words} has the layout {source.layout.words}, the first source "
-                f"{first.words}; these cannot be mixed"
+                f"data.source.{n}: {source.description} has the layout {source.layout.description}, the first source "
+                f"{first.description}; these cannot be mixed"
             )
         if first.kind == "classes" and not data.classes and set(source.layout.classes) != set(first.classes):
             sources[n] = replace(source, layout=replace(source.layout, classes=tuple(names)))
@@ -307,7 +307,7 @@ def _refuse_empty(
     sources: Sequence[Source], validation_source: Source | None, share: float, values: dict[str, Any]
 ) -> None:
     documents, dropped = values["documents"], values["dropped"]
-    description = "; ".join(source.words for source in sources)
+    description = "; ".join(source.description for source in sources)
     remaining = documents["train"] + documents["validation"]
     reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items()) or "the source is empty"
     if remaining == 0:
@@ -321,7 +321,7 @@ def _refuse_empty(
             f"data.validation {share:g}: leaves none of {remaining} documents to train on; lower it or add documents"
         )
     if documents["validation"] == 0 and validation_source:
-        raise DataError(f"data.validation: {validation_source.words}: no document left ({reasons})")
+        raise DataError(f"data.validation: {validation_source.description}: no document left ({reasons})")
     if documents["validation"] == 0 and share:
         raise DataError(
             f"data.validation {share:g}: none of {remaining} documents falls on the validation side (their "
@@ -374,7 +374,7 @@ def _stream(
     seen_rows = Counter[str]()
     for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), seen_rows, findings):
         seen_rows["read"] += 1
-    verdict: Verdict = judge(findings.found, data.preflight, sum(seen_rows.values()))
+    verdict: Verdict = judge(findings.by_check, data.preflight, sum(seen_rows.values()))
     verdict.refuse()
     train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
     tokens = (
@@ -393,12 +393,12 @@ def _stream(
             own,
             train,
             validation,
-            f"{source.words}, streamed",
+            f"{source.description}, streamed",
             counts,
             fingerprint,
             source.layout,
             source.layout.classes,
         ),
-        told=[*notes, *verdict.told],
+        warnings=[*notes, *verdict.warnings],
         streams=streams,
     )

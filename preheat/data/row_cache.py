@@ -177,7 +177,7 @@ class RowCache:
                 self.write(n, tokens.numpy(), *(a.cpu().numpy() for a in arrays))
         self._file.flush()
 
-    def beside(self, batch: Batch) -> tuple[Tensor, ...]:
+    def tensors_for(self, batch: Batch) -> tuple[Tensor, ...]:
         """Returns the arrays of a batch's rows as tensors [rows, ...] on the host."""
         import torch
 

@@ -48,7 +48,12 @@ class Saved:
     def facts(self, run: Path) -> dict[str, Any]:
         """The fields that the run's events record."""
         path = str(self.path.relative_to(run))
-        return {"step": self.step, "path": path, "held": round(self.wait_seconds, 4), "seconds": round(self.seconds, 4)}
+        return {
+            "step": self.step,
+            "path": path,
+            "wait_seconds": round(self.wait_seconds, 4),
+            "seconds": round(self.seconds, 4),
+        }
 
 
 class Saving:

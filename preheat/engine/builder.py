@@ -302,7 +302,7 @@ def peak_learning_rate(model_build: Build) -> float:
     lr = model_build.recipe.optimizer.lr
     if lr != "auto":
         return float(lr)
-    model = hf.whole(model_build.trained[0])  # type: ignore[arg-type]
+    model = hf.full_model(model_build.trained[0])  # type: ignore[arg-type]
     ends = {id(p) for p in hf.ends(model)}
     return size_dial.learning_rate(sum(p.numel() for p in model.parameters() if id(p) not in ends))
 

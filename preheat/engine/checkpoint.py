@@ -299,7 +299,7 @@ def write(
             for p in (file, temporary / "manifest.json", temporary):
                 _sync(p)
             if os.path.lexists(final):  # a damaged checkpoint that the run resumed before, or one of another run
-                _make_way(final, content.run)
+                _clear_path(final, content.run)
             temporary.rename(final)
             _sync(folder)
         all_gather_object(build, None, group)  # barrier: no rank continues before the checkpoint is complete
@@ -363,7 +363,7 @@ def _remove(path: Path) -> None:
         path.rmdir()
 
 
-def _make_way(path: Path, run: str) -> None:
+def _clear_path(path: Path, run: str) -> None:
     """Removes a checkpoint of this run; moves anything else of that name aside."""
     if not path.is_symlink() and _is_of(path, run):
         _remove(path)

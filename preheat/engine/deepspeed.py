@@ -25,7 +25,7 @@ from preheat.errors import RunError
 __all__ = ["DeepSpeed"]
 
 
-class _Whole(nn.Module):
+class _PartModule(nn.Module):
     """Wraps a part as DeepSpeed needs it: a module whose forward is the only code that touches its weights."""
 
     def __init__(self, part: nn.Module, function: Any):
@@ -114,7 +114,7 @@ class DeepSpeed(Technique):
         def make(groups: Any, **settings: Any) -> Any:
             nonlocal engine
             fused = torch.optim.AdamW(groups, fused=True, **settings)
-            engine = self._engine(build, _Whole(part, plain), fused)
+            engine = self._engine(build, _PartModule(part, plain), fused)
             return _Optimizer(engine)
 
         def through(part: Any, batch: Batch) -> Any:

@@ -75,7 +75,7 @@ class _Balance:
         if self.coefficient:
             if not isinstance(batches, Sequence):
                 batches = list(batches)  # dynamic_batch yields them one by one, and they are read twice
-            self.counts = self._look(batches) if len(batches) > 1 else None
+            self.counts = self._expert_loads(batches) if len(batches) > 1 else None
         loss: LossSum = plain(build, batches, weight)
         self.weight = None
         return loss
@@ -108,7 +108,7 @@ class _Balance:
             self.build.slot(Slot.HIDDEN)(part, batch)
         return batch.tokens.new_zeros((), dtype=torch.float32)
 
-    def _look(self, batches: Sequence[Batch]) -> Tensor:
+    def _expert_loads(self, batches: Sequence[Batch]) -> Tensor:
         """Tokens per expert in the global batch, summed over layers: [experts]."""
         part, total = self.build.trained[0], None
         devices = [self.build.torch_device] if self.build.torch_device.type == "cuda" else []

@@ -20,7 +20,7 @@ from preheat.models import hf
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.ops.distributed.dtensor_utils import by_dtype, local, total_norm
 from preheat.ops.gradient_accumulation import accumulate
-from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, whole_logits
+from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, full_logits
 
 __all__ = [
     "add_up",
@@ -268,7 +268,7 @@ def install_defaults(build: Build) -> None:
         Slot.MODEL_LOSS: _model_loss,
         Slot.HIDDEN: _hidden(build),
         Slot.ROW_LOSS: CrossEntropy(),
-        Slot.OVER_LOGITS: whole_logits,
+        Slot.OVER_LOGITS: full_logits,
         Slot.OBJECTIVE: _next_token,
         Slot.FORWARD_BACKWARD: _forward_backward,
         Slot.CLIP: _clip,

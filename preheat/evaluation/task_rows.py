@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from preheat.data.rows.file_readers import (
     closest,
+    display_path,
     expanded,
     kind_of,
     read_csv,
     read_json,
     read_jsonl,
     read_parquet,
-    shown,
 )
 from preheat.errors import DataError
 from preheat.sanitize import shorten
@@ -46,18 +46,18 @@ def read_rows(source: str, *, subset: str | None = None, split: str = "test", ea
     path = expanded("rows", source)
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise DataError(f"{shown(path)}: tasks read rows from {', '.join(SUFFIXES)}; convert the file")
+            raise DataError(f"{display_path(path)}: tasks read rows from {', '.join(SUFFIXES)}; convert the file")
         try:
             rows = list(_read(path))
         except OSError as error:
-            raise DataError(f"{shown(path)}: cannot be read ({error.strerror or error})") from None
+            raise DataError(f"{display_path(path)}: cannot be read ({error.strerror or error})") from None
     elif path.exists() or path.suffix in SUFFIXES or source.startswith((".", "/", "~")) or source.count("/") != 1:
         parent = path.parent if path.parent.is_dir() else Path()
         names = sorted(p.name for p in parent.iterdir())[:50] if not path.exists() else []
         raise DataError(
-            f"{shown(path)}: is no file; name a file of rows"
+            f"{display_path(path)}: is no file; name a file of rows"
             if path.exists()
-            else f"{shown(path)}: no such file" + (f"; {closest(path.name, names)}" if names else "")
+            else f"{display_path(path)}: no such file" + (f"; {closest(path.name, names)}" if names else "")
         )
     else:
         rows = list(_named(source, subset, split))
@@ -94,8 +94,10 @@ def _read(path: Path) -> Iterator[Row]:
         for number, (_, names, values) in enumerate(read_csv(path), 1):
             if len(values) != len(names):
                 comparison = "more" if len(values) > len(names) else "fewer"
-                raise DataError(f"{shown(path)}: row {number} has {comparison} fields than the header's {len(names)}")
-            yield Row(f"{shown(path)}: row {number}", dict(zip(names, values, strict=True)))
+                raise DataError(
+                    f"{display_path(path)}: row {number} has {comparison} fields than the header's {len(names)}"
+                )
+            yield Row(f"{display_path(path)}: row {number}", dict(zip(names, values, strict=True)))
         return
     for where, value in read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path):
         yield _row(where, value)
@@ -105,15 +107,17 @@ def _json(path: Path) -> Iterator[Row]:
     content = read_json(path)
     if isinstance(content, dict):
         for number, (key, value) in enumerate(content.items(), 1):
-            yield _row(f"{shown(path)}: row {number}", {"key": key, **value} if isinstance(value, dict) else value)
+            yield _row(
+                f"{display_path(path)}: row {number}", {"key": key, **value} if isinstance(value, dict) else value
+            )
         return
     if not isinstance(content, list):
         raise DataError(
-            f"{shown(path)}: holds {kind_of(content)}; a .json file of a task holds a list of objects or an object "
-            "of them"
+            f"{display_path(path)}: holds {kind_of(content)}; a .json file of a task holds a list of objects "
+            "or an object of them"
         )
     for number, value in enumerate(content, 1):
-        yield _row(f"{shown(path)}: row {number}", value)
+        yield _row(f"{display_path(path)}: row {number}", value)
 
 
 def _named(name: str, subset: str | None, split: str) -> Iterator[Row]:

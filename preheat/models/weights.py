@@ -15,7 +15,7 @@ from preheat.errors import RecipeError
 from preheat.model_folder import fault, finite, listed, open_tensors, read_object, weight_files
 from preheat.models import moe
 from preheat.models.checkpoint_names import Names, Stored
-from preheat.models.hf import whole
+from preheat.models.hf import full_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -79,7 +79,7 @@ def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
     return grown
 
 
-def _share(value: Tensor, like: Any) -> Tensor:
+def _local_shard(value: Tensor, like: Any) -> Tensor:
     """This device's shard of a value that every device has, sharded as the parameter `like`."""
     from torch.distributed.tensor import distribute_tensor
 
@@ -118,7 +118,7 @@ def _whole(modules: Iterable[nn.Module], own: dict[int, Any], drawn_too: bool = 
         drawn: Any = module._parameters[name]
         module._parameters[name] = p
         if id(p) in own and (drawn_too or not bool(drawn.detach().flatten()[0].isnan())):
-            p.to_local().copy_(_share(drawn.detach(), p))
+            p.to_local().copy_(_local_shard(drawn.detach(), p))
 
 
 def _plain(name: str) -> str:
@@ -225,7 +225,7 @@ class WeightSource:
             else:
                 self._read(model)
             torch.manual_seed(seed + 1)  # so that an adapter does not change the base model's draws
-            everything, own = whole(model), {id(p): p for p in model.parameters()}
+            everything, own = full_model(model), {id(p): p for p in model.parameters()}
             for _, modules, draw in self._fresh:
                 for name in modules:
                     with _whole(everything.get_submodule(name).modules(), own, drawn_too=True):
@@ -274,7 +274,7 @@ class WeightSource:
         import torch
 
         own_parameters = {id(p): p for p in model.parameters()}
-        model = whole(model)
+        model = full_model(model)
         owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
         for name, p in model.named_parameters():  # transformers skips marked parameters and draws no numbers for them
             p._is_hf_initialized = self._is_fresh(name)
@@ -305,8 +305,8 @@ class WeightSource:
     def _read(self, model: Any) -> None:
         from torch.distributed.tensor import DTensor
 
-        everything = whole(model)
-        self._names = names = Names(everything, self._files, self._places(model))
+        everything = full_model(model)
+        self._names = names = Names(everything, self._files, self._readable_names(model))
         filled: set[int] = set()
         missing = []
 
@@ -329,7 +329,7 @@ class WeightSource:
                     f"{tuple(target.shape)} by config.json; the folder's files do not belong together"
                 )
             if isinstance(target, DTensor):
-                target.to_local().copy_(_share(value.to(target.device, target.dtype), target))
+                target.to_local().copy_(_local_shard(value.to(target.device, target.dtype), target))
             else:
                 target.copy_(value)
 
@@ -358,10 +358,10 @@ class WeightSource:
         self._compare_tied(names)
         self._tell_left(everything, names)
 
-    def _places(self, model: Any) -> set[str]:
+    def _readable_names(self, model: Any) -> set[str]:
         """Names that a value may be read for: all parameters and buffers of the full model, under all shared names."""
         places = set()
-        for part in (model, whole(model)):
+        for part in (model, full_model(model)):
             places |= {
                 _plain(name) for name, _ in part.named_parameters(remove_duplicate=False) if not self._is_fresh(name)
             }

@@ -22,7 +22,7 @@ from preheat.engine import builder
 from preheat.engine.builder import world_of
 from preheat.engine.step import gradients, update
 from preheat.models.hf import anatomy
-from preheat.ops.adapters.peft_layers import shares
+from preheat.ops.adapters.peft_layers import parameter_counts
 from preheat.ops.distributed.fully_shard import gathering, reducing
 from preheat.ops.dry_run_loops import counting
 from preheat.planning.dispatch_recorder import Kernel, Mark, Recorder
@@ -63,7 +63,7 @@ class Observation:
         log: every allocation and release, in order: (block, bytes allocated or -bytes freed, phase).
         slots: {slot: owner}; changes: the changes that each technique made.
         at: {(phase, place in the model): {category: bytes}} at each place's peak.
-        held: bytes that the allocator reserves, for observations without a log.
+        reserved: bytes that the allocator reserves, for observations without a log.
         streams: {block: stream} for the blocks in the log that are not allocated on the main stream.
         groups: {group of a kernel: mesh axes that the process group spans}.
         compiled: True if the compiler fuses the layers' small operators in the real run.
@@ -84,7 +84,7 @@ class Observation:
     slots: dict[str, str] = field(default_factory=dict)
     changes: dict[str, list[Any]] = field(default_factory=dict)
     at: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
-    held: int | None = None
+    reserved: int | None = None
     streams: dict[int, str] = field(default_factory=dict)
     groups: dict[tuple[int, int], tuple[Axis, ...]] = field(default_factory=dict)
     compiled: bool = False
@@ -199,7 +199,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         kernels=kernels,
         flops={k: v for k, v in flops.items() if v},
         model_flops=sum(flops.values()) - recorder.recomputed,
-        parameters=sum(shares(part)[1] for part in build.trained),
+        parameters=sum(parameter_counts(part)[1] for part in build.trained),
         trained=sum(p.numel() for _, p in build.parameters()),
         tokens=shape.rows * shape.length,
         passing=passing,

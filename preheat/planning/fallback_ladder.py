@@ -33,16 +33,16 @@ class Fallback:
 
     Attributes:
         set: differences from the original recipe, in the format of `--set`.
-        need: GiB at the peak, or at the peak of the phase in question.
+        peak_gib: GiB at the peak, or at the peak of the phase in question.
     """
 
     set: tuple[str, ...]
     recipe: Recipe
     plan: Mapping[str, Any]
-    need: float
+    peak_gib: float
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return ", ".join(self.set)
 
 
@@ -52,13 +52,13 @@ class Ladder:
 
     Attributes:
         present: the recipe as it is.
-        rungs: the fallbacks that fit, fastest first.
+        fallbacks: the fallbacks that fit, fastest first.
         skipped: [{set, reason}] for the others.
         lowest: the fallback that needs the least memory.
     """
 
     present: Fallback
-    rungs: list[Fallback]
+    fallbacks: list[Fallback]
     skipped: list[dict[str, Any]]
     lowest: Fallback
 
@@ -88,7 +88,7 @@ class PlanContext:
         kwargs = {key: getattr(self, key) for key in ("vocabulary", "device", "rates", "rows", "in_use", "world")}
         return plan(recipe, **kwargs)
 
-    def rung(self, recipe: Recipe, of: Recipe) -> Fallback:
+    def fallback(self, recipe: Recipe, of: Recipe) -> Fallback:
         """Plans a recipe and returns it as a fallback of `of`; raises the errors of `plan`."""
         plan = self.plan(recipe)
         need = plan["phases"][self.phase] if self.phase else plan["peak_gib"]
@@ -163,8 +163,8 @@ def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) 
         >>> find_fallbacks(recipe, planner, room=1.5).rungs[0].set                           # doctest: +SKIP
         ('evaluate.micro=4',)
     """
-    present = planner.rung(recipe, recipe)
-    limit = min(_LESS * present.need, present.need if room is None else room)
+    present = planner.fallback(recipe, recipe)
+    limit = min(_LESS * present.peak_gib, present.peak_gib if room is None else room)
     ladder = Ladder(present, [], [], present)
     base = present
     while True:
@@ -172,13 +172,15 @@ def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) 
         for family in planner.families(base.recipe):
             if (last := _try_family(family, planner, recipe, limit, ladder)) is not None:
                 strongest.append(last)
-            if planner.phase and ladder.rungs:  # the first family changes this phase only and leaves training as it is
+            if (
+                planner.phase and ladder.fallbacks
+            ):  # the first family changes this phase only and leaves training as it is
                 break
-        if ladder.rungs:
-            ladder.rungs.sort(key=lambda rung: float(rung.plan["seconds_per_step"]))
+        if ladder.fallbacks:
+            ladder.fallbacks.sort(key=lambda rung: float(rung.plan["seconds_per_step"]))
             return ladder
-        ladder.lowest = min([base, *strongest], key=lambda rung: rung.need)
-        if ladder.lowest.need >= _LESS * base.need:
+        ladder.lowest = min([base, *strongest], key=lambda rung: rung.peak_gib)
+        if ladder.lowest.peak_gib >= _LESS * base.peak_gib:
             return ladder
         base = ladder.lowest
 
@@ -186,7 +188,7 @@ def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) 
 def _try_family(
     family: list[Recipe], planner: PlanContext, of: Recipe, limit: float, ladder: Ladder
 ) -> Fallback | None:
-    """Appends the mildest fallback that fits to `ladder.rungs`; returns the strongest one if none fits."""
+    """Appends the mildest fallback that fits to `ladder.fallbacks`; returns the strongest one if none fits."""
     able: list[Recipe] = []
     for recipe in family:
         if reason := planner.refusal(recipe):
@@ -196,21 +198,23 @@ def _try_family(
 
     def tried(recipe: Recipe) -> Fallback | None:
         try:
-            rung = planner.rung(recipe, of)
+            rung = planner.fallback(recipe, of)
         except RecipeError as error:
             ladder.skipped.append({"set": settings(of, recipe), "reason": str(error).splitlines()[0]})
             return None
-        if rung.need > limit:
+        if rung.peak_gib > limit:
             ladder.skipped.append(
-                {"set": rung.set, "reason": f"would need {rung.need:.3f} GiB, and there are {limit:.3f}"}
+                {"set": rung.set, "reason": f"would need {rung.peak_gib:.3f} GiB, and there are {limit:.3f}"}
             )
         return rung
 
     if not able or (last := tried(able[-1])) is None:
         return None
-    if last.need > limit:  # the milder ones of the family need more
+    if last.peak_gib > limit:  # the milder ones of the family need more
         return last
-    ladder.rungs.append(next((rung for r in able[:-1] if (rung := tried(r)) is not None and rung.need <= limit), last))
+    ladder.fallbacks.append(
+        next((rung for r in able[:-1] if (rung := tried(r)) is not None and rung.peak_gib <= limit), last)
+    )
     return None
 
 
@@ -224,9 +228,9 @@ def halve_length(recipe: Recipe, planner: PlanContext, *, room: float, of: Recip
     while recipe.batch.length >= 32:
         try:
             recipe = replace(recipe, batch=replace(recipe.batch, length=recipe.batch.length // 2))
-            rung = planner.rung(recipe, of)
+            rung = planner.fallback(recipe, of)
         except RecipeError:  # for example a length curriculum that begins with longer sequences
             return None
-        if rung.need <= room:
+        if rung.peak_gib <= room:
             return rung
     return None

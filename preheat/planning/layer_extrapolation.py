@@ -23,7 +23,7 @@ from preheat.planning.dry_run import Observation, observe, peaks
 from preheat.planning.memory.cpu_heap import hold
 from preheat.recipe import Recipe
 
-__all__ = ["observe_few", "of_layers"]
+__all__ = ["observe_few_layers", "of_layers"]
 
 # (fewest, apart): the two layer counts. Allocated bytes are affine from 4 layers on; the GPU allocator's reserved
 # memory is affine from 8 on, and noisy, so its layer counts are further apart.
@@ -32,7 +32,7 @@ _LONGEST_PATTERN = 6  # layers in the longest repeating pattern of layer types
 _ALL = 256  # up to this many layers a model on one CPU is observed in full; more would take minutes
 
 
-def observe_few(
+def observe_few_layers(
     recipe: Recipe,
     *,
     vocabulary: int | None,
@@ -60,7 +60,10 @@ def observe_few(
     config = hf.configure(recipe, vocabulary)
     devices = world or recipe.parallel.devices or 1
     cpu = device.kind == "cpu"
-    layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config, *(FEW if quick or cpu else ENOUGH))
+    layers, few = (
+        config.get_text_config().num_hidden_layers,
+        _layer_counts(recipe, config, *(FEW if quick or cpu else ENOUGH)),
+    )
     kwargs: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world}
     if (
         few is None
@@ -68,18 +71,18 @@ def observe_few(
         or layers <= sum(few)
         or (cpu and world is not None)
     ):
-        ends = _ends(recipe, config, device, world)
+        ends = _end_ranks(recipe, config, device, world)
         observations = see([{"recipe": recipe, "rank": rank, **kwargs} for rank in ends])
         return max(observations, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
     one, two = see([{"recipe": of_layers(recipe, count), "by_layer": True, **kwargs} for count in (fewer, more)])
     result = _extrapolate(one, two, (layers - fewer) / (more - fewer))
     if not cpu:
-        result.held = _extrapolate_reserved(one, two, result, device, layers, None if quick else (fewer, more))
+        result.reserved = _extrapolate_reserved(one, two, result, device, layers, None if quick else (fewer, more))
     return result
 
 
-def _ends(recipe: Recipe, config: Any, device: Device, world: int | None) -> list[int]:
+def _end_ranks(recipe: Recipe, config: Any, device: Device, world: int | None) -> list[int]:
     """Returns the ranks to observe: the first and last stage of a pipeline; otherwise all ranks are alike."""
     sizes = context_of(recipe, config, device, world).sizes
     return (
@@ -94,7 +97,7 @@ def of_layers(recipe: Recipe, layers: int) -> Recipe:
     return replace(recipe, model=replace(recipe.model, config={**recipe.model.config, "num_hidden_layers": layers}))
 
 
-def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1]) -> tuple[int, int] | None:
+def _layer_counts(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1]) -> tuple[int, int] | None:
     """Returns two layer counts, a multiple of the pattern apart; None if layers differ or are selected by number."""
     techniques = list(recipe.techniques.values())
     period = math.lcm(*(t.period() for t in techniques))
@@ -150,7 +153,7 @@ def _extrapolate(one: Observation, two: Observation, times: float) -> Observatio
         passing=on(one.passing, two.passing),
         slots=one.slots,
         at=at,
-        held=max(peak.values()),  # without the CPU heap's fragmentation, which is not affine
+        reserved=max(peak.values()),  # without the CPU heap's fragmentation, which is not affine
         groups=two.groups,
         compiled=two.compiled,
         slowed=one.slowed,
@@ -179,7 +182,7 @@ def _extrapolate_reserved(
         counts: the two layer counts; None if they are too small and too close for a difference.
     """
     peaks = [max(_of_step(o.peak)) for o in (one, two, all_)]
-    cached = [(o.held or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
+    cached = [(o.reserved or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
     ahead = max(cached)
     if counts:
         fewer, more = counts

@@ -27,7 +27,7 @@ from preheat.hardware.stored_values import Damaged, read_json
 from preheat.models import hf
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.dry_run import Observation, observe
-from preheat.planning.layer_extrapolation import observe_few
+from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.worker_pool import run_tasks
 from preheat.recipe import Recipe
@@ -79,8 +79,8 @@ def observe_cached(
             observation = _LOOKS[how](recipe, vocabulary=vocabulary, device=device, world=world, rank=rank)
         finally:
             gc.unfreeze()
-        if observation.log and observation.held is None:
-            observation.held = hold(observation.log, observation.streams, device)
+        if observation.log and observation.reserved is None:
+            observation.reserved = hold(observation.log, observation.streams, device)
         values = _values(observation)
         store_json(path, {"sha256": _digest(values), "observation": values})
     _known[path.stem] = observation
@@ -125,7 +125,7 @@ def _path_of(recipe: Recipe, vocabulary: int | None, device: Device, world: int 
 
 
 def _few(recipe: Recipe, device: Device, rank: int, *, quick: bool = True, **kwargs: Any) -> Observation:
-    return observe_few(recipe, device=device, heap=device.kind == "cpu", quick=quick, see=_observe_all, **kwargs)
+    return observe_few_layers(recipe, device=device, heap=device.kind == "cpu", quick=quick, see=_observe_all, **kwargs)
 
 
 _LOOKS: dict[str, Callable[..., Observation]] = {
@@ -184,7 +184,7 @@ def _values(observation: Observation) -> dict[str, Any]:
         "compiled",
         "slowed",
         "idle",
-        "held",
+        "reserved",
     )
     return {
         **{key: getattr(observation, key) for key in plain},

@@ -153,7 +153,7 @@ def dry_generation(build: Build, recorder: Recorder, recipe: Recipe) -> None:
     Decoding token by token needs less memory for the same KV cache. A prompt has at most as many tokens as bytes.
     """
     prompts = [p if isinstance(p, str) else "".join(str(m["content"]) for m in p) for p in recipe.sample.prompts]
-    if not recipe.sample.wanted:
+    if not recipe.sample.is_active:
         return
     recorder.begin(Phase.GENERATION)
     longest = max((len(p.encode()) for p in prompts), default=0)

@@ -14,8 +14,8 @@ from preheat.hardware.cpu_allocator import unavailable_reason
 from preheat.hardware.rates import Rates
 from preheat.models import hf
 from preheat.planning.dry_run import BESIDE, CATEGORIES, Observation, observe
-from preheat.planning.layer_extrapolation import observe_few
-from preheat.planning.memory.overhead import SOURCES, exporting, gives_back, process_overhead
+from preheat.planning.layer_extrapolation import observe_few_layers
+from preheat.planning.memory.overhead import SOURCES, exporting, needs_allocator_retries, process_overhead
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.planning.speed.step_time import step_seconds
 from preheat.recipe import Recipe
@@ -97,10 +97,10 @@ def plan(
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    observation = observe_few(recipe, vocabulary=vocabulary, device=device, world=world)
+    observation = observe_few_layers(recipe, vocabulary=vocabulary, device=device, world=world)
     result = describe(recipe, observation, device=device, rates=rates, rows=rows, in_use=in_use)
     near = abs(result["peak_gib"] / result["available_gib"] - 1) < _CLOSE
-    if not observation.log and (near or gives_back(observation, device)):
+    if not observation.log and (near or needs_allocator_retries(observation, device)):
         observation = observe(recipe, vocabulary=vocabulary, device=device, world=world)
         result = describe(recipe, observation, device=device, rates=rates, rows=rows, in_use=in_use)
     return result
@@ -204,6 +204,6 @@ def describe(
         "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,
         "pace": rates.pace,
-        "gives_back": peak <= available and gives_back(observation, device),
+        "allocator_retries": peak <= available and needs_allocator_retries(observation, device),
         "heap": unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
     }

@@ -56,7 +56,7 @@ def _page(result: dict[str, Any]) -> str:
         f"perplexity {_rise(chosen['perplexity_rise'])}; chosen as {result['chosen_because']}."
     )
     done = "".join(f"<li><b>{escape(v['name'])}</b>: {escape(v['what'])}</li>" for v in result["variants"])
-    items = "".join(f"<li>{escape(note)}</li>" for note in result.get("said", ()))
+    items = "".join(f"<li>{escape(note)}</li>" for note in result.get("notes", ()))
     notes = f'<section id="notes"><h2>What to know</h2><ul>{items}</ul></section>' if items else ""
     return document(
         f"{result['source']} · preheat compress",

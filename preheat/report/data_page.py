@@ -7,7 +7,7 @@ from typing import Any
 
 from preheat.report.formatting import LONG, escape, grouped, headline, nbsp_units, percent
 from preheat.report.run_page import GENERATOR, document, scrolling
-from preheat.run_dir import write_asked
+from preheat.run_dir import write_user_file
 
 __all__ = ["write_data"]
 
@@ -21,7 +21,7 @@ def write_data(shown: dict[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: the page cannot be written.
     """
-    return write_asked(path, _page(shown), marks=[GENERATOR], fix="name another file with --html")
+    return write_user_file(path, _page(shown), marks=[GENERATOR], fix="name another file with --html")
 
 
 def _page(shown: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from preheat.report import svg
 from preheat.report.formatting import escape
 from preheat.report.run_page import GENERATOR, document, scrolling
 from preheat.report.svg import Curve
-from preheat.run_dir import write_asked
+from preheat.run_dir import write_user_file
 
 __all__ = ["against_words", "seconds", "size", "write_net"]
 
@@ -61,7 +61,7 @@ def write_net(result: dict[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: it cannot be written.
     """
-    return write_asked(path, _page(result), marks=[GENERATOR])
+    return write_user_file(path, _page(result), marks=[GENERATOR])
 
 
 def _page(result: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from preheat.report import plan_charts, svg
 from preheat.report.formatting import LONG, count, duration, escape, gib, grouped, headline, nbsp_units, percent, sizes
 from preheat.report.run_page import GENERATOR, document, scrolling
-from preheat.run_dir import write_asked
+from preheat.run_dir import write_user_file
 
 __all__ = ["write_plan"]
 
@@ -34,7 +34,7 @@ def write_plan(plan: Mapping[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: it cannot be written.
     """
-    return write_asked(path, _page(plan), marks=[GENERATOR])
+    return write_user_file(path, _page(plan), marks=[GENERATOR])
 
 
 def _page(plan: Mapping[str, Any]) -> str:
@@ -76,8 +76,8 @@ def _verdict(plan: Mapping[str, Any]) -> str:
     searched = plan["searched"]
     search_note = (
         (
-            f" The best of {searched['candidates']:,} candidates, of which {searched['looked_at']} "
-            f"{'was' if searched['looked_at'] == 1 else 'were'} dry-run"
+            f" The best of {searched['candidates']:,} candidates, of which {searched['dry_runs']} "
+            f"{'was' if searched['dry_runs'] == 1 else 'were'} dry-run"
         )
         if searched["candidates"]
         else ""
@@ -258,7 +258,7 @@ def _alternatives(plan: Mapping[str, Any]) -> str:
             f'<td class="n">{grouped(a["tokens_per_second"])}</td>'
         )
         + (f'<td class="n">{a["cost"]["million_tokens"]:.3g}</td>' if priced else "")
-        + f"<td>{nbsp_units(a['gives_up'])}</td></tr>"
+        + f"<td>{nbsp_units(a['tradeoff'])}</td></tr>"
         for a, text in zip(plan["alternatives"], texts, strict=True)
     )
     return "<h3>Alternatives</h3>" + scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")

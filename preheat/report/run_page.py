@@ -34,7 +34,7 @@ from preheat.report.formatting import (
 )
 from preheat.report.long_context_charts import lengths
 from preheat.report.report_data import collect
-from preheat.run_dir import MARK, parse_json, require_own, to_json, write_asked, write_atomic
+from preheat.run_dir import MARK, parse_json, require_overwritable, to_json, write_atomic, write_user_file
 from preheat.sanitize import shorten
 
 __all__ = ["GENERATOR", "render", "write"]
@@ -61,8 +61,8 @@ def write(run: str | Path) -> Path:
     data = to_json(figures, indent=1) + "\n"
     path = Path(run) / "report.html"
     if not (Path(run) / MARK).exists():  # not a run folder of ours, though it may hold a recipe.yaml
-        require_own(path, [GENERATOR])
-        require_own(path.with_name("report.json"), ['{\n "title": '])
+        require_overwritable(path, [GENERATOR])
+        require_overwritable(path.with_name("report.json"), ['{\n "title": '])
     try:
         write_atomic(path.with_name("report.json"), data)
         write_atomic(path, page)
@@ -159,7 +159,7 @@ def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callabl
         kind = f"{type(error).__name__}: {shorten(str(error))}"
         raise RunError(f"{source}: is damaged ({kind}); run {command} again") from error
     fix = "make the folder writable or free some room"
-    return write_asked(source.with_suffix(".html"), page, marks=[GENERATOR], fix=fix)
+    return write_user_file(source.with_suffix(".html"), page, marks=[GENERATOR], fix=fix)
 
 
 _MOST_ROWS = 400  # of a table: keeps the page small
@@ -197,9 +197,8 @@ def _header(figures: dict[str, Any]) -> str:
     state = figures["state"]
     notice = ""
     if state["kind"] != "finished":
-        notice = (
-            f'<p class="notice{" bad" if state["kind"] == "failed" else ""}" role="status">{escape(state["words"])}</p>'
-        )
+        bad = " bad" if state["kind"] == "failed" else ""
+        notice = f'<p class="notice{bad}" role="status">{escape(state["message"])}</p>'
     if figures["damaged"]:
         message = "Damaged files of this run, of which a part is left out: " + "; ".join(figures["damaged"]) + "."
         notice += f'<p class="notice bad" role="status">{escape(message)}</p>'
@@ -310,15 +309,15 @@ def _memory_of_gpu(figures: dict[str, Any]) -> str:
 
 def _fallbacks(events: list[dict[str, Any]]) -> str:
     """Returns a table of out-of-memory errors and the fallbacks that the run continued with."""
-    fallbacks = [e for e in events if e["kind"] == "rung"]
+    fallbacks = [e for e in events if e["kind"] == "fallback"]
     if not fallbacks:
         return ""
     unit, texts = sizes([e.get(key) for e in fallbacks for key in ("was_gib", "peak_gib")])
     rows = []
     for n, e in enumerate(fallbacks):
-        took = e.get("took") if isinstance(e.get("took"), list) else []
+        took = e.get("changed") if isinstance(e.get("changed"), list) else []
         rows.append(
-            f'<tr><td class="n">{escape(value(e.get("step")))}</td><td>{escape(value(e.get("where")))}</td>'
+            f'<tr><td class="n">{escape(value(e.get("step")))}</td><td>{escape(value(e.get("cause")))}</td>'
             f'<td class="free">{escape(", ".join(map(str, took or ["the recipe as written"])))}</td>'
             f'<td class="n">{texts[2 * n]}</td><td class="n">{texts[2 * n + 1]}</td></tr>'
         )
@@ -479,7 +478,7 @@ def _timeline(events: list[dict[str, Any]]) -> str:
         bad = " bad" if first["kind"] in ("failed", "damaged", "out_of_memory", "unsaved") else ""
         rows.append(
             f'<tr><td class="n">{after}</td><td class="free">'
-            f'<span class="event{bad}">{escape(_KINDS.get(kind, kind))}</span> {escape(details)}</td></tr>'
+            f'<span class="event{bad}">{escape(kind)}</span> {escape(details)}</td></tr>'
         )
     started = ""
     if begin is not None and 0 <= begin < 2e11:
@@ -487,13 +486,11 @@ def _timeline(events: list[dict[str, Any]]) -> str:
     return _absent(started) + _table(rows, (("h:min:s", "n"), ("event", "")))
 
 
-_KINDS = {"rung": "fallback"}
-
 # Fields of events: {key: (label on the page, formatter)}. Other fields are labelled by their key without underscores.
 _RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "asked": ("it asked for", lambda recorded: gib(number(recorded) and recorded / 2**30)),
+    "requested": ("it asked for", lambda recorded: gib(number(recorded) and recorded / 2**30)),
     "room": ("free", lambda recorded: gib(number(recorded) and recorded / 2**30)),
-    "beside": ("taken beside the tensors", lambda recorded: gib(number(recorded) and recorded / 2**30)),
+    "overhead": ("taken beside the tensors", lambda recorded: gib(number(recorded) and recorded / 2**30)),
     "loss": ("loss", loss),
     "mfu": ("model FLOPs utilisation", percent),
     "peak_gib": ("peak memory", gib),
@@ -511,17 +508,18 @@ _RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tokens": ("tokens", grouped),
     "tokens_per_second": ("tokens a second", grouped),
     "validation_loss": ("validation loss", loss),
-    "took": (
+    "changed": (
         "continued with",
         lambda recorded: ", ".join(map(str, recorded)) if isinstance(recorded, list) else value(recorded),
     ),
     "was_gib": ("peak before", gib),
-    "where": ("while", value),
-    "words": ("reason", value),
+    "cause": ("while", value),
+    "phase": ("while", value),
+    "message": ("reason", value),
 }
-# Fields left out of the timeline: shown elsewhere, meant for `preheat doctor oom`, or redundant (a checkpoint's `held`
-# is most of its `seconds`).
-_NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "held", "path")
+# Fields left out of the timeline: shown elsewhere, meant for `preheat doctor oom`, or redundant (a checkpoint's
+# `wait_seconds` is most of its `seconds`).
+_NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "wait_seconds", "in_use", "path")
 
 
 def _event(event: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Tag, Technique, Trials
-from preheat.recipe import Bound, Positive, Share
+from preheat.recipe import Bound, Fraction, Positive
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class Apollo(Technique):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PER_MATRIX_STATES})
 
-    rank: Share = 0.25
+    rank: Fraction = 0.25
     """Rows of the projection, as a fraction of a matrix's smaller side; 0: APOLLO-Mini, one row and one scale for a
     whole matrix."""
     every: Annotated[int, Bound(1)] = 200

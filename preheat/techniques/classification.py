@@ -121,7 +121,7 @@ class Classification(Technique):
         recipe, problems = context.recipe, []
         if recipe.data.packing == "stream":
             problems.append("data.packing: stream cuts documents at row ends; use auto or whole")
-        if recipe.sample.wanted:
+        if recipe.sample.is_active:
             problems.append("sample: a classifier writes no text; leave them out")
         if recipe.evaluate.baselines:
             problems.append("evaluate.baselines: a unigram model knows no classes; set it to false")

@@ -146,7 +146,7 @@ class ContextParallel(Searchable):
             return self.kind, ""
         from preheat.ops.distributed.context_parallel import ulysses_bytes
         from preheat.ops.distributed.ring_attention import ring_bytes
-        from preheat.ops.distributed.ring_attention_blocks import FlashPieces, pieces_like
+        from preheat.ops.distributed.ring_attention_blocks import FlashTiles, tiles_for_kernel
 
         heads, shared = self._heads(build)
         if heads % self.degree:
@@ -162,7 +162,7 @@ class ContextParallel(Searchable):
         if positions < _RING_POSITIONS:
             return "ulysses", f"{positions:,} places on a device are too few to hide a ring's sending"
         try:
-            fused = pieces_like(build.slot(Slot.ATTENTION_KERNEL)) is FlashPieces
+            fused = tiles_for_kernel(build.slot(Slot.ATTENTION_KERNEL)) is FlashTiles
         except ValueError:
             fused = False
         if not fused:

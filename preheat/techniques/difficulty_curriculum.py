@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Slot, Stage, Technique, Trials
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.recipe import Bound, Share
+from preheat.recipe import Bound, Fraction
 
 if TYPE_CHECKING:
     import numpy as np
@@ -221,7 +221,7 @@ class DifficultyCurriculum(Technique):
     loss."""
     start: Annotated[float, Bound(0, 1, open_low=True)] = 0.1
     """Fraction of the rows, the easiest, to begin with."""
-    until: Share = 0.5
+    until: Fraction = 0.5
     """Fraction of the run after which all rows are sampled."""
     curve: Literal["root", "linear"] = "root"
     """How the fraction grows: with the square root of the progress, or linearly."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Shape, Slot, Stage, Tag, Technique, Trials
-from preheat.recipe import Bound, Count, Positive, Share
+from preheat.recipe import Bound, Count, Fraction, Positive
 
 if TYPE_CHECKING:
     from preheat.recipe import Recipe
@@ -115,7 +115,7 @@ class LengthCurriculum(Technique):
     lengths: tuple[Annotated[int, Bound(2)], ...] = ()
     """Explicit stages instead of `start` and `schedule`: increasing lengths below `batch.length`, each for the same
     time."""
-    until: Share = 0.3
+    until: Fraction = 0.3
     """Fraction of the run's steps after which rows have the full length."""
     root_degree: Positive = 2.0
     """With `schedule: root`: 2 is the square root; larger values grow faster at first."""

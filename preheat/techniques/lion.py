@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Technique
-from preheat.recipe import Positive, Share
+from preheat.recipe import Fraction, Positive
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class Lion(Technique):
 
     scale: Positive = 0.2
     """Lion's learning rate is `optimizer.lr` times this."""
-    momentum: Share = 0.99
+    momentum: Fraction = 0.99
     """Decay of the momentum; the first of `optimizer.betas` is the interpolation's."""
 
     def apply(self, build: Build, part: Any) -> Change:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Technique, Trials
 from preheat.errors import RecipeError
-from preheat.recipe import Whole
+from preheat.recipe import NonNegativeInt
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ class LowBitAdamW(Searchable):
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = 256
     """Elements that share a scale; smaller blocks are more exact and cost 8 / block_size bytes per parameter."""
 
-    least: Whole = 4096
+    least: NonNegativeInt = 4096
     """Parameters with fewer elements keep fp32 moments."""
 
     def search_numerics(self) -> Literal["rounding", "different"]:

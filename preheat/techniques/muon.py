@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Technique
-from preheat.recipe import Bound, Share
+from preheat.recipe import Bound, Fraction
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ class Muon(Technique):
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 
-    momentum: Share = 0.95
+    momentum: Fraction = 0.95
     """Decay of the momentum (Nesterov's)."""
     steps: Annotated[int, Bound(1)] = 5
     """Newton-Schulz iterations."""

@@ -212,7 +212,7 @@ class PipelineParallel(Searchable):
                 "evaluate.tasks: reads logits of single tokens, which only the "
                 "last device makes; run `preheat eval` on the checkpoint"
             )
-        if recipe.sample.wanted:
+        if recipe.sample.is_active:
             problems.append("sample: no device has the whole model; run `preheat generate` on the checkpoint")
         return problems
 

@@ -191,7 +191,7 @@ class Preference(Technique):
     def _objective(self, build: Build, part: Any) -> Callable[..., LossSum]:
         import torch
 
-        from preheat.ops.adapters.peft_layers import without
+        from preheat.ops.adapters.peft_layers import adapters_disabled
         from preheat.ops.losses.cross_entropy import Recorded, WeightedCrossEntropy
         from preheat.ops.losses.preference import AnswerIndex
 
@@ -212,7 +212,7 @@ class Preference(Technique):
             training = part.training
             part.eval()  # without dropout
             try:
-                with without(part):
+                with adapters_disabled(part):
                     return logp(build.slot(Slot.HIDDEN)(part, batch), batch, answers, over_logits, part)
             finally:
                 part.train(training)
@@ -254,7 +254,7 @@ class Preference(Technique):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses of the examples, differentiable by `logps`, and the summed metrics."""
         from preheat.hardware.transfers import to_device
-        from preheat.ops.losses.preference import unpaired_losses, pair_losses
+        from preheat.ops.losses.preference import pair_losses, unpaired_losses
 
         reward = self._beta * (logps - reference_logps).detach()
         if self.loss == "unpaired":

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.core import Axis, Build, Change, Context, Finish, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
-from preheat.recipe import Bound, Whole
+from preheat.recipe import Bound, NonNegativeInt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,7 +65,7 @@ def parallelize(
     if problems:
         raise ValueError(problems[0])
     return tensor_parallel.parallelize(
-        model, tp_plan.shares(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
+        model, tp_plan.tp_styles(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
     )
 
 
@@ -90,7 +90,7 @@ class TensorParallel(Searchable):
     )
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
-    degree: Whole = 0
+    degree: NonNegativeInt = 0
     """Devices that each matrix is split across; 0: all that other techniques leave. It must divide the heads and the
     key-value heads, and should not exceed the devices of a host."""
     sequence_parallel: bool = False

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from preheat.core import Axis, Build, Change, Numerics, Searchable, Stage, Tag, Trials
 
 if TYPE_CHECKING:
-    from preheat.ops.optim.zero1 import SharedOut
+    from preheat.ops.optim.zero1 import ShardedOptimizer
 
-__all__ = ["Zero1", "share_out_optimizer"]
+__all__ = ["Zero1", "shard_optimizer"]
 
 
-def share_out_optimizer(
+def shard_optimizer(
     make: Callable[..., Any], groups: Iterable[dict[str, Any]], mesh: Any, **settings: Any
-) -> SharedOut:
+) -> ShardedOptimizer:
     """Returns an optimizer over this device's shards of replicated parameters (`preheat.ops.optim.zero1`).
 
     Gradients must be complete and equal on every device when `step` is called, as DistributedDataParallel and
@@ -44,9 +44,9 @@ def share_out_optimizer(
         ...     torch.optim.AdamW, [{"params": model.parameters()}], mesh, fused=True
         ... )  # doctest: +SKIP
     """
-    from preheat.ops.optim.zero1 import share_out
+    from preheat.ops.optim.zero1 import shard_optimizer
 
-    return share_out(make, groups, mesh, **settings)
+    return shard_optimizer(make, groups, mesh, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Zero1(Searchable):
 
         def sharded(make: Callable[..., Any]) -> Callable[..., Any]:
             def make_sharded(groups: Any, **settings: Any) -> Any:
-                return share_out_optimizer(make, groups, mesh, modules=build.trained, **settings)
+                return shard_optimizer(make, groups, mesh, modules=build.trained, **settings)
 
             return make_sharded
 

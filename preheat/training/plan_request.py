@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from preheat import recipe as recipes
 from preheat.core import Device
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import accelerator, stated
+from preheat.hardware.catalogue import accelerator, parse_accelerator
 from preheat.hardware.probe import parse_memory
 from preheat.hardware.rates import Rates
 from preheat.hardware.segments import grows
@@ -25,7 +25,7 @@ from preheat.sanitize import shorten
 if TYPE_CHECKING:
     from preheat.planning.speed.roofline import Roofline
 
-__all__ = ["METHODS", "Question", "asked", "hardware"]
+__all__ = ["METHODS", "PlanRequest", "resolve_request", "hardware"]
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "full": {},
@@ -38,23 +38,23 @@ _ROWS, _LENGTH = 16, 2048  # default rows and tokens per row of a global batch
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """A recipe to plan.
 
     Attributes:
-        given: True for a recipe of the user, which is planned as it is.
+        from_user: True for a recipe of the user, which is planned as it is.
         checkpoint: hub checkpoint with the weights of a model given by name.
         absent: `model.path` of a given recipe, if it is the preset's checkpoint and cannot be read here: the preset is
             planned, and the recipe lacks the path.
     """
 
     recipe: Recipe
-    given: bool
+    from_user: bool
     checkpoint: str | None = None
     absent: str | None = None
 
 
-def asked(
+def resolve_request(
     what: str | None,
     overrides: Sequence[str] = (),
     *,
@@ -62,7 +62,7 @@ def asked(
     length: int | None = None,
     batch_tokens: int | None = None,
     devices: int = 1,
-) -> Question:
+) -> PlanRequest:
     """Returns the recipe to plan.
 
     Args:
@@ -80,7 +80,7 @@ def asked(
     more = [*(f"batch.{key}={value}" for key, value in batch.items()), f"parallel.devices={devices}"]
     if what is not None and _is_recipe(what):
         values_set = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
-        return _given(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
+        return _user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
     model, positions, checkpoint = _model(what)
     batch = {"length": min(length or _LENGTH, positions or _LENGTH), **batch}
     batch.setdefault("size", math.ceil(_ROWS / devices) * devices)
@@ -93,19 +93,19 @@ def asked(
         **METHODS[method],
     }
     named = recipes.parse(write(values), where=what or "the model", overrides=overrides, warn=True)
-    return Question(_check_batch_tokens(named, batch_tokens), False, checkpoint)
+    return PlanRequest(_check_batch_tokens(named, batch_tokens), False, checkpoint)
 
 
-def _given(recipe: Recipe) -> Question:
+def _user_recipe(recipe: Recipe) -> PlanRequest:
     model = recipe.model
     known = presets.find(model.preset) if model.preset else None
     if known is None or model.path not in (known.hub, known.chat) or Path(model.path).is_dir():
-        return Question(recipe, True)
+        return PlanRequest(recipe, True)
     try:
         configs.read(model.path, model.trust_remote_code)
     except RecipeError:
-        return Question(replace(recipe, model=replace(model, path=None)), True, absent=model.path)
-    return Question(recipe, True)
+        return PlanRequest(replace(recipe, model=replace(model, path=None)), True, absent=model.path)
+    return PlanRequest(recipe, True)
 
 
 def _is_recipe(what: str) -> bool:
@@ -188,7 +188,7 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
         return device, rates(device, threads), in_use(device)
     from preheat.planning.speed.roofline import Roofline  # imports torch; recipe errors should appear before that
 
-    entry = stated(gpu) if "=" in gpu else _known(gpu)
+    entry = parse_accelerator(gpu) if "=" in gpu else _known(gpu)
     if entry.memory is None or entry.bandwidth is None:
         raise RecipeError(f"--gpu: the catalogue has no memory or bandwidth of {entry.name}; {_STATE}")
     roofline = Roofline(entry, per_host)

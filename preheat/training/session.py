@@ -20,9 +20,9 @@ from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.run_evaluator import RunEvaluator
 from preheat.hardware.cpu_allocator import install_heap, release_unused
 from preheat.hardware.deterministic import repeats
-from preheat.hardware.gpu_memory import limit_memory, taken_bytes
+from preheat.hardware.gpu_memory import limit_memory, other_processes_bytes
 from preheat.hardware.interrupts import check
-from preheat.hardware.oom import held_bytes
+from preheat.hardware.oom import in_use_bytes
 from preheat.hardware.probe import reset_peak, resident_bytes
 from preheat.inference.text_generation import chat_template
 from preheat.models import configs, hf, presets
@@ -35,7 +35,7 @@ from preheat.recipe.paths import anchored
 from preheat.run_dir import Reader, Silent, Writer, check_folder
 from preheat.training.image_counts import with_images
 from preheat.training.observer import Watch
-from preheat.training.process_group import Ranks, meet
+from preheat.training.process_group import Ranks, rendezvous
 from preheat.training.provenance import digest, environment, versions
 from preheat.training.recovery.fallback_log import apply_fallbacks
 from preheat.training.resume import Looked, compare, fingerprints, resumed, summary_of_finished
@@ -90,7 +90,7 @@ class Session:
     plan: dict[str, Any]
     planner: PlanContext | None
     """Plans other recipes for this run; on rank 0 only."""
-    looked: Looked | None
+    scan: Looked | None
     """The checkpoint to resume from, if any; on rank 0 only."""
     imports: int
     """Resident bytes of the process before the build."""
@@ -132,7 +132,7 @@ class Session:
         )
         folder = self.writer.path
         if resume:
-            progress = resumed(new_build, folder, progress, self.looked, self.writer, self.watch, self.threads)
+            progress = resumed(new_build, folder, progress, self.scan, self.writer, self.watch, self.threads)
         self.build, self.progress, self.assembled = new_build, progress, True
         self.peak_lr = peak_learning_rate(new_build)
         self.saving = Saving(new_build, folder / "checkpoints", last_step=progress.step or -1)
@@ -278,7 +278,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     Raises:
         RecipeError, DataError, DoesNotFit, RunError: nothing is left behind in the folder then.
     """
-    ranks = meet(recipe)
+    ranks = rendezvous(recipe)
     device, threads = resolve_device(recipe, ranks.on_host)
     ready: _Ready | None = None
     if ranks.lead:
@@ -304,7 +304,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     ranks.join(recipe, device.kind)
     writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
     try:
-        imports, claimed = reset_memory_baseline(device), held_bytes(device.kind)
+        imports, claimed = reset_memory_baseline(device), in_use_bytes(device.kind)
         session = Session(
             recipe=recipe,
             settled=ready.settled if ready else built,
@@ -319,7 +319,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             ranks=ranks,
             plan=expected,
             planner=ready.planner if ready else None,
-            looked=ready.looked if ready else None,
+            scan=ready.scan if ready else None,
             imports=imports,
             claimed=claimed,
         )
@@ -345,7 +345,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         writer.text("recipe.yaml", recipes.dump(anchored(recipe)))  # last: a folder with a recipe is a run
         writer.event("resumed" if resume else "started", step=session.progress.step)
     except BaseException:
-        writer.close() if resume else writer.take_back()
+        writer.close() if resume else writer.remove_unstarted()
         raise
     return session
 
@@ -368,7 +368,7 @@ class _Ready:
     effective: Recipe
     expected: dict[str, Any]
     planner: PlanContext
-    looked: Looked | None
+    scan: Looked | None
     events: list[dict[str, Any]]
 
 
@@ -378,8 +378,8 @@ def read_data(recipe: Recipe, watch: Watch) -> tuple[Any, RunEvaluator, Samples]
 
     data = data_of(recipe, progress=watch.progress)
     if data.layout.kind != "text":
-        watch.notice(f"layout: {data.layout.words}")
-    for line in data.told:
+        watch.notice(f"layout: {data.layout.description}")
+    for line in data.warnings:
         watch.notice(line)
     model = hf.facts(hf.configure(recipe, len(data.tokenizer)))
     require_examples(recipe, data, encoder=model.encoder)
@@ -485,7 +485,7 @@ def _order(
 
 def in_use(device: Device) -> int:
     """Returns the bytes of a device in use before a run: on a CPU by this process, on a GPU by other processes."""
-    return resident_bytes() if device.kind == "cpu" else taken_bytes(device)
+    return resident_bytes() if device.kind == "cpu" else other_processes_bytes(device)
 
 
 def reset_memory_baseline(device: Device) -> int:

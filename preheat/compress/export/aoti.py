@@ -71,7 +71,7 @@ def write(
                 trust_remote_code=remote_code.allowed(),
             )
             compile_package(Logits(cast), file, positions)
-            difference = verify.compare(model.wanted, replay(file, model.rows), model.rows)
+            difference = verify.compare(model.reference_logits, replay(file, model.rows), model.rows)
             verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
             summary = {
@@ -81,7 +81,10 @@ def write(
                 "merged": model.merged,
             }
             summary |= {"read_by": model_card.version_of("torch"), **verify.figures(difference, bound)}
-            summary |= {**model.held.told(difference, partial(replay, file)), "note": "; ".join(model.notes)}
+            summary |= {
+                **model.held_out_text.perplexities(difference, partial(replay, file)),
+                "note": "; ".join(model.notes),
+            }
             use = model.use(_LOAD, _STEP)
         model_card.write(folder, run, summary, title=f"AOTInductor package, {dtype}", use=use, library="pytorch")
     return summary

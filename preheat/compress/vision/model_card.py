@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.compress.front_matter import front_matter
-from preheat.run_dir import write_asked
+from preheat.run_dir import write_user_file
 
 __all__ = ["write"]
 
@@ -86,7 +86,7 @@ Use:
 
 Written by preheat {__version__}. {front.left_out}
 """
-    write_asked(folder / "README.md", text, fix="free some room")
+    write_user_file(folder / "README.md", text, fix="free some room")
 
 
 def _row(name: str, figures: Mapping[str, Any]) -> str:

@@ -30,13 +30,13 @@ from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import image_classifier, verify
 from preheat.compress.export.merged_model import require
 from preheat.compress.export.registry import require_settings
-from preheat.compress.pipeline import START, Chain, Step, said_of
+from preheat.compress.pipeline import START, Chain, Step, with_location
 from preheat.compress.vision import model_card, training
 from preheat.compress.vision.image_folder import Images, calibration, read_folder
 from preheat.compress.vision.pruning import narrower
 from preheat.errors import RecipeError, RunError, nearest
 from preheat.models.image_classifiers import open_classifier, open_processor, scores
-from preheat.run_dir import to_json, write_asked
+from preheat.run_dir import to_json, write_user_file
 
 __all__ = ["run_chain"]
 
@@ -101,8 +101,8 @@ def run_chain(
     out, source = Path(out), Path(source)
     require_new(out, source)
     model, processor = open_classifier(source), open_processor(source)
-    for step, place in zip(chain.steps, chain.places, strict=True):
-        with said_of(place):
+    for step, place in zip(chain.steps, chain.locations, strict=True):
+        with with_location(place):
             _require(step, source, model)
     say("reading images")
     train, held_out = read_folder(data, processor, model.config, seed=seed)
@@ -114,10 +114,10 @@ def run_chain(
     }
     timed: dict[str, image_classifier.Scorer] = {"before": _eager(model)}
     rows: list[dict[str, Any]] = []
-    for number, (step, place) in enumerate(zip(chain.steps, chain.places, strict=True), 1):
+    for number, (step, place) in enumerate(zip(chain.steps, chain.locations, strict=True), 1):
         say(f"step {number} of {len(chain.steps)}: {_words(step)}")
-        with said_of(place):
-            rows.append(row := _take(step, number, state, out, seed, say))
+        with with_location(place):
+            rows.append(row := _run_step(step, number, state, out, seed, say))
         logits, timed[row["name"]] = row.pop("found"), row.pop("run")
         row["after"] |= training.measure(logits, held_out.labels)
         row["after"]["agreement"] = float((logits.argmax(-1) == original.argmax(-1)).double().mean())
@@ -133,7 +133,9 @@ def run_chain(
     summary = {"path": rows[-1]["path"], "source": str(source), "data": description, "before": before, "variants": rows}
     for number, row in enumerate(rows):
         model_card.write(out / row["name"], summary, number)
-    write_asked(out / "compress.json", to_json(summary, indent=1), fix="free some room; the steps' folders are whole")
+    write_user_file(
+        out / "compress.json", to_json(summary, indent=1), fix="free some room; the steps' folders are whole"
+    )
     return summary
 
 
@@ -225,7 +227,9 @@ def _words(step: Step) -> str:
     return " + ".join([f"train {step.train:g} passes", *step.techniques])
 
 
-def _take(step: Step, number: int, state: _State, out: Path, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+def _run_step(
+    step: Step, number: int, state: _State, out: Path, seed: int, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Runs one step and points `state.model` at its output; returns its figures, held-out logits, and a scorer to
     time."""
     description = _words(step)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from preheat.hardware.transfers import to_device
 
-__all__ = ["CentredEmbedding", "DynamicRotary", "Passthrough", "FeedForward", "LongRotary", "RMSNorm", "own_rotary"]
+__all__ = ["CentredEmbedding", "DynamicRotary", "Passthrough", "FeedForward", "LongRotary", "RMSNorm", "replace_rotary"]
 
 
 class RMSNorm(nn.Module):
@@ -127,7 +127,7 @@ def _tables(x: Tensor, position_ids: Tensor, frequencies: Tensor, scale: float) 
     return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
 
 
-def own_rotary(model: Any) -> None:
+def replace_rotary(model: Any) -> None:
     """Replaces transformers' rotary embeddings that depend on the longest position by ours, in place."""
     ours = {"dynamic": DynamicRotary, "longrope": LongRotary}
     for name, module in list(model.named_modules()):

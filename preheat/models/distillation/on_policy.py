@@ -31,13 +31,13 @@ class Answer:
 
     Attributes:
         row: of the batch.
-        begin, end: the document's first position, and the one after its last.
+        start, end: the document's first position, and the one after its last.
         first, last: the first token of the answer and the one after its last.
         trained: number of trained labels in the document.
     """
 
     row: int
-    begin: int
+    start: int
     end: int
     first: int
     last: int
@@ -100,7 +100,7 @@ def with_answers(batch: Batch, answers: Sequence[Answer], written: Sequence[Sequ
         ids = torch.tensor(list(drawn)[: a.last - a.first])
         upto = a.first + len(ids)
         tokens[a.row, a.first : upto] = ids
-        labels[a.row, a.begin : a.end] = -100
+        labels[a.row, a.start : a.end] = -100
         labels[a.row, a.first - 1 : upto - 1] = ids
         counts[a.row, a.first - 1 : upto - 1] = a.trained / len(ids)
     return replace(batch, tokens=tokens, labels=labels, aligned=(*batch.aligned, counts))
@@ -158,7 +158,7 @@ class OnPolicy:
 
         from preheat.models.generation.generate import generate
 
-        prompts = [batch.tokens[a.row, a.begin : a.first].tolist() for a in answers]
+        prompts = [batch.tokens[a.row, a.start : a.first].tolist() for a in answers]
         # A special token that ends an answer of the data also ends one of the student's.
         special = self.tokenizer.added_tokens_decoder.keys()
         ends = {int(batch.labels[a.row, a.last - 2]) for a in answers} & special

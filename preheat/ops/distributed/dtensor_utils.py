@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from preheat.ops.dry_run_loops import fold_identical
 
-__all__ = ["by_dtype", "first_element", "local", "share_of", "spread_as", "square_sum", "total_norm", "whole"]
+__all__ = ["by_dtype", "first_element", "local", "local_shard", "spread_as", "square_sum", "total_norm", "full_tensor"]
 
 
 def local(t: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def share_of(value: Tensor, like: Tensor) -> Tensor:
+def local_shard(value: Tensor, like: Tensor) -> Tensor:
     """Returns this rank's shard of a replicated tensor under the placements of `like`, without communication."""
     if not isinstance(like, DTensor):
         return value
@@ -36,7 +36,7 @@ def spread_as(share: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def whole(t: Tensor) -> Tensor:
+def full_tensor(t: Tensor) -> Tensor:
     """Gathers a DTensor, differentiably; other tensors unchanged. Every rank must use the result in the same way."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from preheat.ops.distributed.dtensor_utils import local
 
-__all__ = ["SharedOut", "share_out"]
+__all__ = ["ShardedOptimizer", "shard_optimizer"]
 
 
 def _cut(t: Tensor, mesh: Any) -> DTensor:
@@ -45,8 +45,8 @@ def _swapped_parameters(modules: Iterable[nn.Module], others: dict[Tensor, Any])
             store[name] = p
 
 
-class SharedOut:
-    """An optimizer over this rank's shards of replicated parameters. Created by `share_out`.
+class ShardedOptimizer:
+    """An optimizer over this rank's shards of replicated parameters. Created by `shard_optimizer`.
 
     After `step` every rank has all new weights. `state` is keyed by the full parameters and holds DTensors, so that a
     checkpoint can be loaded on another number of ranks.
@@ -97,14 +97,14 @@ class SharedOut:
         self.optimizer.load_state_dict(state)
 
 
-def share_out(
+def shard_optimizer(
     make: Callable[..., Any],
     groups: Iterable[dict[str, Any]],
     mesh: Any,
     *,
     modules: Iterable[nn.Module] = (),
     **settings: Any,
-) -> SharedOut:
+) -> ShardedOptimizer:
     """Creates the optimizer `make(groups, **settings)` over this rank's shards of the parameters.
 
     Args:
@@ -120,4 +120,4 @@ def share_out(
             shares[p].grad_dtype = None  # allows fp32 gradients of half-precision weights
         cut.append({**group, "params": [shares[p] for p in group["params"]]})
     with _swapped_parameters(modules, shares):
-        return SharedOut(make(cut, **settings), shares)
+        return ShardedOptimizer(make(cut, **settings), shares)

@@ -114,13 +114,13 @@ class Caching:
             else -(-need // _ROUND_LARGE) * _ROUND_LARGE
         )
         if self.limit is not None and self.reserved + size > self.limit:
-            self._give_back()
+            self._release_segments()
             if self.reserved + size > self.limit:
                 return None
         self.reserved += size
         return pool.grow(size)
 
-    def _give_back(self) -> None:
+    def _release_segments(self) -> None:
         """Releases all segments without live blocks."""
         for pool in self._pools.values():
             for start, size in list(pool.segments.items()):

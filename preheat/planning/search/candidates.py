@@ -34,7 +34,7 @@ from preheat.models import hf
 from preheat.planning.plan import steps_of
 from preheat.recipe import Recipe
 
-__all__ = ["NUMERICS", "Numerics", "Settings", "Space", "candidate_problems", "words", "worst"]
+__all__ = ["NUMERICS", "Numerics", "Settings", "Space", "candidate_problems", "describe_techniques", "worst"]
 
 Numerics = Literal["exact", "rounding", "different"]
 NUMERICS: tuple[Numerics, ...] = ("exact", "rounding", "different")
@@ -47,7 +47,7 @@ def worst(techniques: Iterable[Technique]) -> Numerics:
     return max((numerics for numerics in given_up if numerics), key=NUMERICS.index, default="exact")
 
 
-def words(added: Iterable[Technique], micro: int | None = None) -> str:
+def describe_techniques(added: Iterable[Technique], micro: int | None = None) -> str:
     """Describes techniques in a line: their names and the settings that differ from the defaults."""
     parts = []
     for t in added:

@@ -20,7 +20,7 @@ from preheat.hardware.rates import Rates
 from preheat.models import hf
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
-from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, words, worst
+from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, describe_techniques, worst
 from preheat.planning.search.ranking import Guess, estimate
 from preheat.planning.search.result import EstimatedPlan, EvaluatedPlan, SearchResult, too_large
 from preheat.planning.search.technique_combinations import Combination, technique_combinations
@@ -167,7 +167,7 @@ class _Search:
             best = [k for k in kinds if not k.better]
             others = [
                 sorted(kinds, key=lambda k: k.cost.seconds[0]),
-                sorted(kinds, key=lambda k: k.cost.states[0] + k.cost.kept[0]),
+                sorted(kinds, key=lambda k: k.cost.states[0] + k.cost.saved[0]),
             ]
             every = max(len(kinds) // 10, 1)  # estimating all of them would take as long as the dry runs
             # Layouts that differ in degrees only are mostly compatible with the same kinds.
@@ -388,7 +388,7 @@ class _Search:
         ordered = sorted(candidates, key=lambda c: -self._corrected(c)[1])
         shown = [ordered[n * len(ordered) // _PLOTTED] for n in range(_PLOTTED)] if len(ordered) > _PLOTTED else ordered
         return [
-            EstimatedPlan(words(c.added, c.micro), words(c.added), c_bytes / GIB, speed)
+            EstimatedPlan(describe_techniques(c.added, c.micro), describe_techniques(c.added), c_bytes / GIB, speed)
             for c in shown
             for c_bytes, speed in [self._corrected(c)]
         ]
@@ -397,16 +397,16 @@ class _Search:
         recipe = self.space.having(c.added)
         why = candidate_problems(self.space, recipe)
         if why:
-            self._reject(words(c.added), str(why[0]))
+            self._reject(describe_techniques(c.added), str(why[0]))
             return None
-        self.tell(words(c.added, c.micro))
+        self.tell(describe_techniques(c.added, c.micro))
         began = time.perf_counter()
         try:
             observation = observe_cached(
                 recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how="few"
             )
         except RecipeError as error:  # found by the build only
-            self._reject(words(c.added), str(error).splitlines()[0])
+            self._reject(describe_techniques(c.added), str(error).splitlines()[0])
             return None
         plan = describe(
             recipe, observation, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use
@@ -419,7 +419,7 @@ class _Search:
         if not plan["fits"]:
             key = (c.kind, c.layout)
             self._too_large[key] = min(c.micro, self._too_large.get(key, c.micro))
-            self._reject(words(c.added, c.micro), too_large(plan))
+            self._reject(describe_techniques(c.added, c.micro), too_large(plan))
         return evaluated
 
     def _reject(self, what: str, why: str) -> None:
@@ -434,7 +434,7 @@ class _Search:
         Continues with the next best if it does not fit.
         """
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
-            self.tell(f"{'all' if how == 'whole' else 'more'} layers of {words(s.added, s.micro)}")
+            self.tell(f"{'all' if how == 'whole' else 'more'} layers of {describe_techniques(s.added, s.micro)}")
             observation = observe_cached(
                 s.recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how=how
             )
@@ -451,7 +451,8 @@ class _Search:
             if plan["fits"]:
                 return confirmed, True
             self._reject(
-                words(s.added, s.micro), f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers"
+                describe_techniques(s.added, s.micro),
+                f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers",
             )
         return best, False
 
@@ -464,7 +465,7 @@ class _Search:
         return list(groups.values())
 
     def _explain_slower(self, result: SearchResult) -> None:
-        for s in result.seen:
+        for s in result.evaluated:
             if s.plan["fits"] and s is not result.best and result.best.plan["fits"]:
                 share = s.plan["tokens_per_second"] / result.best.plan["tokens_per_second"] - 1
                 late = s.plan["seconds_to_start"] - result.best.plan["seconds_to_start"]
@@ -472,7 +473,7 @@ class _Search:
                     f", but {late:.0f} s later to its first step, in a run this short" if share > 0 and late > 0 else ""
                 )
                 self._reject(
-                    words(s.added, s.micro),
+                    describe_techniques(s.added, s.micro),
                     f"fits in {s.plan['peak_gib']:.1f} GiB, {share:+.0%} tokens a second{waits}",
                 )
 

@@ -13,7 +13,7 @@ from preheat.hardware.rates import Rates
 from preheat.models import hf
 from preheat.planning.layer_extrapolation import of_layers
 from preheat.planning.observation_cache import prefetch
-from preheat.planning.search.candidates import Settings, Space, candidate_problems, words
+from preheat.planning.search.candidates import Settings, Space, candidate_problems, describe_techniques
 from preheat.planning.search.ranking import LayerCost, observe_layer
 from preheat.planning.speed.roofline import Roofline
 
@@ -177,7 +177,7 @@ class _Combiner:
         except RecipeError as error:  # found by the build only
             why = str(error).splitlines()
         if why:
-            self.reject(words((t,)), why[0])
+            self.reject(describe_techniques((t,)), why[0])
         return None
 
     def _compatible_base(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Settings | None:
@@ -212,7 +212,7 @@ class _Combiner:
 
     def _bytes(self, cost: LayerCost) -> float:
         """Returns the bytes of a device with one sequence, with the states sharded across all devices."""
-        return self._of_model(cost.states) / self.space.world + self._of_model(cost.kept)
+        return self._of_model(cost.states) / self.space.world + self._of_model(cost.saved)
 
     def _cost(self, cost: LayerCost, added: Technique | None = None) -> float:
         """Returns bytes times seconds of one sequence."""
@@ -226,7 +226,7 @@ class _Combiner:
         return tokens / self.space.over_run(tokens / row, added)
 
     def _sums(self, cost: LayerCost, added: Settings) -> tuple[float, float, float]:
-        return self._of_model(cost.states), self._of_model(cost.kept), self._seconds(cost, added)
+        return self._of_model(cost.states), self._of_model(cost.saved), self._seconds(cost, added)
 
     def _pareto(self, choices: list[Option]) -> list[Option]:
         """Returns the options on the Pareto front of memory and time; of nearly equal ones the first."""

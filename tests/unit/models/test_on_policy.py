@@ -15,7 +15,7 @@ from preheat.engine.step import gradients, transform
 from preheat.errors import RecipeError
 from preheat.models.distillation.on_policy import answers_of
 from preheat.models.hf import plain_logits
-from preheat.ops.losses.cross_entropy import chunked_logits, whole_logits
+from preheat.ops.losses.cross_entropy import chunked_logits, full_logits
 from preheat.ops.losses.distillation import Distilled, TeacherHead
 from preheat.planning.dry_run import observe
 
@@ -68,7 +68,7 @@ def slow_text(model: Any, prompt: list[int], room: int, seed: int) -> list[int]:
 )
 def test_what_is_written_anew_is_an_answer_or_a_second_half(labels: Any, documents: Any, wanted: Any) -> None:
     found = answers_of(torch.tensor([labels]), [documents], [0])
-    assert [(a.begin, a.end, a.first, a.last, a.trained) for a in found] == wanted
+    assert [(a.start, a.end, a.first, a.last, a.trained) for a in found] == wanted
 
 
 def test_texts_are_drawn_from_the_students_probabilities_and_stand_where_the_datas_stood(
@@ -164,7 +164,7 @@ def test_the_gradient_in_chunks_is_that_of_the_plain_form() -> None:
     labels[0, :4] = -100
     for mixture in (0.4, 1.0):
         found = []
-        for by in (whole_logits, lambda *given: chunked_logits(*given, rows=7)):
+        for by in (full_logits, lambda *given: chunked_logits(*given, rows=7)):
             row_loss = Distilled(
                 TeacherHead(over, 40), direction="reverse", temperature=1.5, mixture=mixture, written=True
             )

@@ -19,7 +19,7 @@ from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError
 from preheat.planning.dry_run import observe
-from preheat.planning.layer_extrapolation import observe_few
+from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.recipe import Recipe, parse
 from preheat.training.image_counts import with_images
 from preheat.training.session import data_of
@@ -165,7 +165,7 @@ def test_a_batch_without_images_is_text_and_its_blank_image_counts_for_nothing(
     recipe = recipe_of(folders["qwen3_vl"], written(tmp_path, text))
     (batch,) = batches_of(recipe)
     assert batch.images is not None
-    assert len(batch.images.places) == 0
+    assert len(batch.images.positions) == 0
     loss, grads = taken(made(recipe), [batch])
     tower = {n: g for n, g in grads.items() if ".visual." in n}
     assert tower  # every device has gradients of the same weights
@@ -335,7 +335,7 @@ def test_rows_cut_no_image(folders: dict[str, Path], tmp_path: Path) -> None:
         ).train
         batch = collate([(0, train.row(0))])  # type: ignore[union-attr, arg-type]
         assert batch.images is not None
-        assert sum(batch.images.sizes) == 4 * len(batch.images.places) > 0
+        assert sum(batch.images.sizes) == 4 * len(batch.images.positions) > 0
 
 
 def test_an_image_that_changed_since_is_told(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_many_layers_are_planned_by_few(folders: dict[str, Path], tmp_path: Path
         "{mixed_precision: {mode: bf16}, efficient_attention: {}, activation_checkpointing: {}}",
     )
     deep = replace(recipe, model=replace(recipe.model, weights="random", config={"num_hidden_layers": 29}))
-    few, whole = (see(deep, vocabulary=None, device=GPU) for see in (observe_few, observe))
+    few, whole = (see(deep, vocabulary=None, device=GPU) for see in (observe_few_layers, observe))
     assert not few.log
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.model_flops == whole.model_flops
