@@ -15,9 +15,9 @@ metrics.jsonl     one line per step (see `METRIC_KEYS`; also the objective's sco
 before.json       the evaluation before the first step, row by row: {texts, tasks}
 evaluation.json   the newest evaluation: {step, after, before, difference}, the last three of the form
                   {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
-events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated, out_of_memory,
-                  fallback, stopping, notice, measured, sample, baseline, finished, failed; for out_of_memory and fallback see
-                  training/recovery/fallback_log.py
+events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated,
+                  out_of_memory, fallback, stopping, notice, measured, sample, baseline, finished, failed; for out_of_memory and
+                  fallback see training/recovery/fallback_log.py
 samples.json      [{prompt, before, text}] (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer in transformers' format
@@ -130,7 +130,7 @@ PLAN_KEYS = {
         "how many times as long as by this machine's rates steps of earlier runs took, in the median of the "
         "last nine of 20 s and more: in the predicted seconds; 1 where fewer than three are known"
     ),
-    "allocator_retries": "whether it fits only if a GPU's allocator gives back freed memory in each step, which takes time",
+    "allocator_retries": "whether it fits only if a GPU's allocator frees cached memory in each step, which takes time",
     "heap": "why preheat's heap, whose memory is predicted, will not serve on this machine; None where it will",
     "watts": "of the device's board at most; None where none is known",
 }

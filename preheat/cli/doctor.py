@@ -83,7 +83,7 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
             table,
             Text(
                 f"preheat train {run}/recipe.yaml --out {run} --resume "
-                f"{' '.join(f'--set {item}' for item in diagnosis['ways'][0]['set'])}"
+                f"{' '.join(f'--set {item}' for item in diagnosis['options'][0]['set'])}"
             ),
         ]
     else:

@@ -42,7 +42,7 @@ def write_bench(folder: str | Path) -> Path:
 
 
 def _page(result: dict[str, Any]) -> str:
-    verdicts = "".join(f"<li>{nbsp_units(v['words'])}</li>" for v in result["verdicts"])
+    verdicts = "".join(f"<li>{nbsp_units(v['message'])}</li>" for v in result["verdicts"])
     verdict_list = (
         f"<ul>{verdicts}</ul>" if verdicts else '<p class="small">Nothing was left out, so there is no verdict.</p>'
     )

@@ -1,8 +1,8 @@
 """Log of out-of-memory errors and fallbacks: records them, chooses fallbacks, and applies them to the recipe.
 
-The run's events are the log: `out_of_memory` holds the failure, `fallback` holds all settings that differ from the written
-recipe from then on (`set`) and the step from which they apply. A resumed run applies those that were active at its
-checkpoint.
+The run's events are the log: `out_of_memory` holds the failure, `fallback` holds all settings that differ from the
+written recipe from then on (`set`) and the step from which they apply. A resumed run applies those that were active at
+its checkpoint.
 """
 
 from __future__ import annotations
