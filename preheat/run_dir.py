@@ -16,8 +16,8 @@ before.json       the evaluation before the first step, row by row: {texts, task
 evaluation.json   the newest evaluation: {step, after, before, difference}, the last three of the form
                   {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
 events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated,
-                  out_of_memory, fallback, stopping, notice, measured, sample, baseline, finished, failed; for out_of_memory and
-                  fallback see training/recovery/fallback_log.py
+                  out_of_memory, fallback, stopping, notice, measured, sample, baseline, finished, failed; for
+                  out_of_memory and fallback see training/recovery/fallback_log.py
 samples.json      [{prompt, before, text}] (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer in transformers' format
