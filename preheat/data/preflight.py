@@ -167,7 +167,7 @@ def judge(found: Mapping[str, Mapping[str, Any]], settings: Mapping[str, str], r
     Example:
         >>> findings = Findings()
         >>> findings.add("equal_answers", "a.jsonl:3", "'chosen' and 'rejected' are equal")
-        >>> judge(findings.found, {}, rows=20).blocked[0][:56]
+        >>> judge(findings.by_check, {}, rows=20).blocked[0][:56]
         "a.jsonl:3: 'chosen' and 'rejected' are equal (check equa"
     """
     blocked, warned = [], []

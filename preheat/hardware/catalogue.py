@@ -255,7 +255,7 @@ def parse_accelerator(text: str) -> Accelerator:
         RecipeError: a key is unknown, a value is not a number, or memory, bandwidth or a matmul rate is missing.
 
     Example:
-        >>> stated("memory=24GiB,bandwidth=1008,bf16=165").bf16 / 1e12
+        >>> parse_accelerator("memory=24GiB,bandwidth=1008,bf16=165").bf16 / 1e12
         165.0
     """
     from preheat.hardware.probe import parse_memory

@@ -70,7 +70,7 @@ def tp_styles(model: Any) -> dict[str, TpStyle]:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = dict(hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=16, num_hidden_layers=1)
         >>> names = ("", ".gate_proj", ".up_proj", ".down_proj")
-        >>> styles = shares(LlamaForCausalLM(LlamaConfig(**sizes)))
+        >>> styles = tp_styles(LlamaForCausalLM(LlamaConfig(**sizes)))
         >>> [str(styles[f"model.layers.0.mlp{name}"]) for name in names]
         ['block', 'columns', 'columns', 'rows']
     """

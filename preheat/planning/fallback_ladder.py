@@ -160,7 +160,7 @@ def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) 
         room: GiB available to the run, without the memory of the imports; None if unknown: any saving is then accepted.
 
     Example:
-        >>> find_fallbacks(recipe, planner, room=1.5).rungs[0].set                           # doctest: +SKIP
+        >>> find_fallbacks(recipe, planner, room=1.5).fallbacks[0].set                           # doctest: +SKIP
         ('evaluate.micro=4',)
     """
     present = planner.fallback(recipe, recipe)

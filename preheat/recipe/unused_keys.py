@@ -280,7 +280,7 @@ def non_default_keys(recipe: Recipe) -> dict[str, Any]:
 
     Example:
         >>> from preheat.recipe import Batch, Recipe, Stop
-        >>> stated(Recipe(batch=Batch(size=8), stop=Stop(steps=2)))
+        >>> non_default_keys(Recipe(batch=Batch(size=8), stop=Stop(steps=2)))
         {'batch.size': 8, 'stop.steps': 2}
     """
     values: dict[str, Any] = {}

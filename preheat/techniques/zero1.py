@@ -40,7 +40,7 @@ def shard_optimizer(
 
     Example:
         >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
-        >>> optimizer = share_out_optimizer(
+        >>> optimizer = shard_optimizer(
         ...     torch.optim.AdamW, [{"params": model.parameters()}], mesh, fused=True
         ... )  # doctest: +SKIP
     """

@@ -59,7 +59,7 @@ class LayerCost:
                 layer, ends = (max(a + b - c, 0.0) for a, b, c in triples)
             return layer, ends
 
-        return LayerCost(by("states"), by("weights"), by("kept"), by("seconds"), by("update"))
+        return LayerCost(by("states"), by("weights"), by("saved"), by("seconds"), by("update"))
 
 
 @dataclass(frozen=True)

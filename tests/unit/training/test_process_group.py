@@ -71,11 +71,11 @@ _MEMBER = """
 import os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from preheat.training.process_group import meet
+from preheat.training.process_group import rendezvous
 from tests.conftest import tiny
 
 recipe = tiny(more="parallel: {timeout: 60}")
-ranks = meet(recipe)
+ranks = rendezvous(recipe)
 ranks.join(recipe, "cpu")
 total = torch.tensor([float(ranks.rank + 1)])
 dist.all_reduce(total)
