@@ -26,7 +26,7 @@ from typing import Any
 from preheat.core import Numerics, Technique, registry
 from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
-from preheat.planning.search.candidates import Space, candidate_problems, words
+from preheat.planning.search.candidates import Space, candidate_problems, describe_techniques
 from preheat.planning.search.search import search
 from preheat.planning.worker_pool import worker_pool
 from preheat.training.plan_request import Subject, hardware, request_of, subject_of
@@ -102,7 +102,7 @@ def searched(case: Case, gpu: str, seconds: float | None = None, allow: Numerics
     limit = seconds or (8.0 if case.devices == 1 else 50.0)
     best = search(space, seconds=limit).best
     techniques = frozenset(best.recipe.techniques)
-    return Choice(words(best.added, best.micro), best.plan, techniques), time.perf_counter() - begun
+    return Choice(describe_techniques(best.added, best.micro), best.plan, techniques), time.perf_counter() - begun
 
 
 def tried(case: Case) -> Iterator[tuple[Technique, ...]]:
@@ -141,7 +141,7 @@ def brute_force(
         began = time.perf_counter()
         seen = observe_cached(candidate, how="few")
         cut = math.prod(t.micro_batch_count() for t in settings)
-        what = words((*more, *settings), recipe.batch.size // case.devices // cut)
+        what = describe_techniques((*more, *settings), recipe.batch.size // case.devices // cut)
         for gpu in names:
             device, rates, in_use = hardware(gpu, candidate.recipe, case.devices)
             plan = describe(replace(candidate, device=device, rates=rates, in_use=in_use), seen)

@@ -318,13 +318,13 @@ def words_of(length: int, options: argparse.Namespace) -> int:
 
 def lists_for(length: int, steps: int, options: argparse.Namespace, folder: Path) -> Path:
     """Words, template and lists of a run in rows of `length`, as many lists as all steps read, so that none is read twice: the rule is learnt, not the lists."""
-    from preheat.evaluation.needle import word_pieces
+    from preheat.evaluation.needle import word_tokens
 
     into = folder / f"lists-{length}"
     if (into / "words.jinja").is_file():  # which is written last
         return into
     into.mkdir(exist_ok=True)
-    words = word_pieces(vocabulary_of_words(into / "words", words_of(length, options)))
+    words = word_tokens(vocabulary_of_words(into / "words", words_of(length, options)))
     rng = np.random.default_rng(options.seed)
     sizes = pairs_in_order(
         length, round(1.03 * steps * max(length, options.rows * options.length)), rng, first=length == options.length

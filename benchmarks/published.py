@@ -81,7 +81,7 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
     from preheat.core import conflicts_of
     from preheat.engine.builder import context_of
     from preheat.models import hf
-    from preheat.planning.layer_extrapolation import observe_few
+    from preheat.planning.layer_extrapolation import observe_few_layers
     from preheat.planning.plan import describe
     from preheat.planning.request import Request
 
@@ -96,7 +96,7 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
             eights = True
         problems = conflicts_of(recipe.techniques.values(), context_of(recipe, config, device))
         if not problems:
-            seen = observe_few(Request(recipe, device))
+            seen = observe_few_layers(Request(recipe, device))
             if eights:
                 seen = replace(seen, kernels=Counter({_in_bits(k, bits): n for k, n in seen.kernels.items()}))
             if by_hand and roofline.device.generation == "hopper":

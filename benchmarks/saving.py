@@ -50,7 +50,7 @@ def round_of(b: Build, saving: Saving | None, number: int) -> tuple[float, float
     """Seconds of some steps after a checkpoint was begun, with that; and how long it held them."""
     start = time.perf_counter()
     if saving is not None:
-        saving.begin(checkpoint.Progress(step=number))
+        saving.save(checkpoint.Progress(step=number))
     held = time.perf_counter() - start
     for _ in range(STEPS):
         step(b)

@@ -546,7 +546,7 @@ def _short(phase: str, where: Where) -> dict[str, Any]:
     figures = {
         "exit code": done.returncode,
         "out of memory": kinds.count("out_of_memory"),
-        "rungs": kinds.count("rung"),
+        "fallbacks": kinds.count("fallback"),
         "said": said[:200],
     }
     print(done.stderr, file=sys.stderr)

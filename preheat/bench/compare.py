@@ -268,7 +268,7 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
             text = f"{name}: {'the recipe' if full['failed'] else 'without it the recipe'} did not run: {reason}"
             if not full["failed"] and not rest["fits"]:
                 text = f"{name} is needed: without it the recipe {rest['failed']}"
-            entries.append({"technique": name, "speed": None, "within_noise": None, "freed_gib": None, "words": text})
+            entries.append({"technique": name, "speed": None, "within_noise": None, "freed_gib": None, "message": text})
             continue
         ratios = [a / b for a, b in zip(full["speeds"], rest["speeds"], strict=False)]
         speed, freed = median(ratios), rest["peak_gib"] - full["peak_gib"]
@@ -280,7 +280,7 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
                 "speed": speed,
                 "within_noise": noise,
                 "freed_gib": freed,
-                "words": _words(name, speed, noise, freed, rest["peak_gib"], available),
+                "message": _words(name, speed, noise, freed, rest["peak_gib"], available),
             }
         )
     return entries

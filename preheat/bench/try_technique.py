@@ -214,7 +214,7 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
         "batch": {"rows": wish.rows, "length": wish.seq_len, "accumulation_steps": wish.accumulation_steps},
         "steps": steps,
         "rows": rows,
-        "words": [summary for row in rows if (summary := _changed(row, rows))],
+        "verdicts": [summary for row in rows if (summary := _changed(row, rows))],
         "notes": [*_limits(wish), *more],
         "gpu": gpu,
         "seconds": time.monotonic() - start,

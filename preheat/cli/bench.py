@@ -134,7 +134,7 @@ def bench(
         return
     screen.print(_table(result["rows"], wide=screen.width >= 110))
     for verdict in result["verdicts"]:
-        screen.print(f"- {verdict['words']}", soft_wrap=True)
+        screen.print(f"- {verdict['message']}", soft_wrap=True)
     for row in result["rows"]:
         if row["failed"]:
             screen.print(f"{row['name']} was not run: {row['failed']}", soft_wrap=True)

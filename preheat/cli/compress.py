@@ -193,7 +193,7 @@ def _show(result: dict[str, Any], target: Path, *, json: bool) -> None:
     screen.print(_image_table(result) if images else _table(result))
     for variant in result["variants"]:
         screen.print(f"{variant['name']}: {variant['what']}", soft_wrap=True, style="dim")
-    for note in result.get("said", ()):
+    for note in result.get("notes", ()):
         screen.print(f"note: {note}", soft_wrap=True)
     for export in result.get("exports", ()):
         screen.print(

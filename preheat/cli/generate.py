@@ -99,7 +99,7 @@ def generate(
                     "prompt": p,
                     "text": t.text,
                     "tokens": len(t.tokens),
-                    "ended": t.ended,
+                    "finish_reason": t.finish_reason,
                 }
                 for p, t in zip(prompts, generated, strict=True)
             ]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
     from preheat.training.plan_request import Subject
 
-__all__ = ["finish", "plan", "recipe_text", "stated"]
+__all__ = ["finish", "plan", "recipe_text", "plan_as_written"]
 
 _SECONDS = {1: 8.0, 64: 50.0}  # {largest number of devices: seconds for the search}
 _MANY = 60.0  # seconds for the search on more devices
@@ -122,25 +122,25 @@ def plan(
     from preheat.training.plan_request import request_of, subject_of
 
     first = subject(method or "full")
-    if first.given and method is not None:
+    if first.from_user and method is not None:
         raise RecipeError(
             f"--method: {method}: a recipe says how it trains by its techniques; leave --method out, or name a model"
         )
-    if first.given:
+    if first.from_user:
         options = {"compute_budget": None, "inference": inference, "gpu": gpu}
         name_unread("plan", options, first.recipe, besides=("parallel.devices",) if devices > 1 else ())
     if inference:
         _served(first.recipe, gpu, devices, json)
         return
-    if first.given and aim is None and allow is None:
+    if first.from_user and aim is None and allow is None:
         request = request_of(first.recipe, gpu, world=None if gpu is None else devices, per_host=per_host)
-        result, page = stated(request, devices, price)
+        result, page = plan_as_written(request, devices, price)
     else:
-        request = request_of(first.recipe, gpu, world=devices, per_host=per_host, count_rows=first.given)
+        request = request_of(first.recipe, gpu, world=devices, per_host=per_host, count_rows=first.from_user)
         others = (
-            {name: subject(name).recipe for name in ("lora", "qlora")} if method is None and not first.given else {}
+            {name: subject(name).recipe for name in ("lora", "qlora")} if method is None and not first.from_user else {}
         )
-        limit = allow or ("exact" if first.given else "rounding")
+        limit = allow or ("exact" if first.from_user else "rounding")
         result, page = _searched(request, others, aim=aim or "fastest", allow=limit, price=price, quiet=json)
     finish(result, page, first, out=out, html=html, json=json)
 
@@ -156,7 +156,7 @@ def finish(
 ) -> None:
     """Writes the recipe and the page if requested, prints the plan, and exits with code 3 if it does not fit."""
     from preheat.cli.views.console import console, emit
-    from preheat.cli.views.plan_view import whole_picture
+    from preheat.cli.views.plan_view import plan_overview
 
     if out is not None:
         from preheat.run_dir import write_generated
@@ -170,7 +170,7 @@ def finish(
         emit({**result, "absent": subject.absent} if subject.absent else result)
     else:
         screen = console()
-        screen.print(whole_picture(result, subject.recipe.name))
+        screen.print(plan_overview(result, subject.recipe.name))
         if subject.absent:
             screen.print(
                 (
@@ -186,7 +186,9 @@ def finish(
         raise typer.Exit(3)
 
 
-def stated(request: Request, devices: int, price: float | None) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+def plan_as_written(
+    request: Request, devices: int, price: float | None
+) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
     """Plans a recipe unchanged; returns (plan, function that computes the figures of its page)."""
     from preheat.core import Tag
     from preheat.planning.explain import explain, figures
@@ -205,7 +207,7 @@ def stated(request: Request, devices: int, price: float | None) -> tuple[dict[st
     result = SearchResult(EvaluatedPlan(recipe, prediction, worst(added), recipe.batch.size, ()))
 
     def page() -> dict[str, Any]:
-        return figures(replace(result, seen=[result.best]), replace(request, world=devices))
+        return figures(replace(result, evaluated=[result.best]), replace(request, world=devices))
 
     more["settled"] = {
         f"{name}.{key}": value
@@ -262,7 +264,7 @@ def _searched(
                             "what": f"--method {name}: {would['chosen']}",
                             "recipe": would["recipe"]["techniques"],
                             **metrics,
-                            "gives_up": "trains an adapter" + (" on a base in 4 bits" if name == "qlora" else ""),
+                            "tradeoff": "trains an adapter" + (" on a base in 4 bits" if name == "qlora" else ""),
                         }
                     )
 
@@ -323,7 +325,7 @@ def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:
         "formats": [
             {
                 "weights": s.format,
-                "cache": s.kept,
+                "cache": s.cache_dtype,
                 "weights_gib": s.weights / 2**30,
                 "cache_gib_per_row": s.cache / 2**30,
                 "rows": s.rows,

@@ -179,7 +179,7 @@ def _dry_run(
 
     # Reports recipe errors before torch is imported, which takes seconds.
     subject = subject_of(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
-    from preheat.cli.plan import finish, stated
+    from preheat.cli.plan import finish, plan_as_written
     from preheat.cli.views.console import Alarms, console
     from preheat.errors import RecipeError
     from preheat.models import configs
@@ -187,7 +187,7 @@ def _dry_run(
     from preheat.run_dir import check_folder
     from preheat.training.session import read_data
 
-    if not subject.given:
+    if not subject.from_user:
         raise RecipeError(f"{recipe}: --dry-run takes a recipe; preheat plan takes a model, and writes one with --out")
     check_folder(out or Path("runs") / subject.recipe.name, resume=resume)
     if gpu is not None:
@@ -201,7 +201,7 @@ def _dry_run(
     devices = subject.recipe.parallel.devices or 1
     world = None if gpu is None else devices
     request = request_of(subject.recipe, gpu, world=world, per_host=min(devices, 8))
-    result, page = stated(request, devices, None)
+    result, page = plan_as_written(request, devices, None)
     finish(result, page, subject, out=None, html=None, json=json)
 
 

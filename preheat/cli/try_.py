@@ -122,7 +122,7 @@ def try_(
                 ),
                 soft_wrap=True,
             )
-    for line in result["words"]:
+    for line in result["verdicts"]:
         screen.print(f"- {line}", soft_wrap=True)
     for line in result["notes"]:
         screen.note(line)

@@ -29,12 +29,12 @@ class Texts:
     Attributes:
         calibration: [1, length] tokens each.
         held_out: rows for an evaluation.
-        words: a description of their source.
+        description: a description of their source.
     """
 
     calibration: list[Tensor]
     held_out: Any  # Rows or _RowSubset
-    words: str
+    description: str
 
 
 def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int | None) -> Texts:

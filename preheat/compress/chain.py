@@ -68,12 +68,12 @@ class Chain:
     """A named sequence of steps.
 
     Attributes:
-        places: location of each step for error messages: FILE:LINE: chain.N.
+        locations: location of each step for error messages: FILE:LINE: chain.N.
     """
 
     name: str
     steps: tuple[Step, ...]
-    places: tuple[str, ...]
+    locations: tuple[str, ...]
 
 
 def load_chain(path: str | Path) -> Chain:
@@ -103,19 +103,19 @@ def load_chain(path: str | Path) -> Chain:
     reader = RecipeReader(str(path), lines)
     for key in values:
         if key not in ("name", "chain"):
-            reader.say((key,), f"unknown key '{key}'; a chain has a name and its steps")
-    steps, places = [], []
+            reader.report((key,), f"unknown key '{key}'; a chain has a name and its steps")
+    steps, locations = [], []
     for n, settings in enumerate(values["chain"]):
         at = ("chain", str(n))
         steps.append(step := reader.flat(Step, settings, at))
-        places.append(f"{path}:{lines[at]}: chain.{n}")
+        locations.append(f"{path}:{lines[at]}: chain.{n}")
         if step is not None:
             reader.techniques(step.techniques, (*at, "techniques"))
     name = str(values.get("name", file.stem))
     if "name" in values and (problem := folder_name_problem(name)):
-        reader.say(("name",), f"name: {problem}")
+        reader.report(("name",), f"name: {problem}")
     reader.refuse()
-    return Chain(name, tuple(steps), tuple(places))
+    return Chain(name, tuple(steps), tuple(locations))
 
 
 @contextlib.contextmanager

@@ -175,12 +175,12 @@ def compress(
         measured: maximum number of held-out rows.
         within: the smallest variant whose perplexity rises by at most this fraction is chosen.
         turns: timed turns per model.
-        notes: further notes for `said`.
+        notes: further notes for `notes`.
         page: called with the folder before it is renamed, to write a page from its compress.json.
         say: progress callback.
 
     Returns:
-        {path, bytes, before, after, max_logit_difference, chosen, variants: [...], said: [notes]}; the top-level
+        {path, bytes, before, after, max_logit_difference, chosen, variants: [...], notes: [...]}; the top-level
         figures are those of the chosen variant. `bytes` is the size of its weight files; `before` and `after` count
         the bytes of the weights with everything that is not quantized in bf16.
 
@@ -208,7 +208,7 @@ def compress(
         folders = [root if len(variants) == 1 else root / variant.name for variant in variants]
         for variant, folder in zip(variants, folders, strict=True):
             folder.mkdir(exist_ok=True)
-            row, timed[variant.name] = _one(variant, opened, before, folder, say)
+            row, timed[variant.name] = _compress_variant(variant, opened, before, folder, say)
             figures.append(row)
         say("timing")
         before.time(figures, timed, turns=turns)
@@ -225,7 +225,7 @@ def compress(
             (folder / "README.md").write_text(text, encoding="utf-8")
         choice = _chosen(figures, within)
         summary = summed(out if len(figures) == 1 else out / choice[0], figures, choice, str(source), texts)
-        summary["said"] = once([warning, *(note for row in figures for note in row["notes"]), *notes])
+        summary["notes"] = once([warning, *(note for row in figures for note in row["notes"]), *notes])
         (root / "compress.json").write_text(to_json(summary, indent=1), encoding="utf-8")
         page(root)
     return summary
@@ -264,7 +264,9 @@ def _require(opened: LoadedModel, variants: Sequence[Variant], source: Any) -> N
         raise RecipeError("\n".join(problems))
 
 
-def _one(variant: Variant, opened: LoadedModel, before: Baseline, folder: Path, say: Say) -> tuple[dict[str, Any], Any]:
+def _compress_variant(
+    variant: Variant, opened: LoadedModel, before: Baseline, folder: Path, say: Say
+) -> tuple[dict[str, Any], Any]:
     """Applies one variant, writes and reopens it, and compares; returns its figures, and the model to time."""
     from preheat.ops.quantization.serialization import quantized_modules
 
@@ -329,7 +331,7 @@ def summed(
         "chosen": chosen["name"],
         "chosen_because": choice[1],
         "source": source,
-        "texts": texts.words,
+        "texts": texts.description,
         "calibration_rows": len(texts.calibration),
         "variants": list(figures),
     }

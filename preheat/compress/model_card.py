@@ -95,7 +95,7 @@ def of_compressed(
         f"What: {row['what']}.{' ' + row['detail'] + '.' if row['detail'] else ''}",
         f"From: `{name}`, adapters merged, in fp32. Settings: {settings}.",
         *(f"Note: {note}." for note in said),
-        f"Calibration: {calibration}. Data: {texts.words}.",
+        f"Calibration: {calibration}. Data: {texts.description}.",
         _table(
             [
                 ("", "before", "after"),

@@ -11,7 +11,7 @@ from preheat.compress.compress import Page, Say
 from preheat.compress.text_steps import TextSteps
 from preheat.compress.vision.steps import ImageSteps
 from preheat.models.image_classifiers import is_classifier
-from preheat.run_dir import to_json, write_asked
+from preheat.run_dir import to_json, write_user_file
 
 __all__ = ["run_chain"]
 
@@ -44,7 +44,7 @@ def run_chain(
 
     Returns:
         The contents of `out`/compress.json. For language models as `compress.compress`, for the last step; `variants`
-        are the steps, `said` lists what was skipped and why, `exports` the results of the export writers. For image
+        are the steps, `notes` lists what was skipped and why, `exports` the results of the export writers. For image
         classifiers see `vision.steps.ImageSteps`.
 
     Raises:
@@ -64,10 +64,10 @@ def run_chain(
         steps = TextSteps(source, chain, out, data=None if data is None else str(data), measured=measured, say=say)
     models = {"before": steps.begin()}
     rows: list[dict[str, Any]] = []
-    for number, (step, place) in enumerate(zip(chain.steps, chain.places, strict=True), 1):
+    for number, (step, path) in enumerate(zip(chain.steps, chain.locations, strict=True), 1):
         progress, label = f"step {number} of {len(chain.steps)}", steps.label(step)
         say(f"{progress}: {label}")
-        with located(place):
+        with located(path):
             name, what = steps.take(step, number)
             if step.export is None or steps.measures_exports:
                 say(f"{progress}: measuring")
@@ -77,6 +77,8 @@ def run_chain(
     say("timing")
     steps.time(rows, models, turns)
     summary = steps.summarize(rows)
-    write_asked(out / "compress.json", to_json(summary, indent=1), fix="free some room; the steps' folders are whole")
+    write_user_file(
+        out / "compress.json", to_json(summary, indent=1), fix="free some room; the steps' folders are whole"
+    )
     page(out)
     return summary

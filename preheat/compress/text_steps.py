@@ -78,7 +78,7 @@ class TextSteps(Steps):
         huggingface.write(self._source, self.start)  # creates `out`, or leaves nothing behind
         if chain.steps[0].train is not None:
             try:
-                with located(chain.places[0]):
+                with located(chain.locations[0]):
                     self._possible(chain.steps[0], plan_here)
             except PreheatError:
                 shutil.rmtree(self._out)  # no step has run yet
@@ -98,7 +98,7 @@ class TextSteps(Steps):
         name = f"{number}-{variant.name}"
         summary = compress.compress(self.place, [variant], self._out / name, texts=self.texts, measured=1, turns=1)
         self.place = self._out / name
-        self.notes += summary["said"]
+        self.notes += summary["notes"]
         return name, summary["variants"][0]["what"]
 
     def export(self, step: Step, number: int) -> tuple[str, str]:
@@ -140,7 +140,7 @@ class TextSteps(Steps):
         choice = (rows[-1]["name"], "the last step of the chain")
         summary = compress.summed(self.place, rows, choice, str(self._source), self.texts)
         notes = compress.once([unfinished(self._source, self._step_of_source), *self.notes])
-        return summary | {"said": notes, "exports": self.exports}
+        return summary | {"notes": notes, "exports": self.exports}
 
     def _require_possible(self, device: str) -> None:
         """Raises RecipeError for errors of training steps that do not depend on the model.
@@ -155,7 +155,7 @@ class TextSteps(Steps):
             if problems := incompatibilities(chosen, tags):
                 raise TechniqueError(problems)
 
-        for step, place in zip(self._chain.steps, self._chain.places, strict=True):
+        for step, place in zip(self._chain.steps, self._chain.locations, strict=True):
             if step.train is not None:
                 with located(place):
                     self._possible(step, check)
@@ -200,14 +200,14 @@ class TextSteps(Steps):
 def _methods(chain: Chain) -> dict[int, Variant]:
     """Returns the compression methods by step number; reports errors of any step before the first one starts."""
     if chain.steps[0].export is not None:
-        raise RecipeError(f"{chain.places[0]}: exports what the chain begins with; use preheat export")
+        raise RecipeError(f"{chain.locations[0]}: exports what the chain begins with; use preheat export")
     variants: dict[int, Variant] = {}
-    for number, (step, place) in enumerate(zip(chain.steps, chain.places, strict=True), 1):
+    for number, (step, place) in enumerate(zip(chain.steps, chain.locations, strict=True), 1):
         with located(place):
             if step.compress is not None:
                 variants[number] = compress.made_of(step.compress, step.settings)
             if step.export is not None:
-                registry.place_of(Path(), step.export, step.settings.get("dtype"))
+                registry.default_output(Path(), step.export, step.settings.get("dtype"))
                 registry.require_settings(step.export, step.settings)
                 if strange := sorted(step.settings.keys() - {"dtype", "tolerance", "length"}):
                     raise RecipeError(
@@ -221,5 +221,5 @@ def _kept(recipe: Recipe) -> dict[str, Technique]:
     return {
         name: t
         for name, t in recipe.techniques.items()
-        if t.stage >= Stage.KERNEL and Slot.OBJECTIVE not in t.owned() and not t.is_parallel()
+        if t.stage >= Stage.KERNEL and Slot.OBJECTIVE not in t.claimed() and not t.is_parallel()
     }

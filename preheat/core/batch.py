@@ -62,9 +62,9 @@ class Batch:
         weight: divisor of the mean loss, on the host: trained labels, or examples if the objective compares them.
         rows: numbers of the data rows, for messages and for `rerun`.
         group: consecutive sequences per example: 2 for preference pairs, the preferred one first.
-        liked: for each row, and each of its sequences without the padding, 1 if the answer was liked and 0 if not; ():
-            unknown.
-        beside: [rows, length, ...] each, per-token tensors that a technique added.
+        desirable: for each row, and each of its sequences without the padding, 1 if the answer was liked and 0 if not;
+            (): unknown.
+        aligned: [rows, length, ...] each, per-token tensors that a technique added.
         hidden: [rows, length, width], the output of the previous pipeline stage, used instead of token embeddings.
         images: of all rows, if the model reads images; None: there is nothing for its vision tower to do.
     """
@@ -76,9 +76,9 @@ class Batch:
     weight: int
     rows: tuple[int, ...] = ()
     group: int = 1
-    liked: tuple[tuple[int, ...], ...] = ()
+    desirable: tuple[tuple[int, ...], ...] = ()
     hidden: Tensor | None = None
-    beside: tuple[Tensor, ...] = ()
+    aligned: tuple[Tensor, ...] = ()
     images: Images | None = None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from preheat.core.field_types import Bound, Count, Long, NonNegative, Positive, Share, Whole
+from preheat.core.field_types import Bound, Count, Fraction, Long, NonNegative, NonNegativeInt, Positive
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
@@ -170,7 +170,7 @@ class Optimizer:
 
     lr: Literal["auto"] | Positive = "auto"
     """Peak learning rate; auto: from the model's size (see models/size_dial.py)."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of the moving averages of the gradients and of their squares."""
     eps: Positive = 1e-8
     """Added to the denominator."""
@@ -186,11 +186,11 @@ class Schedule:
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
     """cosine; wsd: warmup, stable, linear decay; constant after warmup."""
-    warmup: Share = 0.02
+    warmup: Fraction = 0.02
     """Fraction of the run in which the rate rises from 0."""
-    decay: Share = 0.2
+    decay: Fraction = 0.2
     """wsd only: fraction of the run at the end in which the rate falls."""
-    floor: Share = 0.1
+    floor: Fraction = 0.1
     """Final rate, as a fraction of the peak."""
 
 
@@ -212,7 +212,7 @@ class Stop:
 class Evaluate:
     """Validation during the run; the loss is always evaluated at the end, and at the start of a pretrained model."""
 
-    every: Whole = 0
+    every: NonNegativeInt = 0
     """Steps between evaluations; 0: only at the end."""
     rows: Count = 256
     """Maximum number of validation rows, and of rows of `forgetting` and of each task."""
@@ -231,7 +231,7 @@ class Evaluate:
 class Checkpoint:
     """How often to save checkpoints."""
 
-    every: Whole = 0
+    every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only at the end (and on SIGTERM or Ctrl-C)."""
     keep: Count = 2
     """Number of most recent checkpoints to keep."""
@@ -293,9 +293,9 @@ class Sample:
     top_p: Annotated[float, Bound(0, 1, open_low=True)] = 1.0
     """Sample from the likeliest tokens that together have this probability (Holtzman et al. 2020, arXiv:1904.09751); 1:
     all."""
-    top_k: Whole = 0
+    top_k: NonNegativeInt = 0
     """Sample from this many of the likeliest tokens; 0: all."""
-    min_p: Share = 0.0
+    min_p: Fraction = 0.0
     """Sample from tokens with at least this fraction of the likeliest one's probability (Nguyen et al. 2024,
     arXiv:2407.01082); 0: all."""
     repetition_penalty: Positive = 1.0
@@ -329,7 +329,7 @@ class Sample:
         return "static" if self.compile is True else "dynamic"
 
     @property
-    def wanted(self) -> bool:
+    def is_active(self) -> bool:
         """Returns True if a run generates samples."""
         return bool(self.prompts or self.rows)
 

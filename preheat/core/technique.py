@@ -122,7 +122,7 @@ class Technique(ABC):
     supports_encoder_decoder: ClassVar[bool] = False
     """True if it supports models with an encoder and has been tested with them."""
 
-    def owned(self) -> frozenset[Slot]:
+    def claimed(self) -> frozenset[Slot]:
         """Returns the slots of `owns` that these settings use."""
         return self.owns
 
@@ -368,7 +368,7 @@ class BuildState:
         step: optimizer steps committed so far.
         accumulation: micro-batches in a global batch.
         events: what techniques did during a step, {kind, ...} each: the loop writes them to the run, and prints their
-            `words` if present.
+            `message` if present.
         counters: host-side counters of techniques (e.g. recompilations) by name: a key of each step's metrics.
     """
 
@@ -450,7 +450,7 @@ class Build:
     def owner(self, slot: Slot) -> str:
         return self._slots[slot][0]
 
-    def own(self, slot: Slot, function: Callable[..., Any], owner: str) -> None:
+    def claim(self, slot: Slot, function: Callable[..., Any], owner: str) -> None:
         """Installs `function` in a slot for `owner`. The engine's default ('plain') may be replaced, once."""
         current = self._slots.get(slot)
         if current is not None and current[0] not in ("plain", owner):

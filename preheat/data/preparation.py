@@ -63,7 +63,7 @@ class PreparedData:
         fingerprint: content hash of everything that decides the rows; checkpoints carry it.
         layout: layout of the rows, of the first source if there are several.
         classes: names of the classes, in order; empty without classes.
-        told: warnings of the checks, one line each.
+        warnings: warnings of the checks, one line each.
         blocked: errors of the checks, if `prepare` was called with `refuse=False`.
         streams: the sources, to read them again.
     """
@@ -76,7 +76,7 @@ class PreparedData:
     fingerprint: str
     layout: Layout
     classes: tuple[str, ...] = ()
-    told: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     blocked: list[str] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
 
@@ -85,13 +85,13 @@ class PreparedData:
         template = self.layout.template
         return {
             "source": self.source,
-            "layout": self.layout.words,
+            "layout": self.layout.description,
             "layout_kind": self.layout.kind,
             "layout_reason": self.layout.reason,
             "template": template.name.removeprefix("template ") if template else None,
             "classes": list(self.classes),
             "counts": self.counts,
-            "preflight": self.told,
+            "preflight": self.warnings,
             "fingerprint": self.fingerprint,
         }
 
@@ -158,8 +158,8 @@ def prepare(
         side: _counts(rows) | {"cut": len(cut[side]), "duplicates": values["duplicates"][side]}
         for side, rows in packed.rows.items()
     }
-    description = "; ".join(source.words for source in opened.sources) + (
-        f"; validation: {opened.validation.words}" if opened.validation else ""
+    description = "; ".join(source.description for source in opened.sources) + (
+        f"; validation: {opened.validation.description}" if opened.validation else ""
     )
     # `seed` is not part of it: the loader, not the rows, decides the order of samples.
     fingerprint = digest(FORMAT, sorted(packed.files.items()), length, opened.packing, encoding.encoder.pad)
@@ -172,7 +172,7 @@ def prepare(
         fingerprint,
         layout,
         layout.classes,
-        told=[*opened.notes, *verdict.told],
+        warnings=[*opened.notes, *verdict.warnings],
         blocked=verdict.blocked,
         streams=packed.streams,
     )
@@ -255,7 +255,7 @@ def _open_sources(
     notes = [f"{key} {name}: {why}; tokenizer.json is read as it is"] if name and (why := read_as_it_is(name)) else []
     images = _image_processor(data, tokenizer, vision, processor) if vision is not None else None
     sources = _open_with_common_classes(data, tokenizer, images, knob)
-    notes += [f"{source.words}: not read: {source.left}" for source in sources if source.left]
+    notes += [f"{source.description}: not read: {source.left}" for source in sources if source.left]
     validation, share = None, 0.0
     if isinstance(data.validation, str):
         validation = open_source(data.parts()[0][0], validation=True, tokenizer=tokenizer, eye=images)
@@ -337,7 +337,7 @@ def _tokenize_and_pack(
         else _none(length)
         for side in SIDES
     }
-    findings = Findings(merged(encoding.findings.found, values["found"]))
+    findings = Findings(merged(encoding.findings.by_check, values["found"]))
     return _Packed(folder, values, content_entry["files"], streams, findings, rows)
 
 
@@ -374,7 +374,7 @@ def _check_rows(
         embedding,
         train.length,
     )
-    verdict = judge(findings.found, data.preflight, values["read"])
+    verdict = judge(findings.by_check, data.preflight, values["read"])
     # Without a document to train on `_refuse_empty` would raise in any case; the findings say why none is left.
     if refuse or not values["documents"]["train"]:
         verdict.refuse()
@@ -403,8 +403,8 @@ def _open_with_common_classes(
         special = {"preference", "unpaired", "classes"}
         if source.layout.kind != first.kind and special & {source.layout.kind, first.kind}:
             raise DataError(
-                f"data.source.{n}: {source.words} has the layout {source.layout.words}, the first source "
-                f"{first.words}; these cannot be mixed"
+                f"data.source.{n}: {source.description} has the layout {source.layout.description}, the first source "
+                f"{first.description}; these cannot be mixed"
             )
         if first.kind == "classes" and not data.classes and set(source.layout.classes) != set(first.classes):
             sources[n] = replace(source, layout=replace(source.layout, classes=tuple(names)))
@@ -450,7 +450,7 @@ def _refuse_empty(
     sources: Sequence[Source], validation_source: Source | None, share: float, values: dict[str, Any]
 ) -> None:
     documents, dropped = values["documents"], values["dropped"]
-    description = "; ".join(source.words for source in sources)
+    description = "; ".join(source.description for source in sources)
     remaining = documents["train"] + documents["validation"]
     reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items()) or "the source is empty"
     if remaining == 0:
@@ -464,7 +464,7 @@ def _refuse_empty(
             f"data.validation {share:g}: leaves none of {remaining} documents to train on; lower it or add documents"
         )
     if documents["validation"] == 0 and validation_source:
-        raise DataError(f"data.validation: {validation_source.words}: no document left ({reasons})")
+        raise DataError(f"data.validation: {validation_source.description}: no document left ({reasons})")
     if documents["validation"] == 0 and share:
         raise DataError(
             f"data.validation {share:g}: none of {remaining} documents falls on the validation side (their "
@@ -480,7 +480,7 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
             "examples; raise batch.length"
         )
     if len(rows) == 0:
-        documents, tokens = len(rows.tokens.ends), len(rows.tokens.ids)
+        documents, tokens = len(rows.tokens.offsets), len(rows.tokens.ids)
         raise DataError(
             f"{what}: {tokens:,} tokens in {documents:,} documents do not fill one row of {rows.length}; {fix}"
         )
@@ -488,7 +488,7 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
 
 def _counts(rows: Rows) -> dict[str, Any]:
     return {
-        "documents": len(rows.tokens.ends) // rows.tokens.group,
+        "documents": len(rows.tokens.offsets) // rows.tokens.group,
         "tokens": len(rows.tokens.ids),
         "rows": len(rows),
         "trained": rows.trained_total,
@@ -507,7 +507,7 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
     seen_rows = Counter[str]()
     for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), seen_rows, findings):
         seen_rows["read"] += 1
-    verdict = judge(findings.found, data.preflight, sum(seen_rows.values()))
+    verdict = judge(findings.by_check, data.preflight, sum(seen_rows.values()))
     verdict.refuse()
     train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
     tokens = (
@@ -524,11 +524,11 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
         encoding.tokenizer,
         train,
         validation,
-        f"{source.words}, streamed",
+        f"{source.description}, streamed",
         {"validation": _counts(validation)},
         fingerprint,
         source.layout,
         source.layout.classes,
-        told=[*opened.notes, *verdict.told],
+        warnings=[*opened.notes, *verdict.warnings],
         streams=streams_of([source], validation_source, split),
     )

@@ -217,7 +217,7 @@ def _install_defaults(model_build: Build, config: Any, *, dry: bool) -> None:
     balance(model_build, config.get_text_config())
     if model_build.model.encoder:
         # The scores have a learnt bias: attend in chunks of queries, and recompute them in the backward pass.
-        model_build.own(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
+        model_build.claim(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
         model_build.hooks.transforms.append(
             (Order.PACK, encoder_decoder.divided_evenly if dry else encoder_decoder.divided)
         )
@@ -339,7 +339,7 @@ def peak_learning_rate(model_build: Build) -> float:
     lr = model_build.recipe.optimizer.lr
     if lr != "auto":
         return float(lr)
-    model = hf.whole(model_build.trained[0])  # type: ignore[arg-type]
+    model = hf.full_model(model_build.trained[0])  # type: ignore[arg-type]
     ends = {id(p) for p in hf.ends(model)}
     return size_dial.learning_rate(sum(p.numel() for p in model.parameters() if id(p) not in ends))
 

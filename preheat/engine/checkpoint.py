@@ -111,8 +111,8 @@ _COPIES = 3
 """Copies of a file while it is assembled: safetensors' buffer (aborts without memory), Python's bytes, a margin."""
 
 
-def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:
-    """Name -> number of its file, from 1; `apart`: one file per tensor.
+def _files(sizes: dict[str, int], *, file_per_tensor: bool = False) -> dict[str, int]:
+    """Name -> number of its file, from 1; `file_per_tensor`: one file per tensor.
 
     A file is assembled in memory before it is written, so files are small, and smaller still for small models: writing
     a checkpoint must not set the peak memory of a run.
@@ -120,7 +120,7 @@ def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:
     Args:
         sizes: name -> bytes.
     """
-    limit = 0 if apart else min(_FILE_BYTES, max(8 << 20, sum(sizes.values()) // 32))
+    limit = 0 if file_per_tensor else min(_FILE_BYTES, max(8 << 20, sum(sizes.values()) // 32))
     numbers, number, size = {}, 1, 0
     for name, bytes in sizes.items():
         if size and size + bytes > limit:
@@ -247,21 +247,23 @@ def snapshot(build: Build, progress: Progress, *, copied: bool) -> Snapshot:
     return Snapshot(progress.step, tensors, json.dumps(state, allow_nan=False), host_generators(), progress.run)
 
 
-def save(build: Build, progress: Progress, folder: Path, *, keep: int, apart: bool = False) -> Path:
+def save(build: Build, progress: Progress, folder: Path, *, keep: int, file_per_tensor: bool = False) -> Path:
     """Writes `folder/step-N` and removes all but the `keep` newest.
 
     Args:
-        apart: one file per tensor, which needs the least memory.
+        file_per_tensor: one file per tensor, which needs the least memory.
 
     Raises:
         RunError: it cannot be written (a full disk, for example); earlier checkpoints stay complete.
         MemoryError: not enough memory to write it; the same holds.
     """
     with _one_process():
-        return write(build, snapshot(build, progress, copied=False), folder, keep=keep, apart=apart)
+        return write(build, snapshot(build, progress, copied=False), folder, keep=keep, file_per_tensor=file_per_tensor)
 
 
-def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bool = False, group: Any = None) -> Path:
+def write(
+    build: Build, content: Snapshot, folder: Path, *, keep: int, file_per_tensor: bool = False, group: Any = None
+) -> Path:
     """Writes a snapshot as `folder/step-N`; arguments and errors as of `save`. Reads nothing that steps change.
 
     Args:
@@ -280,7 +282,7 @@ def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bo
         # Each rank needs the names of all tensors, including those of other ranks. This also waits for the folder.
         own = {name: t.nbytes for name, t in content.tensors.items()}
         sizes = {name: bytes for part in all_gather_object(build, own, group) for name, bytes in part.items()}
-        numbers = _files(sizes, apart=apart)
+        numbers = _files(sizes, file_per_tensor=file_per_tensor)
         # safetensors aborts the process if it gets no memory, so the room is tested where an error can be raised.
         require_room(
             _COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values())
@@ -303,7 +305,7 @@ def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bo
             for p in (file, temporary / "manifest.json", temporary):
                 _sync(p)
             if os.path.lexists(final):  # a damaged checkpoint that the run resumed before, or one of another run
-                _make_way(final, content.run)
+                _clear_path(final, content.run)
             # The rename is atomic, so a reader sees the whole checkpoint or none.
             temporary.rename(final)
             # The new name is an entry of the parent folder, which must be synced for it to survive a crash.
@@ -369,7 +371,7 @@ def _remove(path: Path) -> None:
         path.rmdir()
 
 
-def _make_way(path: Path, run: str) -> None:
+def _clear_path(path: Path, run: str) -> None:
     """Removes a checkpoint of this run; moves anything else of that name aside."""
     if not path.is_symlink() and _is_of(path, run):
         _remove(path)

@@ -20,7 +20,7 @@ from preheat.models import hf
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.ops.distributed.dtensor_utils import by_dtype, local, total_norm
 from preheat.ops.gradient_accumulation import accumulate
-from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, whole_logits
+from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, full_logits
 
 __all__ = [
     "add_up",
@@ -42,18 +42,18 @@ def transform(build: Build, batch: Batch) -> Batch:
 
 def forward(build: Build, batch: Batch) -> LossSum:
     """The loss of one micro-batch, under the build's contexts (such as autocast)."""
-    return build.slot(Slot.WHOLE_FORWARD)(build, batch)
+    return build.slot(Slot.MODEL_LOSS)(build, batch)
 
 
-def _whole_forward(build: Build, batch: Batch) -> LossSum:
+def _model_loss(build: Build, batch: Batch) -> LossSum:
     part = build.trained[0]
-    total, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
+    total, metrics = build.slot(Slot.UNSHARD_SCOPE)(part, lambda: build.slot(Slot.STAGE_LOSS)(part, batch))
     for change in build.loss.scaling:
         total = change(total)
     return LossSum(total, batch.weight, metrics)
 
 
-def _forward(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+def _stage_loss(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of a micro-batch's losses, and its metrics: tensors in a tuple, which FSDP's hooks traverse."""
     with ExitStack() as stack:
         for context in build.hooks.around_forward:
@@ -269,12 +269,12 @@ def _optimizer(build: Build) -> Callable[..., Any]:
 def install_defaults(build: Build) -> None:
     """Installs the default of every slot."""
     plain: dict[Slot, Callable[..., Any]] = {
-        Slot.FORWARD: lambda part, run: run(),
-        Slot.PART_FORWARD: functools.partial(_forward, build),
-        Slot.WHOLE_FORWARD: _whole_forward,
+        Slot.UNSHARD_SCOPE: lambda part, run: run(),
+        Slot.STAGE_LOSS: functools.partial(_stage_loss, build),
+        Slot.MODEL_LOSS: _model_loss,
         Slot.HIDDEN: _hidden(build),
         Slot.ROW_LOSS: CrossEntropy(),
-        Slot.OVER_LOGITS: whole_logits,
+        Slot.OVER_LOGITS: full_logits,
         Slot.OBJECTIVE: _next_token,
         Slot.FORWARD_BACKWARD: _forward_backward,
         Slot.CLIP: _clip,
@@ -286,4 +286,4 @@ def install_defaults(build: Build) -> None:
         Slot.OPTIMIZER: _optimizer(build),
     }
     for slot, function in plain.items():
-        build.own(slot, function, "plain")
+        build.claim(slot, function, "plain")

@@ -78,7 +78,7 @@ class Transfer:
 
 def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     tokens, labels, positions, *extras = (
-        change(t) for t in (batch.tokens, batch.labels, batch.positions, *batch.beside)
+        change(t) for t in (batch.tokens, batch.labels, batch.positions, *batch.aligned)
     )
     images = batch.images.each(change) if batch.images is not None else None
-    return replace(batch, tokens=tokens, labels=labels, positions=positions, beside=tuple(extras), images=images)
+    return replace(batch, tokens=tokens, labels=labels, positions=positions, aligned=tuple(extras), images=images)

@@ -10,7 +10,7 @@ import numpy as np
 
 from preheat.data.chat.render_limits import limited, require_template
 from preheat.data.chat.template import load_template
-from preheat.data.rows.file_readers import ROWS, closest, expanded, kind_of, missing, read_file, read_json, shown
+from preheat.data.rows.file_readers import ROWS, closest, display_path, expanded, kind_of, missing, read_file, read_json
 from preheat.errors import DataError, RecipeError
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
 from preheat.sanitize import quoted, shorten
@@ -40,10 +40,10 @@ def read_rows(source: str, *, subset: str | None = None, split: str = "test", ea
     path = expanded("rows", source)
     if path.is_file():
         if path.suffix not in ROWS:
-            raise DataError(f"{shown(path)}: tasks read rows from {', '.join(ROWS)}; convert the file")
+            raise DataError(f"{display_path(path)}: tasks read rows from {', '.join(ROWS)}; convert the file")
         rows = [_row(where, value) for where, value in read_file(path, keyed=True)]
     elif path.exists():
-        raise DataError(f"{shown(path)}: is no file; name a file of rows")
+        raise DataError(f"{display_path(path)}: is no file; name a file of rows")
     elif path.suffix in ROWS or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise missing("rows", path)
     else:
@@ -263,9 +263,9 @@ def _item(task: Task, row: Row, context: str, complete: bool, gold: Any, choices
         raise DataError(f"{row.where}: choice {empty[0]} is empty (task {task.name})")
     number = _number_of(gold, texts, by_number=task.kind == "multiple_choice")
     if number is None:
-        shown = ", ".join(repr(text[:30]) for text in texts[:5]) + (" …" if len(texts) > 5 else "")
+        display_path = ", ".join(repr(text[:30]) for text in texts[:5]) + (" …" if len(texts) > 5 else "")
         raise DataError(
-            f"{row.where}: gold {quoted(gold)} is none of the {len(texts)} choices: {shown} (task {task.name})"
+            f"{row.where}: gold {quoted(gold)} is none of the {len(texts)} choices: {display_path} (task {task.name})"
         )
     return Item(row.where, context, complete, tuple(delimiter + text for text in texts), texts, number)
 

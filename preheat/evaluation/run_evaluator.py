@@ -17,7 +17,7 @@ from preheat.evaluation.lm_eval import measure_by_harness, require_harness
 from preheat.evaluation.long_context import measure_length, questions_of
 from preheat.evaluation.perplexity import bytes_of_tokens, measure_text, rows_of_text, tokens_of_text
 from preheat.evaluation.prompts import items_of
-from preheat.evaluation.results import Result, comparable, compared, described, kept, read_kept
+from preheat.evaluation.results import Result, comparable, compared, described, deserialize, serialize
 from preheat.evaluation.run_task import measure_items, require_room
 from preheat.evaluation.scoring import CLASSES, Reader, Scorer
 from preheat.evaluation.tasks import LengthTask, Task, find_tasks
@@ -95,12 +95,12 @@ class RunEvaluator:
         writer.metric(**line)
         results = {"texts": texts, "tasks": tasks}
         if step == 0:
-            writer.json(BEFORE, {part: {name: kept(r) for name, r in of.items()} for part, of in results.items()})
+            writer.json(BEFORE, {part: {name: serialize(r) for name, r in of.items()} for part, of in results.items()})
         summary: dict[str, Any] = {"step": step, "after": _values(results)}
         # With several processes, only rank 0 reads and writes the run's folder.
         run = runs.Reader(writer.path) if step and (writer.path / "recipe.yaml").is_file() else None
         if run is not None and (values := run.before):
-            before = {part: {name: read_kept(r) for name, r in of.items()} for part, of in values.items()}
+            before = {part: {name: deserialize(r) for name, r in of.items()} for part, of in values.items()}
             for part, name in [(part, name) for part, of in before.items() for name in of]:
                 if not comparable(before[part][name], results.get(part, {}).get(name)):
                     run.damaged[BEFORE] = f"left out {shorten(name)}, whose rows are not those that were measured"

@@ -416,7 +416,7 @@ def rates(
     if progress is None and measure and stored is None:
         _log.warning("measuring this machine, once; some ten seconds to a minute")
     if measure and (stored is None or (stored.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
-        _measure_apart(device, threads, progress, grid or grid_of(device))
+        _measure_in_process(device, threads, progress, grid or grid_of(device))
         stored = load(device.name, torch.__version__, threads)
         assert stored is not None, "the child stored rates for another machine"
     if stored is None:
@@ -427,7 +427,7 @@ def rates(
     return stored
 
 
-def _measure_apart(device: Device, threads: int, progress: Progress | None, grid: Grid) -> None:
+def _measure_in_process(device: Device, threads: int, progress: Progress | None, grid: Grid) -> None:
     task = {"device": dataclasses.asdict(device), "threads": threads, "grid": dataclasses.asdict(grid)}
     command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _child; _child()", json.dumps(task)]
     with subprocess.Popen(tethered(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

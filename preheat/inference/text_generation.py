@@ -160,7 +160,7 @@ def turn_ends(template: Template, tokenizer: Any) -> tuple[frozenset[int], tuple
         return frozenset({tokenizer.convert_tokens_to_ids(template.end_of_turn)}), ()
     answer = "zq"
     try:
-        spoken = template.pieces([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
+        spoken = template.spans([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
     except DataError:  # a template that needs more than a question and an answer: assume that turns end as texts do
         return frozenset(), ()
     reply = "".join(piece.text for piece in spoken if piece.trained)

@@ -100,7 +100,7 @@ def divided_evenly(batch: Batch) -> Batch:
     return replace(batch, mask=replace(batch.mask, documents=documents, read=read))
 
 
-class _Places(NamedTuple):
+class _Positions(NamedTuple):
     """Positions of a row that the encoder and the decoder read, packed to the left; [rows, n] each.
 
     Attributes:
@@ -120,7 +120,7 @@ class _Places(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)  # all layers of both stacks, and a recomputation, use the same
-def _places(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ...], ...]) -> _Places:
+def _positions(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ...], ...]) -> _Positions:
     import numpy
 
     spans = []  # per row: (begin, tokens of the encoder, size) of the documents that the decoder reads
@@ -148,7 +148,7 @@ def _places(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ...],
     def spread(of: Any) -> list[list[int]]:
         return [[place for span in enumerate(row) for place in of(*span)] for row in spans]
 
-    return _Places(
+    return _Positions(
         table(spread(lambda _, s: range(s[0], s[0] + s[1])), 0),
         table(spread(lambda _, s: range(s[0] + s[1] - 1, s[0] + s[2])), length),
         table(spread(lambda _, s: [1] + [0] * (s[2] - s[1])), 0),
@@ -185,7 +185,7 @@ def hidden_states(model: PreTrainedModel, tokens: Tensor, mask: MaskSpec, attent
     assert mask.documents is not None
     assert mask.read is not None
     encoder, decoder = stacks(model)
-    indices = _places(mask.documents, mask.read)
+    indices = _positions(mask.documents, mask.read)
     source, target, begins, source_of, target_of = (to_device(t, tokens.device) for t in indices[:5])
     masks = _Masks(
         MaskSpec(causal=False, documents=indices.sources),

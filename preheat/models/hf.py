@@ -20,12 +20,12 @@ from preheat.models.module_lookup import (
     anatomy,
     embedding,
     ends,
+    full_model,
     head,
     logits,
     require_decoder_only,
     require_plain_head,
     softcap,
-    whole,
 )
 from preheat.models.reference_logits import plain_logits
 
@@ -54,7 +54,7 @@ __all__ = [
     "require_decoder_only",
     "require_plain_head",
     "softcap",
-    "whole",
+    "full_model",
 ]
 
 ATTENTION = "preheat"  # our attention function in transformers' registry
@@ -284,7 +284,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
-    from preheat.models.conversions.modules import own_rotary
+    from preheat.models.conversions.modules import replace_rotary
 
     _refuse(config)
     _register_attention()
@@ -305,8 +305,8 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
             f"model: {config.model_type} is no decoder-only model that transformers can build ({fault(error, 200)})"
         ) from None
     model.config.use_cache = False
-    own_rotary(model)
-    vision.own_deepstack(model)
+    replace_rotary(model)
+    vision.replace_deepstack(model)
     if (cap := facts(config).logit_softcap) is not None:
         setattr(head(model), SOFTCAP, cap)  # on the head: a classification head in its place has none
     anatomy(model)  # raises a clear error if a part cannot be found

@@ -25,7 +25,7 @@ __all__ = [
     "require_decoder_only",
     "require_plain_head",
     "softcap",
-    "whole",
+    "full_model",
 ]
 
 SOFTCAP = "preheat_softcap"  # attribute of a head with capped logits
@@ -81,7 +81,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         raise RecipeError(f"model: found no list of {count} layers in {kind}")
     layers = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if whole(model) is not model:
+    if full_model(model) is not model:
         from preheat.models.conversions.modules import Passthrough
 
         layers = nn.ModuleList(layer for layer in layers if not isinstance(layer, Passthrough))
@@ -128,7 +128,7 @@ def embedding(model: PreTrainedModel) -> nn.Module:
     return model.get_input_embeddings()
 
 
-def whole(model: PreTrainedModel) -> PreTrainedModel:
+def full_model(model: PreTrainedModel) -> PreTrainedModel:
     """The full model of a pipeline stage, with other stages' modules on meta; any other model itself."""
     return getattr(model, WHOLE, (model,))[0]
 

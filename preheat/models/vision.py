@@ -29,7 +29,7 @@ __all__ = [
     "copy_processor",
     "drawn_image",
     "embedded",
-    "own_deepstack",
+    "replace_deepstack",
     "processor_of",
     "reading",
     "tower",
@@ -172,7 +172,7 @@ def tower_modules(model: PreTrainedModel) -> str | None:
     return "|".join(re.escape(name) + r"\..*" for name, module in model.named_modules() if module is vision_tower)
 
 
-def own_deepstack(model: PreTrainedModel) -> None:
+def replace_deepstack(model: PreTrainedModel) -> None:
     """Makes the text's first layers add the tower's inner features at known indices, in place."""
     if tower(model) is not None:
         text = model.base_model.language_model
@@ -211,9 +211,11 @@ def embedded(
         preheat_attention=attention,
         preheat_mask=MaskSpec(causal=False),
     )
-    count = len(images.places)  # features of a blank image come after these and are dropped: their gradients are zeros
+    count = len(
+        images.positions
+    )  # features of a blank image come after these and are dropped: their gradients are zeros
     embeddings = model.get_input_embeddings()(tokens)
     features = output.pooler_output[:count].to(embeddings.dtype)
-    merged = embeddings.flatten(0, 1).index_copy(0, images.places, features).view_as(embeddings)
+    merged = embeddings.flatten(0, 1).index_copy(0, images.positions, features).view_as(embeddings)
     deep = [each[:count] for each in output.deepstack_features]
-    return merged, {"visual_pos_masks": images.places, "deepstack_visual_embeds": deep}
+    return merged, {"visual_pos_masks": images.positions, "deepstack_visual_embeds": deep}

@@ -15,7 +15,7 @@ from preheat.errors import RecipeError
 from preheat.model_folder import fault, finite, listed, open_tensors, read_object, weight_files
 from preheat.models import moe
 from preheat.models.checkpoint_names import Names, Stored
-from preheat.models.hf import whole
+from preheat.models.hf import full_model
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
     return grown
 
 
-def _share(value: Tensor, like: DTensor) -> Tensor:
+def _local_shard(value: Tensor, like: DTensor) -> Tensor:
     """This device's shard of a value that every device has, sharded as the parameter `like`."""
     from torch.distributed.tensor import distribute_tensor
 
@@ -125,7 +125,7 @@ def _whole(modules: Iterable[nn.Module], own: dict[int, nn.Parameter], drawn_too
         drawn: Any = module._parameters[name]
         module._parameters[name] = p
         if id(p) in own and (drawn_too or not bool(drawn.detach().flatten()[0].isnan())):
-            p.to_local().copy_(_share(drawn.detach(), p))
+            p.to_local().copy_(_local_shard(drawn.detach(), p))
 
 
 def _plain(name: str) -> str:
@@ -232,7 +232,7 @@ class WeightSource:
             else:
                 self._read(model)
             torch.manual_seed(seed + 1)  # so that an adapter does not change the base model's draws
-            everything, own = whole(model), {id(p): p for p in model.parameters()}
+            everything, own = full_model(model), {id(p): p for p in model.parameters()}
             for _, modules, draw in self._fresh:
                 for name in modules:
                     with _whole(everything.get_submodule(name).modules(), own, drawn_too=True):
@@ -281,7 +281,7 @@ class WeightSource:
         import torch
 
         own_parameters = {id(p): p for p in model.parameters()}
-        model = whole(model)
+        model = full_model(model)
         owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
         for name, p in model.named_parameters():  # transformers skips marked parameters and draws no numbers for them
             p._is_hf_initialized = self._is_fresh(name)
@@ -310,8 +310,8 @@ class WeightSource:
         visit(model)
 
     def _read(self, model: PreTrainedModel) -> None:
-        everything = whole(model)
-        self._names = names = Names(everything, self._files, self._places(model))
+        everything = full_model(model)
+        self._names = names = Names(everything, self._files, self._readable_names(model))
         filled: set[int] = set()
         missing: list[str] = []
 
@@ -364,15 +364,15 @@ class WeightSource:
                 f"{tuple(target.shape)} by config.json; the folder's files do not belong together"
             )
         if isinstance(target, DTensor):
-            target.to_local().copy_(_share(value.to(target.device, target.dtype), target))
+            target.to_local().copy_(_local_shard(value.to(target.device, target.dtype), target))
         else:
             target.copy_(value)
         return True
 
-    def _places(self, model: PreTrainedModel) -> set[str]:
+    def _readable_names(self, model: PreTrainedModel) -> set[str]:
         """Names that a value may be read for: all parameters and buffers of the full model, under all shared names."""
         places = set()
-        for part in (model, whole(model)):
+        for part in (model, full_model(model)):
             places |= {
                 _plain(name) for name, _ in part.named_parameters(remove_duplicate=False) if not self._is_fresh(name)
             }

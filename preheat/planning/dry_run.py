@@ -20,7 +20,7 @@ from preheat.core.mesh import pretended
 from preheat.engine import builder
 from preheat.engine.step import gradients, update
 from preheat.models.hf import anatomy
-from preheat.ops.adapters.peft_layers import shares
+from preheat.ops.adapters.peft_layers import parameter_counts
 from preheat.ops.distributed.fully_shard import gathering, reducing
 from preheat.ops.dry_run_loops import counting
 from preheat.planning.dispatch_recorder import Kernel, Mark, Recorder
@@ -146,7 +146,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         kernels=kernels,
         flops={k: v for k, v in flops.items() if v},
         model_flops=sum(flops.values()) - recorder.recomputed,
-        parameters=sum(shares(part)[1] for part in build.trained),
+        parameters=sum(parameter_counts(part)[1] for part in build.trained),
         trained=sum(p.numel() for _, p in build.parameters()),
         tokens=shape.rows * shape.length,
         passing=passing,

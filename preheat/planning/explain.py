@@ -14,7 +14,7 @@ from preheat.planning.observation import Observation
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB
 from preheat.planning.request import Request
-from preheat.planning.search.candidates import words
+from preheat.planning.search.candidates import describe_techniques
 from preheat.planning.search.ranking import seconds
 from preheat.planning.search.result import EvaluatedPlan, SearchResult
 from preheat.planning.speed.roofline import Roofline
@@ -56,12 +56,12 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
 
     def alternative(s: EvaluatedPlan) -> dict[str, Any]:
         return {
-            "what": words(s.added, s.micro),
+            "what": describe_techniques(s.added, s.micro),
             "recipe": recipes.as_values(s.recipe)["techniques"],
             **{key: s.plan[key] for key in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")},
             "cost": cost_of(s.plan, devices, price),
             "energy": energy_of(s.plan, devices),
-            "gives_up": _compare(s, best),
+            "tradeoff": _compare(s, best),
         }
 
     return {
@@ -69,12 +69,12 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
         "cost": cost_of(best.plan, devices, price),
         "energy": energy_of(best.plan, devices),
         "devices": devices,
-        "chosen": words(best.added, best.micro),
+        "chosen": describe_techniques(best.added, best.micro),
         "numerics": best.trades,
         "recipe": recipes.as_values(best.recipe),
-        "alternatives": [alternative(s) for s in result.others],
+        "alternatives": [alternative(s) for s in result.alternatives],
         "rejected": [{"recipe": what, "reason": why} for what, why in result.rejected],
-        "searched": {"candidates": result.guessed, "looked_at": len(result.seen), "confirmed": result.confirmed},
+        "searched": {"candidates": result.guessed, "dry_runs": len(result.evaluated), "confirmed": result.confirmed},
     }
 
 
@@ -115,12 +115,12 @@ def figures(result: SearchResult, request: Request) -> dict[str, Any]:
         "guesses": [guess._asdict() for guess in result.guesses],
         "pareto": [
             {
-                "what": words(s.added, s.micro),
-                "techniques": words(s.added),
+                "what": describe_techniques(s.added, s.micro),
+                "techniques": describe_techniques(s.added),
                 **{key: s.plan[key] for key in ("peak_gib", "tokens_per_second", "fits")},
                 "best": s is result.best,
             }
-            for s in result.seen
+            for s in result.evaluated
         ],
     }
 

@@ -31,16 +31,16 @@ class Fallback:
 
     Attributes:
         set: differences from the original recipe, in the format of `--set`.
-        need: GiB at the peak, or at the peak of the phase in question.
+        peak_gib: GiB at the peak, or at the peak of the phase in question.
     """
 
     set: tuple[str, ...]
     recipe: Recipe
     plan: Mapping[str, Any]
-    need: float
+    peak_gib: float
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return ", ".join(self.set)
 
 
@@ -50,13 +50,13 @@ class Ladder:
 
     Attributes:
         present: the recipe as it is.
-        rungs: the fallbacks that fit, fastest first.
+        fallbacks: the fallbacks that fit, fastest first.
         skipped: [{set, reason}] for the others.
         lowest: the fallback that needs the least memory.
     """
 
     present: Fallback
-    rungs: list[Fallback]
+    fallbacks: list[Fallback]
     skipped: list[dict[str, Any]]
     lowest: Fallback
 
@@ -72,7 +72,7 @@ class _Planner:
     request: Request
     phase: Phase | None = None
 
-    def rung(self, recipe: Recipe) -> Fallback:
+    def fallback(self, recipe: Recipe) -> Fallback:
         """Plans a recipe and returns it as a fallback of the request's recipe; raises the errors of `plan`."""
         result = plan(replace(self.request, recipe=recipe))
         need = result["phases"][self.phase] if self.phase else result["peak_gib"]
@@ -144,12 +144,12 @@ def find_fallbacks(request: Request, *, room: float | None, phase: Phase | None 
         phase: phase whose peak counts (`evaluation`); all phases by default.
 
     Example:
-        >>> find_fallbacks(request, room=1.5).rungs[0].set                                   # doctest: +SKIP
+        >>> find_fallbacks(request, room=1.5).fallbacks[0].set                                   # doctest: +SKIP
         ('evaluate.micro=4',)
     """
     planner = _Planner(request, phase)
-    present = planner.rung(request.recipe)
-    limit = min(_LESS * present.need, present.need if room is None else room)
+    present = planner.fallback(request.recipe)
+    limit = min(_LESS * present.peak_gib, present.peak_gib if room is None else room)
     ladder = Ladder(present, [], [], present)
     base = present
     while True:
@@ -157,19 +157,21 @@ def find_fallbacks(request: Request, *, room: float | None, phase: Phase | None 
         for family in planner.families(base.recipe):
             if (last := _try_family(family, planner, limit, ladder)) is not None:
                 strongest.append(last)
-            if planner.phase and ladder.rungs:  # the first family changes this phase only and leaves training as it is
+            if (
+                planner.phase and ladder.fallbacks
+            ):  # the first family changes this phase only and leaves training as it is
                 break
-        if ladder.rungs:
-            ladder.rungs.sort(key=lambda rung: float(rung.plan["seconds_per_step"]))
+        if ladder.fallbacks:
+            ladder.fallbacks.sort(key=lambda fallback: float(fallback.plan["seconds_per_step"]))
             return ladder
-        ladder.lowest = min([base, *strongest], key=lambda rung: rung.need)
-        if ladder.lowest.need >= _LESS * base.need:
+        ladder.lowest = min([base, *strongest], key=lambda fallback: fallback.peak_gib)
+        if ladder.lowest.peak_gib >= _LESS * base.peak_gib:
             return ladder
         base = ladder.lowest
 
 
 def _try_family(family: list[Recipe], planner: _Planner, limit: float, ladder: Ladder) -> Fallback | None:
-    """Appends the mildest fallback that fits to `ladder.rungs`; returns the strongest one if none fits."""
+    """Appends the mildest fallback that fits to `ladder.fallbacks`; returns the strongest one if none fits."""
     able: list[Recipe] = []
     original = planner.request.recipe
     for recipe in family:
@@ -180,21 +182,21 @@ def _try_family(family: list[Recipe], planner: _Planner, limit: float, ladder: L
 
     def tried(recipe: Recipe) -> Fallback | None:
         try:
-            rung = planner.rung(recipe)
+            fallback = planner.fallback(recipe)
         except RecipeError as error:
             ladder.skipped.append({"set": settings(original, recipe), "reason": str(error).splitlines()[0]})
             return None
-        if rung.need > limit:
+        if fallback.peak_gib > limit:
             ladder.skipped.append(
-                {"set": rung.set, "reason": f"would need {rung.need:.3f} GiB, and there are {limit:.3f}"}
+                {"set": fallback.set, "reason": f"would need {fallback.peak_gib:.3f} GiB, and there are {limit:.3f}"}
             )
-        return rung
+        return fallback
 
     if not able or (last := tried(able[-1])) is None:
         return None
-    if last.need > limit:  # the milder ones of the family need more
+    if last.peak_gib > limit:  # the milder ones of the family need more
         return last
-    ladder.rungs.append(next((rung for r in able[:-1] if (rung := tried(r)) is not None and rung.need <= limit), last))
+    ladder.fallbacks.append(next((f for r in able[:-1] if (f := tried(r)) is not None and f.peak_gib <= limit), last))
     return None
 
 
@@ -209,9 +211,9 @@ def halve_length(recipe: Recipe, request: Request, *, room: float, phase: Phase 
     while recipe.batch.length >= 32:
         try:
             recipe = replace(recipe, batch=replace(recipe.batch, length=recipe.batch.length // 2))
-            rung = planner.rung(recipe)
+            fallback = planner.fallback(recipe)
         except RecipeError:  # for example a length curriculum that begins with longer sequences
             return None
-        if rung.need <= room:
-            return rung
+        if fallback.peak_gib <= room:
+            return fallback
     return None

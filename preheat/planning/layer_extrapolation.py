@@ -24,7 +24,7 @@ from preheat.planning.observation import Observation
 from preheat.planning.request import Request
 from preheat.recipe import Recipe
 
-__all__ = ["observe_few", "of_layers"]
+__all__ = ["observe_few_layers", "of_layers"]
 
 # (fewest, apart): the two layer counts. Allocated bytes are affine from 4 layers on; the GPU allocator's reserved
 # memory is affine from 8 on, and noisy, so its layer counts are further apart.
@@ -33,7 +33,7 @@ _LONGEST_PATTERN = 6  # layers in the longest repeating pattern of layer types
 _ALL = 256  # up to this many layers a model on one CPU is observed in full; more would take minutes
 
 
-def observe_few(
+def observe_few_layers(
     request: Request,
     *,
     heap: bool = True,
@@ -46,8 +46,8 @@ def observe_few(
     this is `observe`; of a pipeline, the end that needs more memory.
 
     An extrapolated observation has no log and no `changes` (they would be those of the few layers). The CPU heap's
-    fragmentation is not affine and not in `held`, so processes about to run on CPUs (`world` is given) have all their
-    layers observed. The reserved memory of a GPU's allocator is extrapolated.
+    fragmentation is not affine and not in `reserved`, so processes about to run on CPUs (`world` is given) have all
+    their layers observed. The reserved memory of a GPU's allocator is extrapolated.
 
     Args:
         heap: False if the CPU heap's fragmentation is not needed: one CPU is then extrapolated too.
@@ -58,7 +58,10 @@ def observe_few(
     recipe, device, config = request.recipe, request.device, request.config
     devices = request.world or recipe.parallel.devices or 1
     cpu = device.kind == "cpu"
-    layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config, *(FEW if quick or cpu else ENOUGH))
+    layers, few = (
+        config.get_text_config().num_hidden_layers,
+        _layer_counts(recipe, config, *(FEW if quick or cpu else ENOUGH)),
+    )
     if (
         few is None
         or (cpu and devices == 1 and heap and layers <= _ALL)
@@ -66,18 +69,18 @@ def observe_few(
         or (cpu and request.world is not None)
     ):
         # The full model is small enough, or its layers are not alike: nothing is extrapolated.
-        observations = observe_all([{"request": request, "rank": rank} for rank in _ends(request)])
+        observations = observe_all([{"request": request, "rank": rank} for rank in _end_ranks(request)])
         return max(observations, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
     one, two = observe_all([{"request": of_layers(request, count), "by_layer": True} for count in (fewer, more)])
     # Two points determine an affine function; the first observation is its offset, their difference its slope.
     result = _extrapolate(one, two, (layers - fewer) / (more - fewer))
     if not cpu:
-        result.held = _extrapolate_reserved(one, two, result, device, layers, None if quick else (fewer, more))
+        result.reserved = _extrapolate_reserved(one, two, result, device, layers, None if quick else (fewer, more))
     return result
 
 
-def _ends(request: Request) -> list[int]:
+def _end_ranks(request: Request) -> list[int]:
     """Returns the ranks to observe: the first and last stage of a pipeline; otherwise all ranks are alike."""
     sizes = request.context.sizes
     return (
@@ -94,7 +97,7 @@ def of_layers(request: Request, layers: int) -> Request:
     return replace(request, recipe=replace(request.recipe, model=model))
 
 
-def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1]) -> tuple[int, int] | None:
+def _layer_counts(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1]) -> tuple[int, int] | None:
     """Returns two layer counts, a multiple of the pattern apart; None if layers differ or are selected by number."""
     techniques = list(recipe.techniques.values())
     period = math.lcm(*(t.period() for t in techniques))
@@ -153,7 +156,7 @@ def _extrapolate(one: Observation, two: Observation, times: float) -> Observatio
         passing=on(one.passing, two.passing),
         slots=one.slots,
         at=at,
-        held=max(peak.values()),  # without the CPU heap's fragmentation, which is not affine
+        reserved=max(peak.values()),  # without the CPU heap's fragmentation, which is not affine
         groups=two.groups,
         compiled=two.compiled,
         slowed=one.slowed,
@@ -182,7 +185,7 @@ def _extrapolate_reserved(
         counts: the two layer counts; None if they are too small and too close for a difference.
     """
     peaks = [max(_of_step(o.peak)) for o in (one, two, all_)]
-    cached = [(o.held or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
+    cached = [(o.reserved or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
     ahead = max(cached)
     if counts:
         fewer, more = counts

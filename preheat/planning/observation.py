@@ -32,7 +32,7 @@ class Observation:
         log: every allocation and release, in order: (block, bytes allocated or -bytes freed, phase).
         slots: {slot: owner}; changes: the changes that each technique made.
         at: {(phase, place in the model): {category: bytes}} at each place's peak.
-        held: bytes that the allocator reserves, for observations without a log.
+        reserved: bytes that the allocator reserves, for observations without a log.
         streams: {block: stream} for the blocks in the log that are not allocated on the main stream.
         groups: {group of a kernel: mesh axes that the process group spans}.
         compiled: True if the compiler fuses the layers' small operators in the real run.
@@ -53,7 +53,7 @@ class Observation:
     slots: dict[str, str] = field(default_factory=dict)
     changes: dict[str, list[Any]] = field(default_factory=dict)
     at: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
-    held: int | None = None
+    reserved: int | None = None
     streams: dict[int, str] = field(default_factory=dict)
     groups: dict[tuple[int, int], tuple[Axis, ...]] = field(default_factory=dict)
     compiled: bool = False

@@ -26,7 +26,7 @@ from preheat.hardware.link_rates import cache_folder, store_json
 from preheat.hardware.stored_values import Damaged, read_json
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.dry_run import observe
-from preheat.planning.layer_extrapolation import observe_few
+from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
@@ -70,8 +70,8 @@ def observe_cached(request: Request, *, how: str = "few", rank: int = 0, logged:
             observation = _DRY_RUNS[how](request, rank=rank)
         finally:
             gc.unfreeze()
-        if observation.log and observation.held is None:
-            observation.held = hold(observation.log, observation.streams, request.device)
+        if observation.log and observation.reserved is None:
+            observation.reserved = hold(observation.log, observation.streams, request.device)
         values = _values(observation)
         store_json(path, {"sha256": _digest(values), "observation": values})
     _known[path.stem] = observation
@@ -114,8 +114,8 @@ def _path_of(request: Request, how: str, rank: int) -> Path:
 
 
 def _few(request: Request, *, rank: int, quick: bool = True) -> Observation:
-    del rank  # chosen by `observe_few` itself
-    return observe_few(request, heap=request.device.kind == "cpu", quick=quick, observe_all=_observe_all)
+    del rank  # chosen by `observe_few_layers` itself
+    return observe_few_layers(request, heap=request.device.kind == "cpu", quick=quick, observe_all=_observe_all)
 
 
 _DRY_RUNS: dict[str, Callable[..., Observation]] = {
@@ -173,7 +173,7 @@ def _values(observation: Observation) -> dict[str, Any]:
         "compiled",
         "slowed",
         "idle",
-        "held",
+        "reserved",
     )
     return {
         **{key: getattr(observation, key) for key in plain},

@@ -45,9 +45,9 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
     if kind == "pairs":
         mask = MaskSpec(documents=((length - length // 2, length // 2),) * rows)
         return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), group=2)
-    if kind == "liked":
+    if kind == "desirable":
         mask = MaskSpec(documents=((length,),) * rows)
-        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), liked=((1,),) * rows)
+        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), desirable=((1,),) * rows)
     plain = Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
     if vision is None:
         return plain
@@ -89,13 +89,13 @@ def track_phases(build: Build, recorder: Recorder) -> None:
             finally:
                 recorder.phase = then
 
-        build.own(slot, tracked, build.owner(slot))
+        build.claim(slot, tracked, build.owner(slot))
 
     within(Slot.HIDDEN, Phase.FORWARD, Phase.FORWARD)
     # Head and loss last until the pass ends or the next one through the layers begins.
     within(Slot.OVER_LOGITS, Phase.HEAD_AND_LOSS, Phase.HEAD_AND_LOSS)
     # Hooks at the end of backward run outside autograd nodes, so the phase must be set here.
-    within(Slot.WHOLE_FORWARD, Phase.FORWARD, Phase.BACKWARD)
+    within(Slot.MODEL_LOSS, Phase.FORWARD, Phase.BACKWARD)
 
 
 def dry_load(build: Build, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -153,7 +153,7 @@ def dry_generation(build: Build, recorder: Recorder, recipe: Recipe) -> None:
     Decoding token by token needs less memory for the same KV cache. A prompt has at most as many tokens as bytes.
     """
     prompts = [p if isinstance(p, str) else "".join(str(m["content"]) for m in p) for p in recipe.sample.prompts]
-    if not recipe.sample.wanted:
+    if not recipe.sample.is_active:
         return
     recorder.begin(Phase.GENERATION)
     longest = max((len(p.encode()) for p in prompts), default=0)

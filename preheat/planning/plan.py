@@ -11,8 +11,8 @@ from preheat.core import Device, Searchable, Stage, Tag, Technique
 from preheat.errors import RecipeError
 from preheat.hardware.cpu_allocator import unavailable_reason
 from preheat.planning.dry_run import observe
-from preheat.planning.layer_extrapolation import observe_few
-from preheat.planning.memory.overhead import SOURCES, exporting, gives_back, process_overhead
+from preheat.planning.layer_extrapolation import observe_few_layers
+from preheat.planning.memory.overhead import SOURCES, exporting, needs_allocator_retries, process_overhead
 from preheat.planning.observation import BESIDE, CATEGORIES, Observation
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
@@ -83,10 +83,10 @@ def plan(request: Request) -> dict[str, Any]:
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    observation = observe_few(request)
+    observation = observe_few_layers(request)
     result = describe(request, observation)
     near = abs(result["peak_gib"] / result["available_gib"] - 1) < _CLOSE
-    if not observation.log and (near or gives_back(observation, request.device)):
+    if not observation.log and (near or needs_allocator_retries(observation, request.device)):
         result = describe(request, observe(request))
     return result
 
@@ -180,6 +180,6 @@ def describe(request: Request, observation: Observation) -> dict[str, Any]:
         "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,
         "pace": rates.pace,
-        "gives_back": peak <= available and gives_back(observation, device),
+        "allocator_retries": peak <= available and needs_allocator_retries(observation, device),
         "heap": unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
     }

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.core import Recipe
-from preheat.core.field_types import Bound, Count, Long, NonNegative, Positive, Seed, Share, Whole
+from preheat.core.field_types import Bound, Count, Fraction, Long, NonNegative, NonNegativeInt, Positive, Seed
 from preheat.core.schema import (
     Batch,
     Checkpoint,
@@ -59,9 +59,9 @@ __all__ = [
     "Sample",
     "Schedule",
     "Seed",
-    "Share",
+    "Fraction",
     "Stop",
-    "Whole",
+    "NonNegativeInt",
     "as_values",
     "built_in",
     "check",
@@ -112,7 +112,7 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
         reader.refuse()
         raise
     for name, message in warned(recipe) if warn else ():
-        _log.warning("%s: %s: %s", reader.place(tuple(name.split("."))), name, message)
+        _log.warning("%s: %s: %s", reader.location(tuple(name.split("."))), name, message)
     return recipe
 
 

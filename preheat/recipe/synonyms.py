@@ -175,7 +175,7 @@ _ELSEWHERE = {
 
 
 @functools.cache
-def _places() -> dict[str, list[str]]:
+def _keys_by_last_part() -> dict[str, list[str]]:
     """Returns the last component of every key -> the dotted keys that end in it."""
     places: dict[str, list[str]] = {}
     for part in dataclasses.fields(Recipe):
@@ -217,13 +217,13 @@ def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
     if close:
         return message + f"did you mean '{close[0]}'?"
-    if places := _places().get(word):
+    if places := _keys_by_last_part().get(word):
         of_recipe = [place for place in places if not place.startswith("techniques.")] or places
         if len(of_recipe) == 1 or len(path) == 1:
             return message + f"it belongs to {of_recipe[0].rpartition('.')[0] or 'the top'}: '{of_recipe[0]}'"
         return message + "there is " + " and ".join(f"'{place}'" for place in of_recipe[:3])
-    if alike := difflib.get_close_matches(word, [*NAMES, *_places()], n=1, cutoff=0.85):
-        return message + f"did you mean '{NAMES.get(alike[0]) or _places()[alike[0]][0]}'?"
+    if alike := difflib.get_close_matches(word, [*NAMES, *_keys_by_last_part()], n=1, cutoff=0.85):
+        return message + f"did you mean '{NAMES.get(alike[0]) or _keys_by_last_part()[alike[0]][0]}'?"
     return message + nearest(key, list(known))
 
 
@@ -240,7 +240,7 @@ def option_hint(name: str) -> str:
     word = path.rpartition(".")[2]
     if word in _ELSEWHERE:
         return _ELSEWHERE[word]
-    places = _places().get(word, [])
+    places = _keys_by_last_part().get(word, [])
     of_recipe = [place for place in places if not place.startswith("techniques.")] or places
     key = path if path in places else NAMES.get(word) or (of_recipe[0] if len(of_recipe) == 1 else "")
     if not key:

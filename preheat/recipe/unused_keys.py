@@ -14,7 +14,7 @@ from typing import Any
 from preheat.core import Recipe
 from preheat.sanitize import quoted
 
-__all__ = ["RULES", "Rule", "refused", "stated", "warned"]
+__all__ = ["RULES", "Rule", "refused", "non_default_keys", "warned"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _of(technique: str, read: Callable[[Any], object]) -> Callable[[Recipe], obj
 def _sampled(key: str) -> Rule:
     return Rule(
         f"sample.{key}",
-        lambda r: r.sample.wanted,
+        lambda r: r.sample.is_active,
         "no samples are asked for; add sample.prompts or sample.rows, or leave it out",
     )
 
@@ -275,12 +275,12 @@ def _defaults(cls: type[Any]) -> dict[str, Any]:
     }
 
 
-def stated(recipe: Recipe) -> dict[str, Any]:
+def non_default_keys(recipe: Recipe) -> dict[str, Any]:
     """Returns dotted key -> value for all keys that differ from their defaults; a technique has at least its name.
 
     Example:
         >>> from preheat.recipe import Batch, Recipe, Stop
-        >>> stated(Recipe(batch=Batch(size=8), stop=Stop(steps=2)))
+        >>> non_default_keys(Recipe(batch=Batch(size=8), stop=Stop(steps=2)))
         {'batch.size': 8, 'stop.steps': 2}
     """
     values: dict[str, Any] = {}
@@ -288,23 +288,23 @@ def stated(recipe: Recipe) -> dict[str, Any]:
         value = getattr(recipe, part.name)
         if part.name == "techniques":
             for name, technique in value.items():
-                inner = _stated(technique, f"techniques.{name}")
+                inner = _non_default_keys(technique, f"techniques.{name}")
                 values |= inner or {f"techniques.{name}": {}}
         elif dataclasses.is_dataclass(value):
-            values |= _stated(value, part.name)
+            values |= _non_default_keys(value, part.name)
         elif value != part.default:
             values[part.name] = value
     return values
 
 
-def _stated(part: Any, name: str) -> dict[str, Any]:
+def _non_default_keys(part: Any, name: str) -> dict[str, Any]:
     cls: Any = type(part)
     defaults = _defaults(cls)
     return {f"{name}.{key}": value for key, default in defaults.items() if (value := getattr(part, key)) != default}
 
 
 def _unread(recipe: Recipe, *, refuse: bool) -> Iterator[tuple[str, str]]:
-    values = stated(recipe)
+    values = non_default_keys(recipe)
     reported: set[str] = set()
     for rule in RULES:
         if rule.refuse == refuse and rule.key in values and rule.key not in reported and not rule.read(recipe):

@@ -231,7 +231,7 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
     if node is None:
         return {}, lines
     walk(node, ())
-    with _in_words(where, numbered=numbered):
+    with _short_yaml_errors(where, numbered=numbered):
         return loader.construct_document(node), lines
 
 
@@ -239,13 +239,13 @@ def _composed(text: str, where: str, *, numbered: bool) -> tuple[yaml.Node | Non
     """Returns the nodes of YAML text with aliases not yet expanded, and their loader; errors as for `compose`."""
     if len(text) > LARGEST_FILE:
         raise RecipeError(f"{where}: is longer than {LARGEST_FILE >> 20} MiB, which no recipe is")
-    with _in_words(where, numbered=numbered):
+    with _short_yaml_errors(where, numbered=numbered):
         loader = _Loader(text)
         return loader.get_single_node(), loader
 
 
 @contextlib.contextmanager
-def _in_words(where: str, *, numbered: bool) -> Iterator[None]:
+def _short_yaml_errors(where: str, *, numbered: bool) -> Iterator[None]:
     """Converts PyYAML's errors within the block to a RecipeError of one line."""
     try:
         yield

@@ -40,7 +40,7 @@ def write_bench(folder: str | Path) -> Path:
 
 
 def _page(result: dict[str, Any]) -> str:
-    verdicts = [nbsp_units(v["words"]) for v in result["verdicts"]]
+    verdicts = [nbsp_units(v["message"]) for v in result["verdicts"]]
     return page.document(
         f"{result['name']} · preheat bench",
         f"""{page.header("preheat bench", headline(result["name"]), _headline(result))}

@@ -58,7 +58,7 @@ def _page(result: dict[str, Any]) -> str:
     )
     done = page.bullets(f"<b>{escape(v['name'])}</b>: {escape(v['what'])}" for v in result["variants"])
     charts = page.two_columns(_pareto(result, "size"), _pareto(result, "time"))
-    notes = page.bullets(map(escape, result["said"])) if result.get("said") else ""
+    notes = page.bullets(map(escape, result["notes"])) if result.get("notes") else ""
     return page.document(
         f"{result['source']} · preheat compress",
         f"""{page.header("preheat compress", Path(result["source"]).name, headline)}

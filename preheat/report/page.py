@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from preheat.errors import RunError
 from preheat.report.formatting import MISSING, NOT_FINITE, escape, headline, mapping, nbsp_units
-from preheat.run_dir import parse_json, write_asked
+from preheat.run_dir import parse_json, write_user_file
 from preheat.sanitize import shorten
 
 __all__ = [
@@ -84,7 +84,7 @@ def write_page(page: str, path: str | Path, *, fix: str = "name another file wit
     Raises:
         RunError: the file cannot be written, or preheat did not write it.
     """
-    return write_asked(path, page, marks=[GENERATOR], fix=fix)
+    return write_user_file(path, page, marks=[GENERATOR], fix=fix)
 
 
 def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callable[[dict[str, Any]], str]) -> Path:

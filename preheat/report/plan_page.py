@@ -63,8 +63,8 @@ def _verdict(plan: Mapping[str, Any]) -> str:
     searched = plan["searched"]
     search_note = (
         (
-            f" The best of {searched['candidates']:,} candidates, of which {searched['looked_at']} "
-            f"{'was' if searched['looked_at'] == 1 else 'were'} dry-run"
+            f" The best of {searched['candidates']:,} candidates, of which {searched['dry_runs']} "
+            f"{'was' if searched['dry_runs'] == 1 else 'were'} dry-run"
         )
         if searched["candidates"]
         else ""
@@ -215,7 +215,7 @@ def _alternatives(plan: Mapping[str, Any]) -> str:
             number_cell(text),
             number_cell(grouped(a["tokens_per_second"])),
             *([number_cell(f"{a['cost']['million_tokens']:.3g}")] if priced else []),
-            cell(nbsp_units(a["gives_up"])),
+            cell(nbsp_units(a["tradeoff"])),
         )
         for a, text in zip(plan["alternatives"], texts, strict=True)
     )

@@ -45,7 +45,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     plan, environment, changes = run.plan, run.environment, run.changes
     metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
     evaluation = run.evaluation
-    recipe, recipe_text = run.recipe_shown()
+    recipe, recipe_text = run.raw_recipe()
     # A damaged or foreign file may hold anything: enforce the types that the page relies on.
     recipe, plan, environment, changes, evaluation = map(mapping, (recipe, plan, environment, changes, evaluation))
     metrics, evaluations = ([m for m in lines if _is_step(m.get("step"))] for lines in (metrics, evaluations))
@@ -117,7 +117,7 @@ def collect(path: str | Path) -> dict[str, Any]:
         "events": [e for e in events if e["kind"] not in NOT_IN_TIMELINE],
         "environment": environment,
         "recipe": recipe_text,
-        "damaged": run.words,
+        "damaged": run.damage_notes,
         "again": (
             f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}"
         ),
@@ -229,18 +229,19 @@ def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: di
         ]
         return {
             "kind": "failed",
-            "words": f"Failed at {at}" + (f": {reasons[0]}" if reasons else ". No reason was recorded."),
+            "message": f"Failed at {at}" + (f": {reasons[0]}" if reasons else ". No reason was recorded."),
         }
     if "stopping" in session:
         why = session["stopping"].get("reason") or session["stopping"].get("signal")
-        return {"kind": "stopped", "words": f"Stopped early at {at}" + (f" ({why})" if why else "") + "."}
+        return {"kind": "stopped", "message": f"Stopped early at {at}" + (f" ({why})" if why else "") + "."}
     if "finished" in session:
-        return {"kind": "finished", "words": f"Finished at {at}."}
+        return {"kind": "finished", "message": f"Finished at {at}."}
     if not events and not metrics:
-        return {"kind": "open", "words": "Not started: neither a step nor an event is recorded."}
+        return {"kind": "open", "message": "Not started: neither a step nor an event is recorded."}
     return {
         "kind": "open",
-        "words": f"No end is recorded: the run is still going on, or it was killed. Its newest figures are from {at}.",
+        "message": f"No end is recorded: the run is still going on, or it was killed. "
+        f"Its newest figures are from {at}.",
     }
 
 

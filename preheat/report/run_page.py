@@ -33,7 +33,7 @@ from preheat.report.formatting import (
 from preheat.report.long_context_charts import lengths
 from preheat.report.page import GENERATOR, cell, colour_key, number_cell, text_cell, two_columns
 from preheat.report.report_data import collect
-from preheat.run_dir import MARK, require_own, to_json, write_atomic
+from preheat.run_dir import MARK, require_overwritable, to_json, write_atomic
 
 __all__ = ["render", "write"]
 
@@ -56,8 +56,8 @@ def write(run: str | Path) -> Path:
     data = to_json(figures, indent=1) + "\n"
     path = Path(run) / "report.html"
     if not (Path(run) / MARK).exists():  # not a run folder of ours, though it may hold a recipe.yaml
-        require_own(path, [GENERATOR])
-        require_own(path.with_name("report.json"), ['{\n "title": '])
+        require_overwritable(path, [GENERATOR])
+        require_overwritable(path.with_name("report.json"), ['{\n "title": '])
     try:
         write_atomic(path.with_name("report.json"), data)
         write_atomic(path, html)
@@ -96,7 +96,7 @@ def _header(figures: dict[str, Any]) -> str:
     state = figures["state"]
     notices = ""
     if state["kind"] != "finished":
-        notices += page.notice(state["words"], bad=state["kind"] == "failed")
+        notices += page.notice(state["message"], bad=state["kind"] == "failed")
     if figures["damaged"]:
         message = "Damaged files of this run, of which a part is left out: " + "; ".join(figures["damaged"]) + "."
         notices += page.notice(message, bad=True)
@@ -193,17 +193,17 @@ def _memory_of_gpu(figures: dict[str, Any]) -> str:
 
 def _fallbacks(events: list[dict[str, Any]]) -> str:
     """Returns a table of out-of-memory errors and the fallbacks that the run continued with."""
-    fallbacks = [e for e in events if e["kind"] == "rung"]
+    fallbacks = [e for e in events if e["kind"] == "fallback"]
     if not fallbacks:
         return ""
     unit, texts = sizes([e.get(key) for e in fallbacks for key in ("was_gib", "peak_gib")])
     rows = []
     for n, e in enumerate(fallbacks):
-        took = e.get("took") if isinstance(e.get("took"), list) else []
+        took = e.get("changed") if isinstance(e.get("changed"), list) else []
         rows.append(
             page.row(
                 number_cell(value(e.get("step"))),
-                cell(escape(value(e.get("where")))),
+                cell(escape(value(e.get("cause")))),
                 text_cell(", ".join(map(str, took or ["the recipe as written"]))),
                 number_cell(texts[2 * n]),
                 number_cell(texts[2 * n + 1]),
@@ -346,7 +346,7 @@ def _timeline(events: list[dict[str, Any]]) -> str:
         kind = str(first["kind"]).replace("_", " ") + (f" × {len(group)}" if len(group) > 1 else "")
         details = f"steps {value(first.get('step'))} to {value(last.get('step'))}" if len(group) > 1 else _event(last)
         bad = " bad" if first["kind"] in ("failed", "damaged", "out_of_memory", "unsaved") else ""
-        event = f'<span class="event{bad}">{escape(_KINDS.get(kind, kind))}</span> {escape(details)}'
+        event = f'<span class="event{bad}">{escape(kind)}</span> {escape(details)}'
         rows.append(page.row(number_cell(after), cell(event, "free")))
     started = ""
     if begin is not None and 0 <= begin < 2e11:
@@ -354,13 +354,11 @@ def _timeline(events: list[dict[str, Any]]) -> str:
     return page.small(started) + page.table(("h:min:s", "event"), rows, text=(1,))
 
 
-_KINDS = {"rung": "fallback"}
-
 # Fields of events: {key: (label on the page, formatter)}. Other fields are labelled by their key without underscores.
 _RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "asked": ("it asked for", lambda recorded: gib(number(recorded) and recorded / 2**30)),
+    "requested": ("it asked for", lambda recorded: gib(number(recorded) and recorded / 2**30)),
     "room": ("free", lambda recorded: gib(number(recorded) and recorded / 2**30)),
-    "beside": ("taken beside the tensors", lambda recorded: gib(number(recorded) and recorded / 2**30)),
+    "overhead": ("taken beside the tensors", lambda recorded: gib(number(recorded) and recorded / 2**30)),
     "loss": ("loss", loss),
     "mfu": ("model FLOPs utilisation", percent),
     "peak_gib": ("peak memory", gib),
@@ -378,17 +376,18 @@ _RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tokens": ("tokens", grouped),
     "tokens_per_second": ("tokens a second", grouped),
     "validation_loss": ("validation loss", loss),
-    "took": (
+    "changed": (
         "continued with",
         lambda recorded: ", ".join(map(str, recorded)) if isinstance(recorded, list) else value(recorded),
     ),
     "was_gib": ("peak before", gib),
-    "where": ("while", value),
-    "words": ("reason", value),
+    "cause": ("while", value),
+    "phase": ("while", value),
+    "message": ("reason", value),
 }
-# Fields left out of the timeline: shown elsewhere, meant for `preheat doctor oom`, or redundant (a checkpoint's `held`
-# is most of its `seconds`).
-_NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "held", "path")
+# Fields left out of the timeline: shown elsewhere, meant for `preheat doctor oom`, or redundant (a checkpoint's
+# `wait_seconds` is most of its `seconds`).
+_NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "wait_seconds", "in_use", "path")
 
 
 def _event(event: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ from preheat.core import (
     conflicts_of,
     has_room,
 )
-from preheat.recipe import Bound, Share
+from preheat.recipe import Bound, Fraction
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -145,7 +145,7 @@ class ActivationCheckpointing(Searchable):
     on_gpu: Literal["mode", "auto"] = "mode"
     """auto: on a GPU the fastest of none, selective and full that fits in 90 % of the memory according to the dry run;
     on a CPU `mode`. The run records the choice."""
-    budget: Share | None = None
+    budget: Fraction | None = None
     """With mode budget: fraction of a layer's activations, beyond its input, that may be kept; 0 is full, 1 would keep
     all."""
     products: Annotated[int, Bound(1)] = 1

@@ -52,5 +52,5 @@ class Adafactor(Technique):
         def make(groups: ParamsT, *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
             return adafactor_optimizer(groups, lr=lr, decay=self.decay, clip=self.clip)
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         return Change("Adafactor: second moments by rows and columns", sum(p.requires_grad for p in part.parameters()))

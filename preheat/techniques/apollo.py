@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Tag, Technique, Trials
-from preheat.recipe import Bound, Positive, Share
+from preheat.recipe import Bound, Fraction, Positive
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ class Apollo(Technique):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PER_MATRIX_STATES})
 
-    rank: Share = 0.25
+    rank: Fraction = 0.25
     """Rows of the projection, as a fraction of a matrix's smaller side; 0: APOLLO-Mini, one row and one scale for a
     whole matrix."""
     every: Annotated[int, Bound(1)] = 200
@@ -82,7 +82,7 @@ class Apollo(Technique):
             others = [weight for trained in build.trained for weight in ends(trained)]
             return apollo_optimizer(groups, by_adamw=others, **options, **settings)
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         others = {id(weight) for weight in ends(part)}
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
         rows = f"{self.rank:g} of the rows" if self.rank else "one row"

@@ -122,7 +122,7 @@ class Classification(Technique):
         recipe, problems = context.recipe, []
         if recipe.data.packing == "stream":
             problems.append("data.packing: stream cuts documents at row ends; use auto or whole")
-        if recipe.sample.wanted:
+        if recipe.sample.is_active:
             problems.append("sample: a classifier writes no text; leave them out")
         if recipe.evaluate.baselines:
             problems.append("evaluate.baselines: a unigram model knows no classes; set it to false")
@@ -134,7 +134,7 @@ class Classification(Technique):
         name = give_classes(part, self.classes)
         draw = functools.partial(draw_head, std=part.config.get_text_config().initializer_range)
         build.weights.fresh(rf"^{name}\.weight$", [name], draw)
-        build.own(Slot.OBJECTIVE, self._objective(part), self.name())
+        build.claim(Slot.OBJECTIVE, self._objective(part), self.name())
         build.loss.scores = _scores
         return Change(
             f"{name} over {self.classes} classes, drawn new, in place of "

@@ -249,12 +249,12 @@ class Compile(Searchable):
         without, compiled = plan(never), plan(always)
         if compiled["fits"] != without["fits"]:
             return always if compiled["fits"] else never
-        return always if _ends_sooner(compiled, without) else never
+        return always if _finishes_sooner(compiled, without) else never
 
     def options(self, context: Context) -> Iterable[Technique]:
         # Routing decides at run time which rows an expert reads, which a graph cannot hold; and each batch shape needs
         # a graph of its own.
-        shapes = any(Slot.BATCH_SHAPE in t.owned() for t in context.recipe.techniques.values())
+        shapes = any(Slot.BATCH_SHAPE in t.claimed() for t in context.recipe.techniques.values())
         return (
             []
             if context.model.experts or shapes
@@ -289,13 +289,13 @@ class Compile(Searchable):
                     f"techniques.compile.limit: {compiled.graphs} graphs are compiled; "
                     "batches of other shapes run uncompiled from here on"
                 )
-                build.state.events.append({"kind": "notice", "words": message})
+                build.state.events.append({"kind": "notice", "message": message})
 
         build.hooks.after_update.append(report_limit)
         return Change(f"{len(layers)} layers compiled when they first run", len(layers))
 
 
-def _ends_sooner(one: JsonObject, other: JsonObject) -> bool:
+def _finishes_sooner(one: JsonObject, other: JsonObject) -> bool:
     """Returns True if the first plan finishes the same work sooner, startup included.
 
     Compares only steps if the length of the run is unknown.

@@ -124,7 +124,7 @@ class ContextParallel(Searchable):
                 f"degree: {self.degree} devices cannot share out rows of "
                 f"{recipe.batch.length} places; use at most {recipe.batch.length // 2}"
             )
-        objectives = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.owned()]
+        objectives = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.claimed()]
         if objectives:
             problems.append(
                 f"the loss of {objectives[0]} is over whole rows, of which each device has a part; leave one out"
@@ -150,7 +150,7 @@ class ContextParallel(Searchable):
             return self.kind, ""
         from preheat.ops.distributed.context_parallel import ulysses_bytes
         from preheat.ops.distributed.ring_attention import ring_bytes
-        from preheat.ops.distributed.ring_attention_blocks import FlashPieces, pieces_like
+        from preheat.ops.distributed.ring_attention_blocks import FlashTiles, tiles_for_kernel
 
         heads, shared = self._heads(build)
         if heads % self.degree:
@@ -166,7 +166,7 @@ class ContextParallel(Searchable):
         if positions < _RING_POSITIONS:
             return "ulysses", f"{positions:,} places on a device are too few to hide a ring's sending"
         try:
-            fused = pieces_like(build.slot(Slot.ATTENTION_KERNEL)) is FlashPieces
+            fused = tiles_for_kernel(build.slot(Slot.ATTENTION_KERNEL)) is FlashTiles
         except ValueError:
             fused = False
         if not fused:
@@ -184,7 +184,7 @@ class ContextParallel(Searchable):
                 f"{self._heads(build)[0]} heads for kind: ulysses"
             )
             raise RecipeError(f"techniques.context_parallel.kind: {error}{fix}") from None
-        build.own(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
+        build.claim(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
         rank, zigzag = build.mesh.index(Axis.CONTEXT), kind == "ring"
         build.hooks.transforms.append((Order.SPLIT, lambda batch: cut_rows(batch, self.degree, rank, zigzag=zigzag)))
         summary = f"each row among {self.degree} devices, attention of {build.model.layers} layers by {kind}"

@@ -49,7 +49,7 @@ class DataParallel(Searchable):
     trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
     supports_encoder_decoder: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.REPLICATED_WEIGHTS, Tag.REDUCED_GRADIENTS})
-    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.UNSHARD_SCOPE})
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.REPLICATE: 0}
@@ -70,6 +70,6 @@ class DataParallel(Searchable):
 
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
         buckets = replicate_all(part, anatomy(part).blocks, build.mesh.sub(*across))
-        build.own(Slot.FORWARD, forward_through(part), self.name())
+        build.claim(Slot.UNSHARD_SCOPE, forward_through(part), self.name())
         build.hooks.before_backward.append(cast("FSDPModule", part).set_requires_gradient_sync)
         return Change(f"gradients in {buckets} buckets, summed over {build.mesh.size(*across)} devices", buckets)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Slot, Stage, Technique, Trials
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.recipe import Bound, Share
+from preheat.recipe import Bound, Fraction
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,7 +124,7 @@ def losses_of(
         raise RecipeError(f"{_MODEL}: {folder} has no config.json; name the folder of a Hugging Face model")
     source = WeightSource(folder, knob=_MODEL)
     content = [
-        hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.ends)
+        hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.offsets)
     ]
     config = (folder / "config.json").read_text(encoding="utf-8")
     key = digest("difficulty", 1, source.fingerprint(), config, *content, rows.length, rows.packing)
@@ -224,7 +224,7 @@ class DifficultyCurriculum(Technique):
     loss."""
     start: Annotated[float, Bound(0, 1, open_low=True)] = 0.1
     """Fraction of the rows, the easiest, to begin with."""
-    until: Share = 0.5
+    until: Fraction = 0.5
     """Fraction of the run after which all rows are sampled."""
     curve: Literal["root", "linear"] = "root"
     """How the fraction grows: with the square root of the progress, or linearly."""
@@ -275,7 +275,7 @@ class DifficultyCurriculum(Technique):
                 committed=committed,
             )
 
-        build.own(Slot.SAMPLE_ORDER, order, self.name())
+        build.claim(Slot.SAMPLE_ORDER, order, self.name())
         source = (
             f"scores of {self.scores}"
             if self.scores

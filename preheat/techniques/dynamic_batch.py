@@ -88,8 +88,8 @@ def _joined(parts: Sequence[Batch]) -> Batch:
         documents = tuple(row for p in parts for row in p.mask.documents or ((p.tokens.shape[1],),) * p.tokens.shape[0])
     mask = replace(parts[0].mask, documents=documents)
     weight, rows = sum(p.weight for p in parts), tuple(n for p in parts for n in p.rows)
-    liked = tuple(row for p in parts for row in p.liked)
-    return Batch(tokens, labels, positions, mask, weight, rows, parts[0].group, liked)
+    desirable = tuple(row for p in parts for row in p.desirable)
+    return Batch(tokens, labels, positions, mask, weight, rows, parts[0].group, desirable)
 
 
 def _rows_of(batch: Batch, first: int, end: int) -> Batch:
@@ -99,11 +99,13 @@ def _rows_of(batch: Batch, first: int, end: int) -> Batch:
 
     labels, documents = batch.labels[first:end], batch.mask.documents
     mask: MaskSpec = replace(batch.mask, documents=documents[first:end] if documents is not None else None)
-    liked = batch.liked[first:end]
+    desirable = batch.desirable[first:end]
     # Computed on the host: batches are moved by the step.
-    weight = weight_of(labels, mask.documents, batch.group, liked)
+    weight = weight_of(labels, mask.documents, batch.group, desirable)
     rows = batch.rows[first:end]
-    return Batch(batch.tokens[first:end], labels, batch.positions[first:end], mask, weight, rows, batch.group, liked)
+    return Batch(
+        batch.tokens[first:end], labels, batch.positions[first:end], mask, weight, rows, batch.group, desirable
+    )
 
 
 def foreseen(floor: float, peak: float, rows: int, more: int) -> float:
@@ -266,7 +268,7 @@ class DynamicBatch(Searchable):
                     {"kind": "micro_batch", "step": build.state.step + 1, "rows": state.rows, "was": before, "why": why}
                 )
 
-        build.own(Slot.FORWARD_BACKWARD, forward_backward, self.name())
+        build.claim(Slot.FORWARD_BACKWARD, forward_backward, self.name())
         build.hooks.after_update.append(after_update)
         return Change(
             f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill "

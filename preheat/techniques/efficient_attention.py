@@ -232,7 +232,7 @@ class EfficientAttentionTechnique(Searchable):
         # If auto selects cuDNN, packed rows and windows still use flash attention.
         both = self.kernel == "auto" and chosen == "cudnn"
         kernel = _kernel("preferred" if both else chosen, varlen=True if build.device.kind == "cuda" else None)
-        build.own(Slot.ATTENTION_KERNEL, kernel, self.name())
+        build.claim(Slot.ATTENTION_KERNEL, kernel, self.name())
         shared = (
             f", {build.model.heads} query heads on {build.model.kv_heads}"
             if build.model.kv_heads != build.model.heads

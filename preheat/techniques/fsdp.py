@@ -61,7 +61,7 @@ class FSDP(Searchable):
             Tag.BF16_ALL_GATHER,
         }
     )
-    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.UNSHARD_SCOPE})
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "teacher"})
 
     reshard: bool = True
@@ -122,7 +122,7 @@ class FSDP(Searchable):
         )
         if self.offload:
             build.storage_device = torch.device("cpu")
-        build.own(Slot.FORWARD, fully_shard.forward_through(part), self.name())
+        build.claim(Slot.UNSHARD_SCOPE, fully_shard.forward_through(part), self.name())
         if self.reduce == "last":
             build.hooks.before_backward.append(cast("FSDPModule", part).set_requires_gradient_sync)
         degree = build.mesh.size(*across)

@@ -49,7 +49,7 @@ __all__ = ["GradientAccumulation", "train_with_gradient_accumulation"]
 _MAX_GPU_TOKENS = 8192
 
 
-def _share(criterion: Any, targets: Tensor) -> float:
+def _mean_divisor(criterion: Any, targets: Tensor) -> float:
     """Returns the divisor of a criterion's mean: the number of its targets that are not ignored."""
     from torch import nn
 
@@ -113,7 +113,7 @@ def train_with_gradient_accumulation(
     for _ in range(epochs):
         batches = iter(dataloader)
         while group := list(itertools.islice(batches, accumulation_steps)):
-            shares = [_share(criterion, targets) for _, targets in group]
+            shares = [_mean_divisor(criterion, targets) for _, targets in group]
             total = 1.0 if summed else sum(shares)
             # skips batches without targets: their mean is NaN, not 0
             parts = [(*batch, share / total) for batch, share in zip(group, shares, strict=True) if share]

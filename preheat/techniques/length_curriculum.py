@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Shape, Slot, Stage, Tag, Technique, Trials
-from preheat.recipe import Bound, Count, Positive, Share
+from preheat.recipe import Bound, Count, Fraction, Positive
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,7 +117,7 @@ class LengthCurriculum(Technique):
     lengths: tuple[Annotated[int, Bound(2)], ...] = ()
     """Explicit stages instead of `start` and `schedule`: increasing lengths below `batch.length`, each for the same
     time."""
-    until: Share = 0.3
+    until: Fraction = 0.3
     """Fraction of the run's steps after which rows have the full length."""
     root_degree: Positive = 2.0
     """With `schedule: root`: 2 is the square root; larger values grow faster at first."""
@@ -209,7 +209,7 @@ class LengthCurriculum(Technique):
             length = self.length(recipe, progress)
             return shape_at(length, rows=rows, micro=micro, full=recipe.batch.length, keep=self.keep)
 
-        build.own(Slot.BATCH_SHAPE, shape, self.name())
+        build.claim(Slot.BATCH_SHAPE, shape, self.name())
         lengths = list(dict.fromkeys(self.length(recipe, n / 1000) for n in range(1001)))
         shown = lengths if len(lengths) < 9 else [*lengths[:3], "...", *lengths[-2:]]
         summary = (

@@ -88,7 +88,7 @@ class Liger(Searchable):
     loss: bool = False
     """Head and cross entropy by Liger, in chunks of its own choice."""
 
-    def owned(self) -> frozenset[Slot]:
+    def claimed(self) -> frozenset[Slot]:
         return self.owns if self.loss else frozenset()
 
     def provided(self) -> frozenset[Tag]:
@@ -122,7 +122,7 @@ class Liger(Searchable):
         if not (self.norm or self.rotary or self.gate or self.loss):
             problems.append("norm, rotary, gate, loss: all are false; leave liger out")
         if self.loss and (
-            other := [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]
+            other := [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.claimed()]
         ):
             problems.append(f"loss: is plain cross entropy, without what {other[0]} adds; set loss: false")
         if self.loss and context.model.logit_softcap:
@@ -136,6 +136,6 @@ class Liger(Searchable):
             from preheat.ops.losses.cross_entropy import liger_logits
 
             require_plain_head(part, self.name())
-            build.own(Slot.OVER_LOGITS, liger_logits, self.name())
+            build.claim(Slot.OVER_LOGITS, liger_logits, self.name())
             counts = {**counts, "head with loss": 1}
         return Change(", ".join(f"{n} {what}" for what, n in counts.items()), sum(counts.values()), kernel="liger")

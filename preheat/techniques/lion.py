@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Technique
-from preheat.recipe import Positive, Share
+from preheat.recipe import Fraction, Positive
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class Lion(Technique):
 
     scale: Positive = 0.2
     """Lion's learning rate is `optimizer.lr` times this."""
-    momentum: Share = 0.99
+    momentum: Fraction = 0.99
     """Decay of the momentum; the first of `optimizer.betas` is the interpolation's."""
 
     def apply(self, build: Build, part: nn.Module) -> Change:
@@ -54,7 +54,7 @@ class Lion(Technique):
             chunk = 1 << 24 if build.device.kind == "cuda" and build.storage_device is None else 1 << 20
             return lion_optimizer(groups, lr=lr, betas=(betas[0], self.momentum), scale=self.scale, chunk=chunk)
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         return Change(
             f"Lion at {self.scale:g} of the learning rate: one moment", sum(p.requires_grad for p in part.parameters())
         )

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.errors import SettingError
-from preheat.recipe import Bound, Positive, Share, Whole
+from preheat.recipe import Bound, Fraction, NonNegativeInt, Positive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -210,7 +210,7 @@ class Lora(Technique):
     """Rank of the updates."""
     alpha: Positive = 32.0
     """The updates are scaled by alpha / rank; with `rslora` by alpha / sqrt(rank)."""
-    dropout: Share = 0.0
+    dropout: Fraction = 0.0
     """Dropout on the input of the adapters."""
     targets: str | tuple[str, ...] = "all-linear"
     """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
@@ -218,13 +218,13 @@ class Lora(Technique):
     variant: Literal["lora", "rslora", "dora", "pissa"] = "lora"
     """lora; rslora: scaled for high ranks; dora: also trains the norms of the outputs' rows; pissa: starts from the
     base's largest singular directions."""
-    expert_rank: Whole = 0
+    expert_rank: NonNegativeInt = 0
     """Rank of an adapter on each expert's matrices, in models with experts (lora and rslora); 0: experts are not
     adapted."""
-    embedding_rank: Whole = 0
+    embedding_rank: NonNegativeInt = 0
     """Rank of an adapter on the embedding, and on a head that is tied to it (lora and rslora); 0: they are not
     adapted."""
-    pissa_iterations: Whole = 0
+    pissa_iterations: NonNegativeInt = 0
     """With `pissa`: iterations of a randomized decomposition (4 suffice, and take seconds while the exact one takes
     minutes); 0: exact."""
     start: str | None = None
@@ -274,7 +274,7 @@ class Lora(Technique):
         from preheat.errors import RecipeError
         from preheat.models.vision import tower_modules
         from preheat.ops.adapters.peft_io import begin
-        from preheat.ops.adapters.peft_layers import shares, under_autocast
+        from preheat.ops.adapters.peft_layers import parameter_counts, under_autocast
 
         exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
@@ -313,7 +313,7 @@ class Lora(Technique):
         half = {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & build.tags
         if half and self.variant != "dora":  # DoRA's norms need fp32
             under_autocast(part)
-        trained, total = shares(part)
+        trained, total = parameter_counts(part)
         extras = (
             f", of rank {self.expert_rank} on each of {build.model.experts} experts in {count - len(names)} layers"
             if self.expert_rank

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Technique, Trials
 from preheat.errors import RecipeError
-from preheat.recipe import Whole
+from preheat.recipe import NonNegativeInt
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ class LowBitAdamW(Searchable):
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = 256
     """Elements that share a scale; smaller blocks are more exact and cost 8 / block_size bytes per parameter."""
 
-    least: Whole = 4096
+    least: NonNegativeInt = 4096
     """Parameters with fewer elements keep fp32 moments."""
 
     def search_numerics(self) -> Literal["rounding", "different"]:
@@ -84,7 +84,7 @@ class LowBitAdamW(Searchable):
             except ValueError as error:
                 raise RecipeError(f"techniques.low_bit_adamw.{error}") from None
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         count = sum(p.requires_grad for p in part.parameters())
         return Change(f"AdamW with moments in {self.bits} bits, a scale for {self.block_size} elements", count)
 

@@ -252,11 +252,11 @@ class MixedPrecision(Searchable):
     """On a GPU, compute the remaining fp32 products (all in mode fp32, those of keep_fp32 and of an fp32 head) in TF32,
     which rounds their factors to 10 bits of mantissa. NVIDIA GPUs from Ampere on."""
 
-    def owned(self) -> frozenset[Slot]:
+    def claimed(self) -> frozenset[Slot]:
         return self.owns if self.mode.endswith(("_weights", "_master")) else frozenset()
 
     def provided(self) -> frozenset[Tag]:
-        own = frozenset({Tag.ELEMENTWISE_UPDATE} if self.owned() else ())
+        own = frozenset({Tag.ELEMENTWISE_UPDATE} if self.claimed() else ())
         own |= frozenset({Tag.TF32_PRODUCTS} if self.tf32 else ())
         if self.mode.startswith("fp16"):
             return own | {Tag.FP16_COMPUTE, Tag.LOSS_SCALING}
@@ -293,7 +293,7 @@ class MixedPrecision(Searchable):
             problems.append(
                 "frozen: half has nothing to keep so, since no technique freezes a base; leave it out, or use auto"
             )
-        if self.keep_fp32 and self.owned() and Tag.REDUCED_GRADIENTS in context.tags:
+        if self.keep_fp32 and self.claimed() and Tag.REDUCED_GRADIENTS in context.tags:
             problems.append(
                 f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together "
                 f"and need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
@@ -342,7 +342,7 @@ class MixedPrecision(Searchable):
             return Change(f"frozen weights in {name}; trained ones in fp32 under autocast{suffix}", count)
         if self.mode == "bf16_pure":
             return Change(f"weights, gradients and moments in bf16, rounded to the nearest{suffix}", count)
-        build.own(Slot.OPTIMIZER, functools.partial(self._optimizer, build), self.name())
+        build.claim(Slot.OPTIMIZER, functools.partial(self._optimizer, build), self.name())
         if self.mode == "bf16_weights":
             return Change(f"weights and gradients in bf16, rounded stochastically; moments in fp32{suffix}", count)
         scaled = ", loss scaled" if half == torch.float16 else ""

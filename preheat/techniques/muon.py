@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Technique
-from preheat.recipe import Bound, Share
+from preheat.recipe import Bound, Fraction
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class Muon(Technique):
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 
-    momentum: Share = 0.95
+    momentum: Fraction = 0.95
     """Decay of the momentum (Nesterov's)."""
     steps: Annotated[int, Bound(1)] = 5
     """Newton-Schulz iterations."""
@@ -74,7 +74,7 @@ class Muon(Technique):
                 groups, by_adamw=others, momentum=self.momentum, steps=self.steps, dtype=dtype, **settings
             )
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         others = {id(weight) for weight in ends(part)}
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
         full = ", which iterates in fp32 on this CPU" if dtype == torch.float32 else ""

@@ -101,8 +101,8 @@ class OptimizerInBackward(Searchable):
         def update(build: Build, norm: Tensor) -> Tensor:
             return torch.isfinite(norm).to(torch.float32)  # the updates are done
 
-        build.own(Slot.FORWARD_BACKWARD, forward_backward, self.name())
-        build.own(Slot.CLIP, lambda build: updates.norm(), self.name())
-        build.own(Slot.UPDATE, update, self.name())
+        build.claim(Slot.FORWARD_BACKWARD, forward_backward, self.name())
+        build.claim(Slot.CLIP, lambda build: updates.norm(), self.name())
+        build.claim(Slot.UPDATE, update, self.name())
         count = sum(p.requires_grad for p in part.parameters())
         return Change(f"{count} parameters updated in the backward pass, their gradients freed one by one", count)

@@ -90,7 +90,7 @@ class OptimizerOffload(Searchable):
                 optimizer.prepare()
             return optimizer
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         return Change(f"AdamW of {count} parameters on the host, the device's weights in {self.weights}", count)
 
     def options(self, context: Context) -> Iterable[Technique]:

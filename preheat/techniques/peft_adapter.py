@@ -177,7 +177,7 @@ class PeftAdapter(Technique):
         from preheat.models.moe import adapted
         from preheat.models.vision import tower_modules
         from preheat.ops.adapters.peft_io import begin
-        from preheat.ops.adapters.peft_layers import shares
+        from preheat.ops.adapters.peft_layers import parameter_counts
 
         exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
@@ -197,7 +197,7 @@ class PeftAdapter(Technique):
             knob="techniques.peft_adapter.start",
             called={},
         )
-        trained, total = shares(part)
+        trained, total = parameter_counts(part)
         return Change(
             f"{self.method} on {len(names)} linear maps{start_note}: {trained:,} of "
             f"{total:,} parameters trained ({trained / total:.1%})",

@@ -114,7 +114,7 @@ class _Runner:
         from preheat.ops.distributed.pipelining import Pipeline
 
         def forward(part: nn.Module, batch: Batch) -> Tensor:
-            output, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
+            output, metrics = build.slot(Slot.UNSHARD_SCOPE)(part, lambda: build.slot(Slot.STAGE_LOSS)(part, batch))
             assert not metrics, "check refuses objectives with metrics: only the last stage's device would have them"
             for change in build.loss.scaling if part is stages.get(count - 1) else ():
                 output = change(output)
@@ -142,13 +142,13 @@ class _Runner:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallel(Searchable):
-    stage: ClassVar[Stage] = Stage.SPLIT
+    stage: ClassVar[Stage] = Stage.PIPELINE_SPLIT
     numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="pipeline 2 does not multiply to 1 device")
     unsupported_for_images: ClassVar[str] = (
         "cuts a chain of layers into stages, and a vision tower feeds several of them; use fsdp"
     )
-    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.WHOLE_FORWARD})
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.MODEL_LOSS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PIPELINE_STAGES})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # only the last stage would have their scores
 
@@ -212,7 +212,7 @@ class PipelineParallel(Searchable):
                 "evaluate.tasks: reads logits of single tokens, which only the "
                 "last device makes; run `preheat eval` on the checkpoint"
             )
-        if recipe.sample.wanted:
+        if recipe.sample.is_active:
             problems.append("sample: no device has the whole model; run `preheat generate` on the checkpoint")
         return problems
 
@@ -230,7 +230,7 @@ class PipelineParallel(Searchable):
             for tag, what in _ONE_PASS.items()
             if tag in context.tags
         ]
-        losses = [t.name() for t in context.recipe.techniques.values() if Slot.OVER_LOGITS in t.owned()]
+        losses = [t.name() for t in context.recipe.techniques.values() if Slot.OVER_LOGITS in t.claimed()]
         problems += [
             f"schedule: {self.schedule} passes backward twice through the loss, "
             f"and that of {name} allows one; use 1f1b or interleaved"
@@ -298,8 +298,8 @@ class PipelineParallel(Searchable):
         half = cast or Tag.BF16_ALL_GATHER in build.tags
         dtype = torch.bfloat16 if half else hf.embedding(part).weight.dtype
         runner = _Runner(build, self.schedule, dict(zip(numbers, build.trained, strict=True)), count, dtype)
-        build.own(Slot.FORWARD_BACKWARD, runner.forward_backward, self.name())
-        build.own(Slot.WHOLE_FORWARD, runner.forward, self.name())
+        build.claim(Slot.FORWARD_BACKWARD, runner.forward_backward, self.name())
+        build.claim(Slot.MODEL_LOSS, runner.forward, self.name())
         costs = [sum(course.each[layer] for layer in cut) + (course.before if cut.start == 0 else 0) for cut in cuts]
         costs[-1] += after
         share = max(costs) * count / sum(costs) - 1

@@ -84,7 +84,7 @@ def preference_loss(
 @dataclass(frozen=True, kw_only=True)
 class Preference(Technique):
     # After structure and precision are applied, so that a copy has them too; before what only training needs.
-    stage: ClassVar[Stage] = Stage.SPLIT
+    stage: ClassVar[Stage] = Stage.PIPELINE_SPLIT
     numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(
         settings=(
@@ -140,7 +140,7 @@ class Preference(Technique):
         return self.length_normalized or self.loss in ("simpo", "orpo")
 
     def examples(self) -> ExampleKind:
-        return ExampleKind("liked" if self.loss == "unpaired" else "pairs")
+        return ExampleKind("desirable" if self.loss == "unpaired" else "pairs")
 
     def check(self, context: Context) -> list[str]:
         problems = []
@@ -185,15 +185,15 @@ class Preference(Technique):
             build.parts["reference"] = [reference_model]
             count = sum(p.numel() for p in reference_model.parameters())
             summary += f"; the reference is a frozen copy of {count:,} parameters"
-        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # log-probabilities are compared without regularization
-        build.own(Slot.OBJECTIVE, self._objective(build, part), self.name())
+        build.claim(Slot.ROW_LOSS, CrossEntropy(), self.name())  # log-probabilities are compared without regularization
+        build.claim(Slot.OBJECTIVE, self._objective(build, part), self.name())
         build.loss.scores = _scores
         return Change(summary, count)
 
     def _objective(self, build: Build, part: nn.Module) -> Callable[..., LossSum]:
         import torch
 
-        from preheat.ops.adapters.peft_layers import without
+        from preheat.ops.adapters.peft_layers import adapters_disabled
         from preheat.ops.losses.cross_entropy import Recorded, WeightedCrossEntropy
         from preheat.ops.losses.preference import AnswerIndex
 
@@ -214,7 +214,7 @@ class Preference(Technique):
             training = part.training
             part.eval()  # without dropout
             try:
-                with without(part):
+                with adapters_disabled(part):
                     return logp(build.slot(Slot.HIDDEN)(part, batch), batch, answers, over_logits, part)
             finally:
                 part.train(training)
@@ -222,7 +222,7 @@ class Preference(Technique):
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             training = torch.is_grad_enabled()
             # A stream cannot be checked before it is read.
-            if not (batch.liked if self.loss == "unpaired" else batch.group == 2):
+            if not (batch.desirable if self.loss == "unpaired" else batch.group == 2):
                 raise DataError(
                     f"techniques.preference: loss {self.loss} finds no "
                     f"{self.examples().kind} in the rows {batch.rows[:8]}"
@@ -256,19 +256,19 @@ class Preference(Technique):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses of the examples, differentiable by `logps`, and the summed metrics."""
         from preheat.hardware.transfers import to_device
-        from preheat.ops.losses.preference import liked_losses, pair_losses
+        from preheat.ops.losses.preference import pair_losses, unpaired_losses
 
         reward = self._beta * (logps - reference_logps).detach()
         if self.loss == "unpaired":
-            liked = to_device([n for row in batch.liked for n in row], logps.device)
-            correct = (reward > 0) == (liked > 0)
+            desirable = to_device([n for row in batch.desirable for n in row], logps.device)
+            correct = (reward > 0) == (desirable > 0)
             metrics = {
                 "reward_accuracy": correct.float().sum(),
-                "liked": liked.sum(),
-                "reward_liked": (reward * liked).sum(),
+                "desirable": desirable.sum(),
+                "reward_desirable": (reward * desirable).sum(),
             }
-            metrics["reward_disliked"] = (reward * (1 - liked)).sum()
-            return liked_losses(logps, reference_logps, liked, beta=self._beta), metrics
+            metrics["reward_undesirable"] = (reward * (1 - desirable)).sum()
+            return unpaired_losses(logps, reference_logps, desirable, beta=self._beta), metrics
         chosen, rejected = logps[0::2], logps[1::2]
         losses = pair_losses(
             chosen,
@@ -294,12 +294,12 @@ class Preference(Technique):
 
 def _scores(metrics: Mapping[str, Tensor], weight: float) -> dict[str, float]:
     """Returns the means over the pairs; for single answers, the mean rewards of liked and of disliked ones."""
-    if "liked" not in metrics:
+    if "desirable" not in metrics:
         return {name: float(total) / weight for name, total in metrics.items()}
-    liked = float(metrics["liked"])
+    desirable = float(metrics["desirable"])
     means = {"reward_accuracy": float(metrics["reward_accuracy"]) / weight}
-    if liked:
-        means["reward_liked"] = float(metrics["reward_liked"]) / liked
-    if weight > liked:
-        means["reward_disliked"] = float(metrics["reward_disliked"]) / (weight - liked)
+    if desirable:
+        means["reward_desirable"] = float(metrics["reward_desirable"]) / desirable
+    if weight > desirable:
+        means["reward_undesirable"] = float(metrics["reward_undesirable"]) / (weight - desirable)
     return means

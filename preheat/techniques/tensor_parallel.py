@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Axis, Build, Change, Context, Finish, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
-from preheat.recipe import Bound, Whole
+from preheat.recipe import Bound, NonNegativeInt
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,7 +67,7 @@ def parallelize(
     if problems:
         raise ValueError(problems[0])
     return tensor_parallel.parallelize(
-        model, tp_plan.shares(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
+        model, tp_plan.tp_styles(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
     )
 
 
@@ -92,7 +92,7 @@ class TensorParallel(Searchable):
     )
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
-    degree: Whole = 0
+    degree: NonNegativeInt = 0
     """Devices that each matrix is split across; 0: all that other techniques leave. It must divide the heads and the
     key-value heads, and should not exceed the devices of a host."""
     sequence_parallel: bool = False
@@ -107,7 +107,7 @@ class TensorParallel(Searchable):
     rows: Annotated[int, Bound(1)] = 512
     """With loss_parallel: rows of logits in memory at a time."""
 
-    def owned(self) -> frozenset[Slot]:
+    def claimed(self) -> frozenset[Slot]:
         return self.owns if self.loss_parallel else frozenset()
 
     def provided(self) -> frozenset[Tag]:
@@ -152,7 +152,7 @@ class TensorParallel(Searchable):
                 "sequence_parallel: the length changes from step to step, and "
                 "each must divide by the degree; set it to false"
             )
-        others = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.owned()]
+        others = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.claimed()]
         if self.loss_parallel and others:
             problems.append(
                 "loss_parallel: makes logits some rows at a time by itself; "
@@ -168,7 +168,7 @@ class TensorParallel(Searchable):
         optimizers = [
             t.name()
             for t in recipe.techniques.values()
-            if Slot.OPTIMIZER in t.owned() and Tag.ELEMENTWISE_UPDATE not in t.provided()
+            if Slot.OPTIMIZER in t.claimed() and Tag.ELEMENTWISE_UPDATE not in t.provided()
         ]
         problems += [
             f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW"
@@ -196,7 +196,7 @@ class TensorParallel(Searchable):
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
         if self.loss_parallel:
             hf.require_plain_head(part, self.name())
-            build.own(Slot.OVER_LOGITS, functools.partial(tensor_parallel.shared_logits, rows=self.rows), self.name())
+            build.claim(Slot.OVER_LOGITS, functools.partial(tensor_parallel.shared_logits, rows=self.rows), self.name())
         finish = (Finish.REDUCE, _sum_partial)
         if finish not in build.hooks.finish_gradients:
             build.hooks.finish_gradients.append(finish)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
-from preheat.recipe import Bound, Count, Share
+from preheat.recipe import Bound, Count, Fraction
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,7 +70,7 @@ class Upcycling(Technique):
     """Experts of each layer, each as wide as the dense block."""
     chosen: Count = 2
     """Experts per token."""
-    redrawn: Share = 0.0
+    redrawn: Fraction = 0.0
     """Fraction of each expert's inner channels that are reinitialized; 0: the first loss is the dense model's."""
 
     def configure(self, config: PretrainedConfig, recipe: Recipe) -> PretrainedConfig:

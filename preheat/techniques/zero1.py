@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from preheat.ops.optim.param_groups import ParamGroup
-    from preheat.ops.optim.zero1 import SharedOut
+    from preheat.ops.optim.zero1 import ShardedOptimizer
 
-__all__ = ["Zero1", "share_out_optimizer"]
+__all__ = ["Zero1", "shard_optimizer"]
 
 
-def share_out_optimizer(
+def shard_optimizer(
     make: Callable[..., torch.optim.Optimizer], groups: Iterable[ParamGroup], mesh: DeviceMesh, **settings: Any
-) -> SharedOut:
+) -> ShardedOptimizer:
     """Returns an optimizer over this device's shards of replicated parameters (`preheat.ops.optim.zero1`).
 
     Gradients must be complete and equal on every device when `step` is called, as DistributedDataParallel and
@@ -47,13 +47,13 @@ def share_out_optimizer(
 
     Example:
         >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
-        >>> optimizer = share_out_optimizer(
+        >>> optimizer = shard_optimizer(
         ...     torch.optim.AdamW, [{"params": model.parameters()}], mesh, fused=True
         ... )  # doctest: +SKIP
     """
-    from preheat.ops.optim.zero1 import share_out
+    from preheat.ops.optim.zero1 import shard_optimizer
 
-    return share_out(make, groups, mesh, **settings)
+    return shard_optimizer(make, groups, mesh, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,9 @@ class Zero1(Searchable):
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
         mesh = build.mesh.sub(*across)
 
-        def sharded(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., SharedOut]:
-            def make_sharded(groups: list[ParamGroup], **settings: Any) -> SharedOut:
-                return share_out_optimizer(make, groups, mesh, modules=build.trained, **settings)
+        def sharded(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., ShardedOptimizer]:
+            def make_sharded(groups: list[ParamGroup], **settings: Any) -> ShardedOptimizer:
+                return shard_optimizer(make, groups, mesh, modules=build.trained, **settings)
 
             return make_sharded
 

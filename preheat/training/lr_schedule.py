@@ -6,16 +6,16 @@ import math
 
 from preheat.recipe import Schedule
 
-__all__ = ["share_of_peak"]
+__all__ = ["lr_factor"]
 
 
-def share_of_peak(schedule: Schedule, step: int, total: int | None) -> float:
+def lr_factor(schedule: Schedule, step: int, total: int | None) -> float:
     """Returns the fraction of the peak learning rate in step `step` (from 0) of `total` (None: no known end).
 
     Warmup is linear, and the first step's rate is above 0. cosine: Loshchilov and Hutter 2017 (arXiv:1608.03983);
     wsd: Hu et al. 2024 (arXiv:2404.06395), linear decay.
 
-    >>> [round(share_of_peak(Schedule(kind="wsd", warmup=0.2, decay=0.2, floor=0.0), s, 10), 2) for s in range(10)]
+    >>> [round(lr_factor(Schedule(kind="wsd", warmup=0.2, decay=0.2, floor=0.0), s, 10), 2) for s in range(10)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5]
     """
     if total is None:

@@ -17,7 +17,7 @@ from preheat import recipe as recipes
 from preheat import remote_code
 from preheat.core import Device
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import accelerator, stated
+from preheat.hardware.catalogue import accelerator, parse_accelerator
 from preheat.hardware.probe import parse_memory
 from preheat.hardware.rates import Rates
 from preheat.hardware.segments import grows
@@ -63,14 +63,14 @@ class Subject:
     """The recipe that a command plans.
 
     Attributes:
-        given: True for a recipe of the user, which is planned as it is.
+        from_user: True for a recipe of the user, which is planned as it is.
         checkpoint: hub checkpoint with the weights of a model given by name.
         absent: `model.path` of a given recipe, if it is the preset's checkpoint and cannot be read here: the preset is
             planned, and the recipe lacks the path.
     """
 
     recipe: Recipe
-    given: bool
+    from_user: bool
     checkpoint: str | None = None
     absent: str | None = None
 
@@ -101,7 +101,7 @@ def subject_of(
     more = [*(f"batch.{key}={value}" for key, value in batch.items()), f"parallel.devices={devices}"]
     if what is not None and _is_recipe(what):
         values_set = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
-        return _given(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
+        return _user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
     model, positions, checkpoint = _model(what)
     batch = {"length": min(length or _LENGTH, positions or _LENGTH), **batch}
     batch.setdefault("size", math.ceil(_ROWS / devices) * devices)
@@ -117,7 +117,7 @@ def subject_of(
     return Subject(_check_batch_tokens(named, batch_tokens), False, checkpoint)
 
 
-def _given(recipe: Recipe) -> Subject:
+def _user_recipe(recipe: Recipe) -> Subject:
     model = recipe.model
     known = presets.find(model.preset) if model.preset else None
     if known is None or model.path not in (known.hub, known.chat) or Path(model.path).is_dir():
@@ -308,10 +308,10 @@ def vocabulary_of(recipe: Recipe, source_config: PretrainedConfig | None = None)
 
 def in_use(device: Device) -> int:
     """Returns the bytes of a device in use before a run: on a CPU by this process, on a GPU by other processes."""
-    from preheat.hardware.gpu_memory import taken_bytes
+    from preheat.hardware.gpu_memory import other_processes_bytes
     from preheat.hardware.probe import resident_bytes
 
-    return resident_bytes() if device.kind == "cpu" else taken_bytes(device)
+    return resident_bytes() if device.kind == "cpu" else other_processes_bytes(device)
 
 
 def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Rates | Roofline, int]:
@@ -334,7 +334,7 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
         return device, rates(device, threads), in_use(device)
     from preheat.planning.speed.roofline import Roofline  # imports torch; recipe errors should appear before that
 
-    entry = stated(gpu) if "=" in gpu else _known(gpu)
+    entry = parse_accelerator(gpu) if "=" in gpu else _known(gpu)
     if entry.memory is None or entry.bandwidth is None:
         raise RecipeError(f"--gpu: the catalogue has no memory or bandwidth of {entry.name}; {_STATE}")
     roofline = Roofline(entry, per_host)

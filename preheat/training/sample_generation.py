@@ -76,7 +76,7 @@ class Samples:
         for prompt, text, expected in zip(self.prompts, texts, self.expected, strict=True):
             shown = prompt.text if isinstance(prompt, Tokens) else prompt
             own = {} if expected is None else {"expected": expected}
-            writer.event("sample", step=step, prompt=shown, text=text.text, ended=text.ended, **own)
+            writer.event("sample", step=step, prompt=shown, text=text.text, ended=text.finish_reason, **own)
         writer.json("samples.json", Reader(writer.path).samples())
 
 

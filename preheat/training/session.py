@@ -21,7 +21,7 @@ from preheat.hardware.cpu_allocator import install_heap, release_unused
 from preheat.hardware.deterministic import repeats
 from preheat.hardware.gpu_memory import limit_memory
 from preheat.hardware.interrupts import check
-from preheat.hardware.oom import held_bytes
+from preheat.hardware.oom import in_use_bytes
 from preheat.hardware.probe import reset_peak, resident_bytes
 from preheat.inference.text_generation import chat_template
 from preheat.models import configs, hf, presets
@@ -34,7 +34,7 @@ from preheat.run_dir import Reader, Silent, Writer, check_folder
 from preheat.training.image_counts import with_images
 from preheat.training.observer import Watch
 from preheat.training.plan_request import data_of, in_use, row_count
-from preheat.training.process_group import Ranks, meet
+from preheat.training.process_group import Ranks, rendezvous
 from preheat.training.provenance import digest, environment, versions
 from preheat.training.recovery.fallback_log import apply_fallbacks
 from preheat.training.resume import Looked, compare, fingerprints, resumed, summary_of_finished
@@ -84,7 +84,7 @@ class Session:
     ranks: Ranks
     """Rank of this process and the store."""
     plan: dict[str, Any]
-    looked: Looked | None
+    scan: Looked | None
     """The checkpoint to resume from, if any; on rank 0 only."""
     imports: int
     """Resident bytes of the process before the build."""
@@ -141,10 +141,10 @@ class Session:
         )
         folder = self.writer.path
         if resume:
-            progress = resumed(new_build, folder, progress, self.looked, self.writer, self.watch, self.threads)
+            progress = resumed(new_build, folder, progress, self.scan, self.writer, self.watch, self.threads)
         self.build, self.progress, self.assembled = new_build, progress, True
         self.peak_lr = peak_learning_rate(new_build)
-        self.saving = Saving(new_build, folder / "checkpoints", at=progress.step or -1)
+        self.saving = Saving(new_build, folder / "checkpoints", last_step=progress.step or -1)
         check()
         self.writer.json(
             "changes.json", {name: [asdict(c) for c in changes] for name, changes in new_build.changes.items()}
@@ -204,7 +204,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     Raises:
         RecipeError, DataError, DoesNotFit, RunError: nothing is left behind in the folder then.
     """
-    ranks = meet(recipe)
+    ranks = rendezvous(recipe)
     device, threads = resolve_device(recipe, ranks.on_host)
     ready: _Ready | None = None
     if ranks.lead:
@@ -233,7 +233,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     ranks.join(recipe, device.kind)
     writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
     try:
-        imports, claimed = reset_memory_baseline(device), held_bytes(device.kind)
+        imports, claimed = reset_memory_baseline(device), in_use_bytes(device.kind)
         session = Session(
             recipe=recipe,
             resolved=ready.resolved if ready else request.recipe,
@@ -246,7 +246,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             watch=watch,
             ranks=ranks,
             plan=expected,
-            looked=ready.looked if ready else None,
+            scan=ready.scan if ready else None,
             imports=imports,
             claimed=claimed,
         )
@@ -272,7 +272,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         writer.text("recipe.yaml", recipes.dump(anchored(recipe)))  # last: a folder with a recipe is a run
         writer.event("resumed" if resume else "started", step=session.progress.step)
     except BaseException:
-        writer.close() if resume else writer.take_back()
+        writer.close() if resume else writer.remove_unstarted()
         raise
     return session
 
@@ -294,7 +294,7 @@ class _Ready:
     resolved: Recipe
     request: Request
     expected: dict[str, Any]
-    looked: Looked | None
+    scan: Looked | None
     events: list[dict[str, Any]]
 
 
@@ -310,8 +310,8 @@ def read_data(
 
     data = data_of(recipe, source_config, progress=watch.progress)
     if data.layout.kind != "text":
-        watch.notice(f"layout: {data.layout.words}")
-    for line in data.told:
+        watch.notice(f"layout: {data.layout.description}")
+    for line in data.warnings:
         watch.notice(line)
     model = hf.facts(hf.configure(recipe, len(data.tokenizer), source_config))
     require_examples(recipe, data, encoder=model.encoder)

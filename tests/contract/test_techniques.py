@@ -208,7 +208,7 @@ def test_its_options_and_fallbacks_are_settings_of_it(name: str) -> None:
 
 
 def _compatible(a: Technique, b: Technique) -> bool:
-    return not (a.owned() & b.owned() or a.conflicts & b.provided() or b.conflicts & a.provided())
+    return not (a.claimed() & b.claimed() or a.conflicts & b.provided() or b.conflicts & a.provided())
 
 
 def _meet(a: type[Technique], b: type[Technique]) -> bool:

@@ -11,7 +11,7 @@ from preheat import recipe as recipes
 from preheat.core import STEP, Device
 from preheat.models.hf import configure
 from preheat.planning.dry_run import observe
-from preheat.planning.layer_extrapolation import _few, observe_few
+from preheat.planning.layer_extrapolation import _layer_counts, observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
@@ -101,7 +101,7 @@ def test_many_layers_are_planned_by_few() -> None:
     )
     recipe = recipes.override(recipe, f"parallel.devices={WORLD}")
     request = Request(recipe, DEVICE, vocabulary=96)
-    few, whole = observe_few(request), observe(request)
+    few, whole = observe_few_layers(request), observe(request)
     assert not few.log
     assert whole.log
     for phase, peak in whole.peak.items():
@@ -125,15 +125,15 @@ def test_what_an_allocator_keeps_is_carried_on() -> None:
     )
     h100 = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
     request = Request(recipe, h100, vocabulary=96, world=WORLD)
-    few, whole = observe_few(request), observe(request)
+    few, whole = observe_few_layers(request), observe(request)
     replayed = hold(whole.log, whole.streams, h100)
-    assert few.held is not None
-    assert few.held == pytest.approx(replayed, rel=0.04)
+    assert few.reserved is not None
+    assert few.reserved == pytest.approx(replayed, rel=0.04)
     peak = max(whole.peak[phase] for phase in STEP)
     assert replayed > 1.1 * peak  # there is something to be carried on
-    quick = observe_few(request, quick=True)
-    assert quick.held is not None
-    assert peak < quick.held < 1.1 * replayed
+    quick = observe_few_layers(request, quick=True)
+    assert quick.reserved is not None
+    assert peak < quick.reserved < 1.1 * replayed
 
 
 def test_layers_that_are_told_apart_are_all_observed() -> None:
@@ -143,9 +143,9 @@ def test_layers_that_are_told_apart_are_all_observed() -> None:
         "{fsdp: {}, activation_checkpointing: {every: 3}}",
     ):
         recipe = recipes.override(tiny(), "model.layers=13", f"techniques={techniques}")
-        assert _few(recipe, configure(recipe, 96)) is None, techniques
+        assert _layer_counts(recipe, configure(recipe, 96)) is None, techniques
     alike = recipes.override(tiny("{fsdp: {}}"), "model.layers=13")
-    assert _few(alike, configure(alike, 96)) == (4, 5)
+    assert _layer_counts(alike, configure(alike, 96)) == (4, 5)
 
 
 GPU = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
@@ -162,12 +162,16 @@ def test_layers_that_differ_by_a_pattern_are_carried_on_by_its_turns() -> None:
     )
     request = Request(recipe, GPU)
     config = configure(recipe, None)
-    assert (config.get_text_config().num_hidden_layers, _few(recipe, config), _few(recipe, config, 8, 4)) == (
+    assert (
+        config.get_text_config().num_hidden_layers,
+        _layer_counts(recipe, config),
+        _layer_counts(recipe, config, 8, 4),
+    ) == (
         34,
         (4, 10),
         (10, 16),
     )
-    few, whole = observe_few(request), observe(request)
+    few, whole = observe_few_layers(request), observe(request)
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.flops == whole.flops
 
@@ -184,7 +188,7 @@ def test_of_a_pipeline_the_end_that_needs_more_is_planned() -> None:
     request = Request(recipe, DEVICE, vocabulary=96)
     first, last = (observe(request, rank=rank).peak for rank in (0, 1))
     assert max(last.values()) > max(first.values())
-    assert observe_few(request).peak == last
+    assert observe_few_layers(request).peak == last
 
 
 def test_a_pipeline_sends_what_weights_that_are_cast_later_give() -> None:
@@ -199,7 +203,7 @@ def test_what_building_takes_is_carried_on_where_optimizer_and_drawing_change_pl
     wide = "model={family: llama, layers: 24, width: 128, heads: 4, kv_heads: 2, vocabulary: 3400}"
     recipe = recipes.override(tiny(rows=WORLD), wide, "techniques={fsdp: {}}", f"parallel.devices={WORLD}")
     request = Request(recipe, Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False), vocabulary=3400)
-    few, whole = observe_few(request), observe(request)
+    few, whole = observe_few_layers(request), observe(request)
     assert few.peak["load"] == pytest.approx(whole.peak["load"], rel=0.001)
     assert few.at["load", "values"]["optimizer"] == 0 < few.at["load", ""]["optimizer"]
 

@@ -107,7 +107,7 @@ def one_job(number: int, folder: Path) -> dict[str, Any]:
             b = made(family, source[1], seed=0)
             saving = Saving(b, place)
             losses = steps(b, 0, BEFORE)
-            saving.begin(checkpoint.Progress(step=BEFORE, samples=BEFORE * ROWS))
+            saving.save(checkpoint.Progress(step=BEFORE, samples=BEFORE * ROWS))
             losses += steps(b, BEFORE, AFTER)  # while it is written
             return {"losses": losses, "saved": len(saving.wait())}
         b = made(family, target[1], seed=7)

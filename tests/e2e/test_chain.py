@@ -38,11 +38,11 @@ def test_steps_follow_each_other_and_each_is_measured(preheat: Command) -> None:
     assert len({v["before"]["loss"] for v in made["variants"]}) == 1, "not the same text, or not the same model"
     losses = [v["after"]["loss"] for v in made["variants"]]
     assert abs(losses[3] - losses[2]) < 0.01 * losses[2], "what was trained for four bits is not what they are"
-    assert any(words.startswith("rms_norm was left out") for words in made["said"])
+    assert any(words.startswith("rms_norm was left out") for words in made["notes"])
     recipe = (out / "2-train" / "recipe.yaml").read_text(encoding="utf-8")
     assert "distillation:" in recipe
     assert "grouped_queries:" in recipe
-    assert json.loads((out / "compress.json").read_text(encoding="utf-8"))["said"] == made["said"]
+    assert json.loads((out / "compress.json").read_text(encoding="utf-8"))["notes"] == made["notes"]
     assert "4-int4-group-16" in (out / "compress.html").read_text(encoding="utf-8")
     assert preheat.here.json("generate", made["path"], "--prompt", "one", "--tokens", "4")["text"] is not None
 

@@ -115,7 +115,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Run:
     made = Run(tmp_path_factory.mktemp("chats"), cache, TEMPLATE)
-    assert made.ours["ended"] == "stop token"
+    assert made.ours["finish_reason"] == "stop token"
     return made
 
 
@@ -128,7 +128,7 @@ def test_onnx_runtime_answers_as_the_run_does(run: Run) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which peft asks
 def test_answers_that_end_in_words_end_there(tmp_path: Path, cache: Path) -> None:
     made = Run(tmp_path, cache, IN_WORDS)
-    assert made.ours["ended"] == "stop string"
+    assert made.ours["finish_reason"] == "stop string"
     made.check(made.export("onnx"))
     made.check(made.export("peft"))
 

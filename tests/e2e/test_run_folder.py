@@ -121,7 +121,7 @@ def test_an_interrupted_beginning_does_not_block_the_next_try(command: Command) 
     (half / "tokenizer.writing").mkdir()
     (half / "tokenizer.writing" / "cut").write_text("{")
     (half / "plan.json.0123abcd.writing").write_text("{")
-    writer.event("rung", step=0)
+    writer.event("fallback", step=0)
     writer.close()
     (half / "tokenizer" / "notes.txt").write_text("mine")
     assert "(tokenizer)" in command.here("train", "r.yaml", "--out", "half", code=1)[1]
@@ -134,9 +134,9 @@ def test_an_interrupted_beginning_does_not_block_the_next_try(command: Command) 
     bare = command.folder / "bare"
     bare.mkdir()
     (bare / "lock").touch()  # a process that ended right after its first file
-    Writer(bare).take_back()
+    Writer(bare).remove_unstarted()
     assert list(bare.iterdir()) == [], "the folder was there before"
-    Writer(command.folder / "new").take_back()
+    Writer(command.folder / "new").remove_unstarted()
     assert not (command.folder / "new").exists()
 
 
@@ -161,7 +161,7 @@ def test_two_processes_and_a_folder(tmp_path: Path) -> None:
     finally:
         other.kill()
         other.communicate()
-    Writer(path).take_back()  # the lock of a process that is gone holds nobody up
+    Writer(path).remove_unstarted()  # the lock of a process that is gone holds nobody up
     assert path.exists(), "it was made by the other"
 
 

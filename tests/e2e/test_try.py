@@ -21,7 +21,7 @@ def test_a_technique_against_without_it(preheat: Command) -> None:
     assert all(row["tokens_per_second"] > 0 and row["peak_gib"] > 0 for row in rows.values())
     assert rows["gradient_accumulation"]["loss"] == pytest.approx(rows["without"]["loss"], rel=1e-3)
     assert rows["gradient_accumulation"]["gradient_cosine"] == pytest.approx(1, abs=1e-6)
-    assert made["words"][0].startswith("gradient_accumulation: ")
+    assert made["verdicts"][0].startswith("gradient_accumulation: ")
     assert set(made["gpu"]) == set(rows)
 
 

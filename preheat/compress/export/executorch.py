@@ -83,7 +83,7 @@ def write(
             file = folder / "model.pte"
             lower(model.model, file, length, quantized=dtype == "8da4w")
             rows = [row[:, : length - 1] for row in model.rows]
-            wanted = [row[:, : length - 1] for row in model.wanted]
+            wanted = [row[:, : length - 1] for row in model.reference_logits]
             difference = verify.compare(wanted, replay(file, rows), rows)
             verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
@@ -94,7 +94,7 @@ def write(
                 **verify.figures(difference, bound),
             }
             summary |= {
-                **model.held.told(difference, partial(replay, file), longest=length - 1),
+                **model.held_out_text.perplexities(difference, partial(replay, file), longest=length - 1),
                 "note": "; ".join(notes),
             }
             use = model.use(_LOAD, _STEP, positions=length)

@@ -95,9 +95,9 @@ def write(
             (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
             model.copy_settings(folder)
             notes = [*model.notes, *_settle(folder, model)]
-            difference = verify.compare(model.wanted, read(folder, model.rows), model.rows)
+            difference = verify.compare(model.reference_logits, read(folder, model.rows), model.rows)
             verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
-            perplexity = model.held.told(difference, partial(read, folder))
+            perplexity = model.held_out_text.perplexities(difference, partial(read, folder))
         summary = {"path": str(out), "bytes": verify.size(folder, "model.pth"), "dtype": dtype, "merged": model.merged}
         summary |= {
             "read_by": "its layout's arithmetic",
@@ -212,9 +212,9 @@ def _settle(folder: Path, model: Plain) -> list[str]:
     """
     file, notes, tokenizer = folder / "tokenizer_config.json", [], model.tokenizer
     settings = json.loads(file.read_text(encoding="utf-8"))
-    if model.turn is not None:
-        settings["eos_token"] = tokenizer.convert_ids_to_tokens(model.turn)
-    ends = [n for n in model.ends if tokenizer.convert_ids_to_tokens(n) != settings.get("eos_token")]
+    if model.end_of_turn is not None:
+        settings["eos_token"] = tokenizer.convert_ids_to_tokens(model.end_of_turn)
+    ends = [n for n in model.end_tokens if tokenizer.convert_ids_to_tokens(n) != settings.get("eos_token")]
     if ends:
         notes.append(
             f"torchchat stops at {settings.get('eos_token')!r} alone, and preheat generate also at "

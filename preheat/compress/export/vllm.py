@@ -62,9 +62,9 @@ def write(
                 ):
                     (folder / file.name).write_bytes(file.read_bytes())
             reloaded = _load(folder)
-            difference = verify.compare(model.wanted, verify.logits(reloaded, model.rows), model.rows)
+            difference = verify.compare(model.reference_logits, verify.logits(reloaded, model.rows), model.rows)
             verify.refuse_beyond(difference, bound, str(out), "use --dtype int8, --to hf, or raise --tolerance")
-            perplexity = model.held.by(reloaded, difference)
+            perplexity = model.held_out_text.by(reloaded, difference)
             notes = list(model.notes)
             if skipped:
                 notes.append(

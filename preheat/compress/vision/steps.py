@@ -39,7 +39,7 @@ from preheat.compress.vision.pruning import narrower
 from preheat.errors import RecipeError, RunError, nearest
 from preheat.models.image_classifiers import open_classifier, open_processor, scores
 from preheat.recipe import Recipe, Stop
-from preheat.run_dir import write_asked
+from preheat.run_dir import write_user_file
 
 __all__ = ["ImageSteps"]
 
@@ -65,7 +65,7 @@ class ImageSteps(Steps):
             raise RecipeError("--data: is needed with an image classifier: name a folder of images by class")
         self._source, self._out, self._seed, self._say = source, out, seed, say
         self._model, self._processor = open_classifier(source), open_processor(source)
-        for step, place in zip(chain.steps, chain.places, strict=True):
+        for step, place in zip(chain.steps, chain.locations, strict=True):
             with located(place):
                 _require(step, source, self._model)
         say("reading images")
@@ -197,7 +197,9 @@ class ImageSteps(Steps):
         }
         for number, row in enumerate(rows):
             folder = self._out / row["name"]
-            write_asked(folder / "README.md", model_card.of_image_step(summary, number, folder), fix="free some room")
+            write_user_file(
+                folder / "README.md", model_card.of_image_step(summary, number, folder), fix="free some room"
+            )
         return summary
 
 

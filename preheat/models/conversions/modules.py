@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-__all__ = ["CentredEmbedding", "DynamicRotary", "Passthrough", "FeedForward", "LongRotary", "RMSNorm", "own_rotary"]
+__all__ = ["CentredEmbedding", "DynamicRotary", "Passthrough", "FeedForward", "LongRotary", "RMSNorm", "replace_rotary"]
 
 
 class RMSNorm(nn.Module):
@@ -131,7 +131,7 @@ def _tables(x: Tensor, position_ids: Tensor, frequencies: Tensor, scale: float) 
     return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
 
 
-def own_rotary(model: PreTrainedModel) -> None:
+def replace_rotary(model: PreTrainedModel) -> None:
     """Replaces transformers' rotary embeddings that depend on the longest position by ours, in place."""
     ours = {"dynamic": DynamicRotary, "longrope": LongRotary}
     for name, module in list(model.named_modules()):

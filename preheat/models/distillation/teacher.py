@@ -110,7 +110,9 @@ class Teacher:
             return hidden
 
         with torch.no_grad():
-            last, states = self.build.slot(Slot.FORWARD)(self.model, lambda: capture_hidden(self.model, places, run))
+            last, states = self.build.slot(Slot.UNSHARD_SCOPE)(
+                self.model, lambda: capture_hidden(self.model, places, run)
+            )
         kind = last.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else last.dtype
         return last.to(dtype), states

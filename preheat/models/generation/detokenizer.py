@@ -28,13 +28,13 @@ class Written:
     Attributes:
         text: without special tokens, and without the stop string that ended it.
         tokens: as sampled, with the stop token that ended it.
-        ended: by a stop token, a stop string, the requested length, or the end of the model's context.
+        finish_reason: by a stop token, a stop string, the requested length, or the end of the model's context.
         compiled: decoding steps were compiled.
     """
 
     text: str
     tokens: list[int]
-    ended: Ended
+    finish_reason: Ended
     compiled: bool = field(default=False, compare=False)
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault, finite
-from preheat.ops.adapters.peft_layers import base_of, draw, inject, names_of, own_of, parameters_of
+from preheat.ops.adapters.peft_layers import adapter_tensors, base_of, draw, inject, names_of, parameters_of
 from preheat.ops.adapters.tied_head import TiedHead, pair_of
-from preheat.ops.distributed.dtensor_utils import local, share_of
+from preheat.ops.distributed.dtensor_utils import local, local_shard
 from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
@@ -226,7 +226,9 @@ class AdapterFolder:
         for name in names_of(model):  # peft saves an adapted embedding together with its adapter
             base: Any = base_of(model, name)
             value = theirs.get(f"{name}.base_layer.weight")
-            if value is not None and not torch.equal(share_of(value, base.weight).to(base.weight), local(base.weight)):
+            if value is not None and not torch.equal(
+                local_shard(value, base.weight).to(base.weight), local(base.weight)
+            ):
                 raise self.fault(
                     f"holds other values of {name} than its base; merge it with peft and name the merged model"
                 )
@@ -366,7 +368,7 @@ def _last(name: str) -> str:
 def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the adapters' own tensors by their names in peft's files."""
     for name in names_of(model):
-        for key, tensor in own_of(model.get_submodule(name)):
+        for key, tensor in adapter_tensors(model.get_submodule(name)):
             short = re.sub(r"\.default(?=\.|$)", "", key)
             yield f"{name}.{'lora_magnitude_vector' if short.startswith('lora_magnitude_vector') else short}", tensor
 

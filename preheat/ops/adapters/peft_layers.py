@@ -36,11 +36,11 @@ __all__ = [
     "inject",
     "merge",
     "names_of",
-    "own_of",
+    "adapter_tensors",
     "parameters_of",
-    "shares",
+    "parameter_counts",
     "under_autocast",
-    "without",
+    "adapters_disabled",
 ]
 
 
@@ -239,11 +239,11 @@ def base_of(model: nn.Module, name: str) -> Any:
 
 def parameters_of(model: nn.Module, names: list[str]) -> str:
     """Returns a regular expression that matches the adapters' own parameters and buffers."""
-    own = {key for name in names for key, _ in own_of(model.get_submodule(name))}
+    own = {key for name in names for key, _ in adapter_tensors(model.get_submodule(name))}
     return r"\.(" + "|".join(sorted(re.escape(key.partition(".")[0]) for key in own)) + r")(\.|$)"
 
 
-def own_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def adapter_tensors(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Returns the parameters and buffers of an adapted module without those of its base."""
     return [(k, t) for k, t in (*layer.named_parameters(), *layer.named_buffers()) if not k.startswith("base_layer.")]
 
@@ -280,15 +280,15 @@ def _draw(model: nn.Module, config: PeftConfig, names: list[str], *, in_fp32: bo
     _inject(alone, config, part=True)
     with torch.no_grad():
         for name, (base, full) in bases.items():
-            values = dict(own_of(alone.get_submodule(name)))
-            for key, target in own_of(model.get_submodule(name)):
+            values = dict(adapter_tensors(alone.get_submodule(name)))
+            for key, target in adapter_tensors(model.get_submodule(name)):
                 target.copy_(values[key])
             if full is not base:
                 base.weight.copy_(full.weight)
 
 
 @contextmanager
-def without(model: nn.Module) -> Iterator[None]:
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Context manager that disables a model's adapters, in place.
 
     Sets peft's flag on each layer directly, since `enable_adapters` would also toggle requires_grad.
@@ -355,7 +355,7 @@ def merge(model: nn.Module) -> int:
     return len(names) + merge_pairs(model)
 
 
-def shares(model: nn.Module) -> tuple[int, int]:
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
     """Returns the numbers of trained and of all weights; counts 4-bit weights as weights, not bytes."""
     total = sum(p.numel() for p in model.parameters())
     for module in model.modules():

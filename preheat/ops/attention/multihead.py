@@ -85,7 +85,7 @@ def attention_in_chunks(
         raise ValueError(f"causal attention of {length} queries on {total} keys: say in a bias where the queries stand")
     q, k, v = in_compute_dtype(q, k, v)
     if queries >= length:
-        return next(_pieces(q, k, mask, scale, dropout, queries))[3](q, k, v, bias)
+        return next(_chunks(q, k, mask, scale, dropout, queries))[3](q, k, v, bias)
     return _Chunks.apply(q, k, v, bias, mask, scale, dropout, queries)
 
 
@@ -114,7 +114,7 @@ class _Chunks(torch.autograd.Function):
         # One RNG state for all chunks: backward draws in the same order.
         ctx.drawn = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, ctx.devices)] if dropout else []
         out = q.new_empty(*q.shape[:3], v.shape[-1])
-        for begin, end, keys, piece in _pieces(q, k, *ctx.settings):
+        for begin, end, keys, piece in _chunks(q, k, *ctx.settings):
             out[:, :, begin:end] = piece(
                 q[:, :, begin:end], k[:, :, :keys], v[:, :, :keys], _part(bias, begin, end, keys)
             )
@@ -136,7 +136,7 @@ class _Chunks(torch.autograd.Function):
                 torch.set_rng_state(ctx.drawn[0])
                 for state, device in zip(ctx.drawn[1:], ctx.devices, strict=True):
                     torch.cuda.set_rng_state(state, device)
-            for begin, end, keys, piece in _pieces(q, k, *ctx.settings):
+            for begin, end, keys, piece in _chunks(q, k, *ctx.settings):
 
                 def cut(
                     q: Tensor,
@@ -159,7 +159,7 @@ class _Chunks(torch.autograd.Function):
         return (*back, *[None] * (8 - len(back)))
 
 
-def _pieces(
+def _chunks(
     q: Tensor, k: Tensor, mask: MaskSpec, scale: float, dropout: float, queries: int
 ) -> Iterator[tuple[int, int, int, Callable[..., Tensor]]]:
     """Yields (first query, end, number of visible keys, attention function) of each chunk."""
@@ -167,7 +167,7 @@ def _pieces(
     starts = starts_of(mask, total, q.device) if mask.documents is not None or mask.global_tokens else None
     for begin in range(0, length, queries):
         end = min(begin + queries, length)
-        piece = functools.partial(_piece, mask=mask, scale=scale, dropout=dropout, starts=starts, begin=begin)
+        piece = functools.partial(_chunk, mask=mask, scale=scale, dropout=dropout, starts=starts, begin=begin)
         # The tensors already have their dtype, and backward runs without autocast.
         with torch.autocast(q.device.type, enabled=False):
             yield begin, end, end if mask.causal else total, piece
@@ -180,7 +180,7 @@ def _part(bias: Tensor | None, begin: int, end: int, keys: int) -> Tensor | None
     return bias if bias.shape[-1] == 1 else bias[..., :keys]
 
 
-def _piece(
+def _chunk(
     q: Tensor,
     k: Tensor,
     v: Tensor,

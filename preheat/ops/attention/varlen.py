@@ -305,7 +305,7 @@ def _backward_flops(
 # --- CPU implementation of the operators
 
 
-def _places(offsets: Tensor, length: int) -> Iterator[tuple[slice, slice]]:
+def _document_positions(offsets: Tensor, length: int) -> Iterator[tuple[slice, slice]]:
     """Yields the row and positions of each document."""
     for begin, end in itertools.pairwise(offsets.numpy().tolist()):
         row = begin // length
@@ -326,7 +326,7 @@ def _by_document(
 ) -> tuple[Tensor, Tensor]:
     (rows, heads, length, _), one = q.shape, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = _empty(q, v.shape[3]), q.new_empty(heads, rows, length, dtype=_statistics(q)).transpose(0, 1)
-    for row, span in _places(offsets, length):
+    for row, span in _document_positions(offsets, length):
         mask = _hidden(q, span.stop - span.start, is_causal, window)
         parts = one(q[row, :, span], k[row, :, span], v[row, :, span], 0.0, is_causal and not mask, scale=scale, **mask)
         out[row, :, span], lse[row, :, span] = parts
@@ -347,7 +347,7 @@ def _by_document_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     a, b, c = (_empty(t, t.shape[3]) for t in (q, k, v))
-    for row, span in _places(offsets, q.shape[2]):
+    for row, span in _document_positions(offsets, q.shape[2]):
         mask = _hidden(q, span.stop - span.start, is_causal, window)
         cut = (t[row, :, span] for t in (grad, q, k, v, out, lse))
         a[row, :, span], b[row, :, span], c[row, :, span] = one(*cut, 0.0, is_causal and not mask, scale=scale, **mask)

@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
 
-__all__ = ["cut_rows", "landed", "padded", "places_of", "row_length", "ulysses_attention", "ulysses_bytes"]
+__all__ = ["cut_rows", "landed", "padded", "local_positions", "row_length", "ulysses_attention", "ulysses_bytes"]
 
 
-def places_of(length: int, degree: int, rank: int, *, zigzag: bool) -> numpy.ndarray:
+def local_positions(length: int, degree: int, rank: int, *, zigzag: bool) -> numpy.ndarray:
     """Returns the positions of a row that a rank holds, in its order.
 
     Args:
         length: length of the full row, a multiple of `degree` (of twice that with `zigzag`).
 
     Example:
-        >>> places_of(8, 2, 0, zigzag=True).tolist(), places_of(8, 2, 1, zigzag=False).tolist()
+        >>> local_positions(8, 2, 0, zigzag=True).tolist(), local_positions(8, 2, 1, zigzag=False).tolist()
         ([0, 1, 6, 7], [4, 5, 6, 7])
     """
     pieces = numpy.arange(length).reshape(2 * degree if zigzag else degree, -1)
@@ -81,7 +81,7 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
         tokens, positions = (torch.cat([t, t[:, -1:].expand(rows, more)], dim=1) for t in (tokens, positions))
         labels = torch.cat([labels, labels.new_full((rows, more), IGNORED)], dim=1)
     # One index for tokens, labels and positions: with zigzag a shard is not contiguous.
-    places = to_device(places_of(length + more, degree, rank, zigzag=zigzag), tokens.device)
+    places = to_device(local_positions(length + more, degree, rank, zigzag=zigzag), tokens.device)
     tokens, labels, positions = (t.index_select(1, places) for t in (tokens, labels, positions))
     return replace(
         batch, tokens=tokens, labels=labels, positions=positions, mask=replace(batch.mask, documents=documents)
@@ -108,7 +108,7 @@ class _AllToAll(torch.autograd.Function):
         return landed(collectives.all_to_all_single(grads[0].contiguous(), None, None, ctx.group)), None
 
 
-def _heads_for_places(tensors: Sequence[Tensor], group: ProcessGroup, degree: int) -> list[Tensor]:
+def _split_heads_gather_positions(tensors: Sequence[Tensor], group: ProcessGroup, degree: int) -> list[Tensor]:
     """Converts each [rows, heads, places, dim] to [rows, heads / degree, places * degree, dim] in one all-to-all."""
     shapes = [(t.shape[0], t.shape[1] // degree, *t.shape[2:]) for t in tensors]
     # Queries, keys and values travel in one message, though keys and values may have fewer heads.
@@ -117,7 +117,7 @@ def _heads_for_places(tensors: Sequence[Tensor], group: ProcessGroup, degree: in
     return [c.view(degree, *shape).movedim(0, 2).flatten(2, 3) for c, shape in zip(received, shapes, strict=True)]
 
 
-def _places_for_heads(t: Tensor, group: ProcessGroup, degree: int) -> Tensor:
+def _split_positions_gather_heads(t: Tensor, group: ProcessGroup, degree: int) -> Tensor:
     """Inverse of `_heads_for_places`: [rows, heads / degree, places * degree, dim] -> [rows, heads, places, dim]."""
     return _AllToAll.apply(t.unflatten(2, (degree, -1)).movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
 
@@ -151,8 +151,8 @@ def ulysses_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Cal
         # The all-to-all gives all ranks equally many heads, so key/value heads are repeated until they divide.
         if (copies := _copies(shared, degree)) > 1:
             k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
-        out = kernel(*_heads_for_places((q, k, v), group, degree), mask, scale, **more)
-        return _places_for_heads(out, group, degree)
+        out = kernel(*_split_heads_gather_positions((q, k, v), group, degree), mask, scale, **more)
+        return _split_positions_gather_heads(out, group, degree)
 
     return attend
 

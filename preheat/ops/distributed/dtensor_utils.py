@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-__all__ = ["by_dtype", "first_element", "local", "share_of", "spread_as", "square_sum", "total_norm", "whole"]
+__all__ = ["by_dtype", "first_element", "local", "local_shard", "spread_as", "square_sum", "total_norm", "full_tensor"]
 
 
 def local(t: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def share_of(value: Tensor, like: Tensor) -> Tensor:
+def local_shard(value: Tensor, like: Tensor) -> Tensor:
     """Returns this rank's shard of a replicated tensor under the placements of `like`, without communication."""
     if not isinstance(like, DTensor):
         return value
@@ -40,7 +40,7 @@ def spread_as(share: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def whole(t: Tensor) -> Tensor:
+def full_tensor(t: Tensor) -> Tensor:
     """Gathers a DTensor, differentiably; other tensors unchanged. Every rank must use the result in the same way."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 

@@ -18,7 +18,7 @@ from torch.distributed import _functional_collectives as collectives
 from preheat.core import MaskSpec
 from preheat.ops.attention.sdpa import in_compute_dtype
 from preheat.ops.distributed.context_parallel import landed
-from preheat.ops.distributed.ring_attention_blocks import pieces_like
+from preheat.ops.distributed.ring_attention_blocks import tiles_for_kernel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -108,7 +108,7 @@ def ring_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Callab
     Raises:
         ValueError: the kernel does not provide partial results.
     """
-    kind = pieces_like(kernel)
+    kind = tiles_for_kernel(kernel)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
     def attend(

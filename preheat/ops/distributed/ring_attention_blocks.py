@@ -1,8 +1,8 @@
 """Partial attention between the queries of one rank and the keys of another, with log-sum-exp for merging.
 
-Both classes assume `places_of(..., zigzag=True)`. `FlashPieces` uses torch's fused kernels, whose only mask is a causal
-square: for any documents, what one zigzag chunk sees of another is such a square or a full rectangle. `ProductPieces`
-uses matmuls and supports any mask.
+Both classes assume `local_positions(..., zigzag=True)`. `FlashTiles` uses torch's fused kernels, whose only mask is a
+causal square: for any documents, what one zigzag chunk sees of another is such a square or a full rectangle.
+`MatmulTiles` uses matmuls and supports any mask.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from preheat.core import MaskSpec
 from preheat.hardware.transfers import to_device
 from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.sdpa import flash_backward, flash_forward, packed, reference_attention, sdpa_attention, sees
-from preheat.ops.distributed.context_parallel import places_of, row_length
+from preheat.ops.distributed.context_parallel import local_positions, row_length
 
-__all__ = ["FlashPieces", "ProductPieces", "MaskTile", "pieces_like", "rectangles"]
+__all__ = ["FlashTiles", "MatmulTiles", "MaskTile", "tiles_for_kernel", "rectangles"]
 
 
 class MaskTile(NamedTuple):
@@ -52,22 +52,22 @@ def rectangles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int, s
     # Neighbouring rows with equal documents share their tiles, so that one kernel call serves them all.
     for cuts, same in itertools.groupby(range(len(documents)), key=lambda row: documents[row]):
         rows = list(same)
-        spans = _own(cuts, degree, rank) if source == rank else _others(cuts, degree, rank, source)
+        spans = _own_tiles(cuts, degree, rank) if source == rank else _other_tiles(cuts, degree, rank, source)
         tiles += [MaskTile(slice(rows[0], rows[-1] + 1), *where) for where in spans]
     return tuple(tiles)
 
 
-def _own(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slice, slice, bool]]:
+def _own_tiles(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slice, slice, bool]]:
     """Tiles of a rank's own keys: its positions ascend, so each document is a causal square, even if another rank has
     its middle.
     """
-    which = numpy.repeat(numpy.arange(len(cuts)), cuts)[places_of(sum(cuts), degree, rank, zigzag=True)]
+    which = numpy.repeat(numpy.arange(len(cuts)), cuts)[local_positions(sum(cuts), degree, rank, zigzag=True)]
     ends = [*(numpy.flatnonzero(numpy.diff(which)) + 1).tolist(), len(which)]
     spans = [slice(start, stop) for start, stop in itertools.pairwise([0, *ends])]
     return [(span, span, True) for span in spans]
 
 
-def _others(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[tuple[slice, slice, bool]]:
+def _other_tiles(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[tuple[slice, slice, bool]]:
     """Tiles of another rank's keys: only a document that spans both chunks is visible across them."""
     size = sum(cuts) // (2 * degree)
     bounds = numpy.cumsum((0, *cuts))
@@ -115,7 +115,7 @@ class Slopes(NamedTuple):
     v: Tensor
 
 
-class FlashPieces:
+class FlashTiles:
     """Partial attention by torch's fused kernels, one call per tile. Grouped keys and values are not repeated.
 
     Args:
@@ -153,7 +153,7 @@ class FlashPieces:
 _QUERIES = 128  # per block; its scores against all keys of another rank are in memory at once
 
 
-class ProductPieces:
+class MatmulTiles:
     """Partial attention by matmuls over blocks of queries, for any mask; skips keys that no query of a block sees.
 
     Args:
@@ -165,7 +165,7 @@ class ProductPieces:
         self.mask = mask if packed(mask) else replace(mask, documents=None)
         self.scale, self.softcap, self.rank = scale, softcap, rank
         length = row_length(mask)
-        self.places = [places_of(length, degree, n, zigzag=True) for n in range(degree)]
+        self.places = [local_positions(length, degree, n, zigzag=True) for n in range(degree)]
         cuts = mask.documents if packed(mask) and mask.documents else ((length,),)
         self.starts = numpy.stack([numpy.repeat(numpy.cumsum((0, *row[:-1])), row) for row in cuts])
 
@@ -264,7 +264,7 @@ def _grouped(t: Tensor, shared: int) -> Tensor:
     return t.unflatten(1, (shared, -1))
 
 
-def pieces_like(kernel: Callable[..., Tensor]) -> type[FlashPieces] | type[ProductPieces]:
+def tiles_for_kernel(kernel: Callable[..., Tensor]) -> type[FlashTiles] | type[MatmulTiles]:
     """Returns the partial-attention class equivalent to a kernel of full rows.
 
     Raises:
@@ -274,9 +274,9 @@ def pieces_like(kernel: Callable[..., Tensor]) -> type[FlashPieces] | type[Produ
     plain = kernel.func if isinstance(kernel, functools.partial) else kernel
     name = kernel.keywords.get("kernel", "flash") if isinstance(kernel, functools.partial) else "flash"
     if plain is sdpa_attention and name in ("flash", "preferred"):
-        return FlashPieces
+        return FlashTiles
     if plain in (reference_attention, blocked_attention):
-        return ProductPieces
+        return MatmulTiles
     label = name if plain is sdpa_attention else getattr(plain, "__name__", str(plain))
     raise ValueError(
         f"a ring puts partial results together, which the kernel {label} does not give; flash and blocks do"

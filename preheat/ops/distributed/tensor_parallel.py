@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from preheat.core import RowLoss
-from preheat.core.tp_style import Share
+from preheat.core.tp_style import TpStyle
 from preheat.errors import RunError
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.ops.losses.cross_entropy import (
@@ -50,7 +50,7 @@ Given = WeakTensorKeyDictionary
 """Gathered block input -> its `_Gathered`, while the input is alive."""
 
 
-class _Whole(ParallelStyle):
+class _Replicated(ParallelStyle):
     """A module replicated on all ranks; `output` may shard its result along the sequence."""
 
     def __init__(self, output: Placement | None = None):
@@ -187,37 +187,40 @@ class _Columns(ColwiseParallel):
         return module
 
 
-def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[Share, tuple[ParallelStyle, ...]]:
+def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[TpStyle, tuple[ParallelStyle, ...]]:
     """Returns torch's style for each share; `stream` is the placement of activations between blocks."""
     cut, given = stream == Shard(1), WeakTensorKeyDictionary() if regather else None
-    ends: dict[Share, tuple[ParallelStyle, ...]] = {
-        Share.EMBEDDING: (_Rows(stream),),
-        Share.HEAD: (ColwiseParallel(output_layouts=Replicate()),),
+    ends: dict[TpStyle, tuple[ParallelStyle, ...]] = {
+        TpStyle.EMBEDDING: (_Rows(stream),),
+        TpStyle.HEAD: (ColwiseParallel(output_layouts=Replicate()),),
     }
-    replicated: dict[Share, tuple[ParallelStyle, ...]] = {Share.EMBEDDING: (_Whole(stream),), Share.HEAD: (_Whole(),)}
+    replicated: dict[TpStyle, tuple[ParallelStyle, ...]] = {
+        TpStyle.EMBEDDING: (_Replicated(stream),),
+        TpStyle.HEAD: (_Replicated(),),
+    }
     return {
-        Share.BLOCK: (_Input(stream, given),),
-        Share.COLUMNS: (ColwiseParallel() if given is None else _Columns(given),),
-        Share.COLUMNS_GATHERED: (ColwiseParallel(output_layouts=Replicate()),),
-        Share.ROWS: (RowwiseParallel(output_layouts=stream),),
-        Share.ROWS_SPLIT: (RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),),
-        Share.ROWS_SUMMED: (RowwiseParallel(),),
-        Share.WHOLE_CUT: (_Whole(stream),),
-        Share.HEADS: (SequenceParallel(sequence_dim=2, use_local_output=True),),  # [rows, length, heads, head_dim]
-        Share.WHOLE: (_Whole(),),
-        Share.BETWEEN: (SequenceParallel(use_local_output=True) if cut else _Whole(),),
-        Share.LAST: (
+        TpStyle.BLOCK: (_Input(stream, given),),
+        TpStyle.COLUMNS: (ColwiseParallel() if given is None else _Columns(given),),
+        TpStyle.COLUMNS_GATHERED: (ColwiseParallel(output_layouts=Replicate()),),
+        TpStyle.ROWS: (RowwiseParallel(output_layouts=stream),),
+        TpStyle.ROWS_SPLIT: (RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),),
+        TpStyle.ROWS_SUMMED: (RowwiseParallel(),),
+        TpStyle.REPLICATED_THEN_SPLIT: (_Replicated(stream),),
+        TpStyle.HEADS: (SequenceParallel(sequence_dim=2, use_local_output=True),),  # [rows, length, heads, head_dim]
+        TpStyle.REPLICATED: (_Replicated(),),
+        TpStyle.BETWEEN: (SequenceParallel(use_local_output=True) if cut else _Replicated(),),
+        TpStyle.LAST: (
             SequenceParallel(),
             PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
         )
         if cut
-        else (_Whole(),),
+        else (_Replicated(),),
     } | (ends if rows_divide else replicated)
 
 
 def parallelize(
     model: PreTrainedModel,
-    shares: Mapping[str, Share],
+    shares: Mapping[str, TpStyle],
     mesh: DeviceMesh,
     *,
     sequence: bool = False,
@@ -239,7 +242,7 @@ def parallelize(
     Raises:
         ValueError: a matrix does not divide by the mesh, or `regather` has nothing to gather.
     """
-    if regather and Share.COLUMNS not in shares.values():
+    if regather and TpStyle.COLUMNS not in shares.values():
         raise ValueError(
             "regather: this family's plan leaves no map's outputs cut, so nothing is gathered for one; leave it out"
         )
@@ -343,7 +346,7 @@ class SharedCrossEntropy:
         return torch.where(trained, losses, 0.0), torch.where(trained, factor, 0.0)
 
 
-class _Kept:
+class _RecordedShards:
     """`Recorded` for losses computed by a `SharedCrossEntropy`."""
 
     def __init__(self, recorded: Recorded, loss: SharedCrossEntropy):
@@ -362,34 +365,34 @@ class _Kept:
 
 
 @functools.singledispatch
-def _over_shares(loss: RowLoss, group: dist.ProcessGroup) -> RowLoss:
+def _sharded_loss(loss: RowLoss, group: dist.ProcessGroup) -> RowLoss:
     """Returns the equivalent loss for column-sharded logits."""
     raise TypeError(f"{type(loss).__name__} has no form for logits that are shared out; set loss_parallel: false")
 
 
-@_over_shares.register
+@_sharded_loss.register
 def _(loss: CrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return SharedCrossEntropy(group)
 
 
-@_over_shares.register
+@_sharded_loss.register
 def _(loss: RegularizedCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return SharedCrossEntropy(group, loss.smoothing, loss.z)
 
 
-@_over_shares.register
+@_sharded_loss.register
 def _(loss: WeightedCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return WeightedCrossEntropy(SharedCrossEntropy(group))
 
 
-@_over_shares.register
+@_sharded_loss.register
 def _(loss: Softcapped, group: dist.ProcessGroup) -> RowLoss:
-    return Softcapped(_over_shares(loss.loss, group), loss.cap)
+    return Softcapped(_sharded_loss(loss.loss, group), loss.cap)
 
 
-@_over_shares.register
+@_sharded_loss.register
 def _(loss: Recorded, group: dist.ProcessGroup) -> RowLoss:
-    return _Kept(loss, SharedCrossEntropy(group))
+    return _RecordedShards(loss, SharedCrossEntropy(group))
 
 
 def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
@@ -409,4 +412,4 @@ def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: 
     # Each rank's gradient by `hidden` covers its own columns only; Partial makes DTensor add them up.
     spread = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     mine: Any = SimpleNamespace(weight=weight.to_local())
-    return chunked_logits(spread, mine, _over_shares(row_loss, mesh.get_group()), *aligned, rows=rows)
+    return chunked_logits(spread, mine, _sharded_loss(row_loss, mesh.get_group()), *aligned, rows=rows)

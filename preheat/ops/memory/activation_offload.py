@@ -60,7 +60,7 @@ class Saved:
         return value
 
 
-class _Stays:
+class _OnDevice:
     """Saved tensors that are not activations: weights, buffers, inputs common to all layers, and autocast's copies.
 
     Autocast caches its casts of trained weights on the device until the end of the forward pass, so offloading them
@@ -102,7 +102,7 @@ _RESHAPES = {
 class _Pass:
     """One layer's forward pass: its saved tensors, and the pass of the previous layer."""
 
-    def __init__(self, link: HostCopy, before: _Pass | None, *, moves: bool, least: int, stays: _Stays):
+    def __init__(self, link: HostCopy, before: _Pass | None, *, moves: bool, least: int, stays: _OnDevice):
         self.link, self.before, self.moves, self.least, self.kept = link, before, moves, least, stays
         self._saved: list[weakref.ref[Saved]] = []  # autograd owns them: tensors that it freed are not fetched
         self._same: dict[tuple[object, ...], Saved] = {}  # tensors saved by several operators move once
@@ -173,7 +173,7 @@ class ActivationOffload:
                 self.link = link_for(next(layer.parameters()).device)
             # Weights, and tensors that all layers receive (rotary tables), stay on the device anyway.
             alike = (t for t in tree_leaves(kwargs) if isinstance(t, Tensor) and not t.requires_grad)
-            stays = _Stays(layer, alike)
+            stays = _OnDevice(layer, alike)
             # The first layer has none before it: `_last` is then a layer of the previous forward pass.
             before = self._last if index else None
             run = _Pass(self.link, before, moves=index < self.count, least=self.least, stays=stays)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from preheat.ops.distributed.dtensor_utils import local, share_of, whole
+from preheat.ops.distributed.dtensor_utils import full_tensor, local, local_shard
 from preheat.ops.optim.optimizers import Numbered, adamw_, adamw_state, keep_, locally
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Apollo(Numbered):
             here, grad, state = locally(p, grad, state)
             adamw_(here, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
             return
-        grad = whole(grad)
+        grad = full_tensor(grad)
         wide = (grad if p.shape[0] <= p.shape[1] else grad.t()).float()
         projected = self.projection(p, group, self._number()) @ wide
         step = state["step"] + 1
@@ -100,6 +100,6 @@ class Apollo(Numbered):
         here = local(p)
         value = here.float() * (1 - group["lr"] * group["weight_decay"])
         update = update if p.shape[0] <= p.shape[1] else update.t()
-        keep_(here, value.sub_(share_of(update, p), alpha=group["lr"]), self.found_inf)
+        keep_(here, value.sub_(local_shard(update, p), alpha=group["lr"]), self.found_inf)
         for key, new in {"step": step, "exp_avg": mean, "exp_avg_sq": square, "norm": norm * shrink}.items():
             keep_(state[key], new, self.found_inf)

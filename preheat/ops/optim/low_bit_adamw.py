@@ -146,7 +146,7 @@ class LowBitAdamW(StochasticAdamW):
         count = p.numel()
         if count < self.least or count % 2:
             return adamw_state(p, torch.float32)
-        share = self._share(p)
+        share = self._local_numel(p)
         state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             zero = code_book(self.bits, signed=signed).index(0.0) if signed or self.bits == 8 else 0
@@ -158,7 +158,7 @@ class LowBitAdamW(StochasticAdamW):
             return state
         return {key: t if key == "step" else _joined(t, count // share, p) for key, t in state.items()}
 
-    def _share(self, p: Tensor) -> int:
+    def _local_numel(self, p: Tensor) -> int:
         """Returns the number of a parameter's elements on this rank."""
         share, count = local(p).numel(), p.numel()
         if not isinstance(p, DTensor) or share == count:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from preheat.ops.distributed.dtensor_utils import first_element, local, share_of, spread_as, whole
+from preheat.ops.distributed.dtensor_utils import first_element, full_tensor, local, local_shard, spread_as
 from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.optim.half_adamw import half_adamw_
 from preheat.ops.optim.stochastic_rounding import stochastic_round_
@@ -194,9 +194,9 @@ class Numbered(Guarded):
 
     def draws(self, p: Tensor, number: int, part: int = 0) -> torch.Generator:
         """Returns the generator, seeded for part `part` of parameter `p` in step `number`."""
-        return self._generator.manual_seed((self._place(p, number) + part * 0x9E3779B97F4A7C15) % (1 << 63))
+        return self._generator.manual_seed((self._seed(p, number) + part * 0x9E3779B97F4A7C15) % (1 << 63))
 
-    def _place(self, p: Tensor, number: int) -> int:
+    def _seed(self, p: Tensor, number: int) -> int:
         """Returns the seed of parameter `p` in step `number`."""
         return (self.seed << 44) + (number << 20) + self._order[p]
 
@@ -246,7 +246,7 @@ class StochasticAdamW(Numbered):
         low = p.dtype != torch.float32
         if self.fused:
             if low:
-                place = self._place(p, self._number()) % (1 << 62)
+                place = self._seed(p, self._number()) % (1 << 62)
                 half_adamw_(here, grad, state, group, self.found_inf, seed=place, first=first)
             else:
                 adamw_(here, grad.float(), state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
@@ -384,8 +384,8 @@ class Muon(Guarded):
         momentum = state["momentum"] * group["momentum"] + grad
         update = torch.add(grad, momentum, alpha=group["momentum"])
         if isinstance(like, DTensor):  # gathers the full matrix on every rank, in the dtype of the computation
-            update = share_of(
-                orthogonalize(whole(spread_as(update.to(self.dtype), like)), group["steps"], self.dtype), like
+            update = local_shard(
+                orthogonalize(full_tensor(spread_as(update.to(self.dtype), like)), group["steps"], self.dtype), like
             )
         else:
             update = orthogonalize(update, group["steps"], self.dtype)
@@ -412,7 +412,7 @@ class Adafactor(Guarded):
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
         step = state["step"] + 1
         weight = step ** -group["decay"]  # 1 - beta2 of this step
-        update = whole(grad).float()
+        update = full_tensor(grad).float()
         squares = update.square().add_(1e-30)
         new = {"step": step}
         if p.ndim < 2:
@@ -427,6 +427,6 @@ class Adafactor(Guarded):
         update /= (size / group["clip"]).clamp_(min=1.0)
         here = local(p)
         value = here * (1 - group["lr"] * group["weight_decay"])
-        keep_(here, value.float().sub_(share_of(update, p), alpha=group["lr"]), self.found_inf)
+        keep_(here, value.float().sub_(local_shard(update, p), alpha=group["lr"]), self.found_inf)
         for key, tensor in new.items():
             keep_(state[key], tensor, self.found_inf)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from preheat.ops.optim.param_groups import ParamGroup
 
 
-__all__ = ["SharedOut", "share_out"]
+__all__ = ["ShardedOptimizer", "shard_optimizer"]
 
 
 def _cut(t: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -52,8 +52,8 @@ def _swapped_parameters(modules: Iterable[nn.Module], others: dict[Tensor, nn.Pa
             store[name] = p
 
 
-class SharedOut:
-    """An optimizer over this rank's shards of replicated parameters. Created by `share_out`.
+class ShardedOptimizer:
+    """An optimizer over this rank's shards of replicated parameters. Created by `shard_optimizer`.
 
     After `step` every rank has all new weights. `state` is keyed by the full parameters and holds DTensors, so that a
     checkpoint can be loaded on another number of ranks.
@@ -104,14 +104,14 @@ class SharedOut:
         self.optimizer.load_state_dict(state)
 
 
-def share_out(
+def shard_optimizer(
     make: Callable[..., torch.optim.Optimizer],
     groups: Iterable[ParamGroup],
     mesh: DeviceMesh,
     *,
     modules: Iterable[nn.Module] = (),
     **settings: Any,
-) -> SharedOut:
+) -> ShardedOptimizer:
     """Creates the optimizer `make(groups, **settings)` over this rank's shards of the parameters.
 
     Args:
@@ -127,4 +127,4 @@ def share_out(
             shares[p].grad_dtype = None  # allows fp32 gradients of half-precision weights
         cut.append({**group, "params": [shares[p] for p in group["params"]]})
     with _swapped_parameters(modules, shares):
-        return SharedOut(make(cut, **settings), shares)
+        return ShardedOptimizer(make(cut, **settings), shares)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from preheat.ops.cuda_kernels import is_plain, named_failures
-from preheat.ops.distributed.dtensor_utils import local, share_of, whole
+from preheat.ops.distributed.dtensor_utils import full_tensor, local, local_shard
 
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
@@ -249,7 +249,7 @@ class PackedMap(nn.Module):
     def weight(self) -> Tensor:
         if self.nf4_draft is not None:
             return self.nf4_draft
-        packed = Packed(*(None if t is None else whole(t) for t in self._packed()))  # type: ignore[arg-type]
+        packed = Packed(*(None if t is None else full_tensor(t) for t in self._packed()))  # type: ignore[arg-type]
         weight = dequantize(packed, self.nf4_shape, torch.float32, self._tables())
         if not torch.compiler.is_compiling():
             weight._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps transformers from reinitializing the copy
@@ -275,7 +275,7 @@ class PackedMap(nn.Module):
                 (*self._packed(), *self._tables()), (*new, *tables(self.nf4_codes.device)), strict=True
             ):
                 if old is not None and value is not None:
-                    local(old).copy_(share_of(value, old))
+                    local(old).copy_(local_shard(value, old))
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type

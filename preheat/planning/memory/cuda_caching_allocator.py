@@ -119,13 +119,13 @@ class Caching:
         )
         # As torch does when cudaMalloc fails: release cached segments, then try once more.
         if self.limit is not None and self.reserved + size > self.limit:
-            self._give_back()
+            self._release_segments()
             if self.reserved + size > self.limit:
                 return None
         self.reserved += size
         return pool.grow(size)
 
-    def _give_back(self) -> None:
+    def _release_segments(self) -> None:
         """Releases all segments without live blocks."""
         for pool in self._pools.values():
             for start, size in list(pool.segments.items()):

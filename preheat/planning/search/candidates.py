@@ -38,7 +38,7 @@ from preheat.planning.plan import steps_of
 from preheat.planning.request import Request
 from preheat.recipe import Recipe
 
-__all__ = ["NUMERICS", "Settings", "Space", "candidate_problems", "words", "worst"]
+__all__ = ["NUMERICS", "Settings", "Space", "candidate_problems", "describe_techniques", "worst"]
 
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 """Effects on the numbers, smallest first."""
@@ -51,7 +51,7 @@ def worst(techniques: Iterable[Technique]) -> Numerics:
     return max((numerics for numerics in given_up if numerics), key=NUMERICS.index, default="exact")
 
 
-def words(added: Iterable[Technique], micro: int | None = None) -> str:
+def describe_techniques(added: Iterable[Technique], micro: int | None = None) -> str:
     """Describes techniques in a line: their names and the settings that differ from the defaults."""
     parts = []
     for t in added:

@@ -35,14 +35,14 @@ class LayerCost:
     Attributes:
         states: weights, gradients and optimizer states.
         weights: the weights alone.
-        kept: activations that a layer saves for backward; for the ends everything else that is alive at the peak.
+        saved: activations that a layer saves for backward; for the ends everything else that is alive at the peak.
         seconds: forward and backward.
         update: optimizer update, which does not depend on the batch size.
     """
 
     states: tuple[float, float]
     weights: tuple[float, float]
-    kept: tuple[float, float]
+    saved: tuple[float, float]
     seconds: tuple[float, float]
     update: tuple[float, float]
 
@@ -60,7 +60,7 @@ class LayerCost:
                 layer, ends = (max(a + b - c, 0.0) for a, b, c in triples)
             return layer, ends
 
-        return LayerCost(by("states"), by("weights"), by("kept"), by("seconds"), by("update"))
+        return LayerCost(by("states"), by("weights"), by("saved"), by("seconds"), by("update"))
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
 
     one = numbers(1)
     if layer is not None:
-        of_layer = [layer.states[0], layer.weights[0], layer.kept[0], layer.seconds[0], layer.update[0]]
+        of_layer = [layer.states[0], layer.weights[0], layer.saved[0], layer.seconds[0], layer.update[0]]
     else:
         of_layer = [max(b - a, 0.0) for a, b in zip(one, numbers(2), strict=True)]
     ends = [max(a - b, 0.0) for a, b in zip(one, of_layer, strict=True)]
@@ -148,7 +148,7 @@ def estimate(
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
             gathered += weights  # unsharded gradients accumulate until the last micro-batch
     flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals are replicated
-    alive = min(pipeline, micros) * layers * cost.kept[0] / flowing + cost.kept[1] / tensor
+    alive = min(pipeline, micros) * layers * cost.saved[0] / flowing + cost.saved[1] / tensor
     memory = of_all(cost.states) / sharded + gathered + micro * alive / context
     working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
     waiting, hidden = _sent(batch, model, sizes, micros, micro, weights, tags, rates)

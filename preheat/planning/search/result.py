@@ -18,11 +18,11 @@ class EstimatedPlan(NamedTuple):
     """A candidate with its estimate, without a dry run.
 
     Attributes:
-        what: readable description of techniques and micro-batch.
+        description: readable description of techniques and micro-batch.
         techniques: the same without the micro-batch.
     """
 
-    what: str
+    description: str
     techniques: str
     peak_gib: float
     tokens_per_second: float
@@ -54,8 +54,8 @@ class SearchResult:
 
     Attributes:
         best: the best candidate that fits; if none fits, the one that needs the least memory.
-        others: alternatives that fit, the best of each other set of techniques.
-        seen: all dry-run candidates, in order.
+        alternatives: alternatives that fit, the best of each other set of techniques.
+        evaluated: all dry-run candidates, in order.
         rejected: (settings, reason), a line each.
         guessed: number of estimated candidates.
         confirmed: True if the best was dry-run with all its layers.
@@ -63,8 +63,8 @@ class SearchResult:
     """
 
     best: EvaluatedPlan
-    others: list[EvaluatedPlan] = field(default_factory=list)
-    seen: list[EvaluatedPlan] = field(default_factory=list)
+    alternatives: list[EvaluatedPlan] = field(default_factory=list)
+    evaluated: list[EvaluatedPlan] = field(default_factory=list)
     rejected: list[tuple[str, str]] = field(default_factory=list)
     guessed: int = 0
     confirmed: bool = False
@@ -103,7 +103,7 @@ def fragmentation_hint(plan: Mapping[str, Any]) -> str:
     cached = plan["overhead"].get("allocator", 0.0)
     if plan["device"].get("segments") != "fixed":
         return ""
-    if plan.get("gives_back"):
+    if plan.get("allocator_retries"):
         return (
             "the allocator must give back freed memory in each step to make room, which takes time: "
             "--set hardware.segments=expandable has less to give back"

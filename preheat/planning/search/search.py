@@ -18,7 +18,7 @@ from preheat.core import DATA, Axis, Problem, ProblemCode, Technique
 from preheat.errors import RecipeError
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
-from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, words, worst
+from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, describe_techniques, worst
 from preheat.planning.search.ranking import Guess, estimate
 from preheat.planning.search.result import EstimatedPlan, EvaluatedPlan, SearchResult, too_large
 from preheat.planning.search.technique_combinations import Combination, technique_combinations
@@ -159,7 +159,7 @@ class _Search:
             best = [k for k in kinds if not k.better]
             others = [
                 sorted(kinds, key=lambda k: k.cost.seconds[0]),
-                sorted(kinds, key=lambda k: k.cost.states[0] + k.cost.kept[0]),
+                sorted(kinds, key=lambda k: k.cost.states[0] + k.cost.saved[0]),
             ]
             every = max(len(kinds) // 10, 1)  # estimating all of them would take as long as the dry runs
             # Layouts that differ in degrees only are mostly compatible with the same kinds.
@@ -380,7 +380,7 @@ class _Search:
         ordered = sorted(candidates, key=lambda c: -self._corrected(c)[1])
         shown = [ordered[n * len(ordered) // _PLOTTED] for n in range(_PLOTTED)] if len(ordered) > _PLOTTED else ordered
         return [
-            EstimatedPlan(words(c.added, c.micro), words(c.added), c_bytes / GIB, speed)
+            EstimatedPlan(describe_techniques(c.added, c.micro), describe_techniques(c.added), c_bytes / GIB, speed)
             for c in shown
             for c_bytes, speed in [self._corrected(c)]
         ]
@@ -389,14 +389,14 @@ class _Search:
         request = self.space.having(c.added)
         why = candidate_problems(self.space, request)
         if why:
-            self._reject(words(c.added), str(why[0]))
+            self._reject(describe_techniques(c.added), str(why[0]))
             return None
-        self.tell(words(c.added, c.micro))
+        self.tell(describe_techniques(c.added, c.micro))
         began = time.perf_counter()
         try:
             observation = observe_cached(request, how="few")
         except RecipeError as error:  # found by the build only
-            self._reject(words(c.added), str(error).splitlines()[0])
+            self._reject(describe_techniques(c.added), str(error).splitlines()[0])
             return None
         plan = describe(request, observation)
         evaluated = EvaluatedPlan(request.recipe, plan, worst(c.added), c.micro, c.added)
@@ -407,7 +407,7 @@ class _Search:
         if not plan["fits"]:
             key = (c.kind, c.layout)
             self._too_large[key] = min(c.micro, self._too_large.get(key, c.micro))
-            self._reject(words(c.added, c.micro), too_large(plan))
+            self._reject(describe_techniques(c.added, c.micro), too_large(plan))
         return evaluated
 
     def _reject(self, what: str, why: str) -> None:
@@ -422,7 +422,7 @@ class _Search:
         Continues with the next best if it does not fit.
         """
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
-            self.tell(f"{'all' if how == 'whole' else 'more'} layers of {words(s.added, s.micro)}")
+            self.tell(f"{'all' if how == 'whole' else 'more'} layers of {describe_techniques(s.added, s.micro)}")
             request = replace(self.space.request, recipe=s.recipe)
             plan = describe(request, observe_cached(request, how=how))
             confirmed = replace(s, plan=plan)
@@ -430,7 +430,8 @@ class _Search:
             if plan["fits"]:
                 return confirmed, True
             self._reject(
-                words(s.added, s.micro), f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers"
+                describe_techniques(s.added, s.micro),
+                f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers",
             )
         return best, False
 
@@ -443,7 +444,7 @@ class _Search:
         return list(groups.values())
 
     def _explain_slower(self, result: SearchResult) -> None:
-        for s in result.seen:
+        for s in result.evaluated:
             if s.plan["fits"] and s is not result.best and result.best.plan["fits"]:
                 share = s.plan["tokens_per_second"] / result.best.plan["tokens_per_second"] - 1
                 late = s.plan["seconds_to_start"] - result.best.plan["seconds_to_start"]
@@ -451,7 +452,7 @@ class _Search:
                     f", but {late:.0f} s later to its first step, in a run this short" if share > 0 and late > 0 else ""
                 )
                 self._reject(
-                    words(s.added, s.micro),
+                    describe_techniques(s.added, s.micro),
                     f"fits in {s.plan['peak_gib']:.1f} GiB, {share:+.0%} tokens a second{waits}",
                 )
 

@@ -11,7 +11,7 @@ from preheat.core import Problem, Searchable, Slot, Tag, Technique
 from preheat.errors import RecipeError
 from preheat.planning.layer_extrapolation import of_layers
 from preheat.planning.observation_cache import prefetch
-from preheat.planning.search.candidates import Settings, Space, candidate_problems, words
+from preheat.planning.search.candidates import Settings, Space, candidate_problems, describe_techniques
 from preheat.planning.search.ranking import LayerCost, observe_layer
 
 __all__ = ["Combination", "technique_combinations"]
@@ -92,7 +92,7 @@ class _Combiner:
             # Keep the option to do without: a technique that excludes this one may be better.
             choices[cls] = worthwhile if worthwhile[0].setting is None else [without, *worthwhile]
             # Optimizers exclude each other and are slow to observe, so they do not become part of the base.
-            light = [c for c in worthwhile if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
+            light = [c for c in worthwhile if c.setting is None or Slot.OPTIMIZER not in c.setting.claimed()]
             best = min(light or worthwhile, key=lambda c: self._cost(c.cost, c.setting) / self._cost(c.base))
             if best.setting is not None and best.base is under:
                 base, under = (*base, best.setting), best.cost
@@ -166,7 +166,7 @@ class _Combiner:
         except RecipeError as error:  # found by the build only
             why = str(error).splitlines()
         if why:
-            self.reject(words((t,)), why[0])
+            self.reject(describe_techniques((t,)), why[0])
         return None
 
     def _compatible_base(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Settings | None:
@@ -201,7 +201,7 @@ class _Combiner:
 
     def _bytes(self, cost: LayerCost) -> float:
         """Returns the bytes of a device with one sequence, with the states sharded across all devices."""
-        return self._of_model(cost.states) / self.space.world + self._of_model(cost.kept)
+        return self._of_model(cost.states) / self.space.world + self._of_model(cost.saved)
 
     def _cost(self, cost: LayerCost, added: Technique | None = None) -> float:
         """Returns bytes times seconds of one sequence."""
@@ -215,7 +215,7 @@ class _Combiner:
         return tokens / self.space.over_run(tokens / row, added)
 
     def _sums(self, cost: LayerCost, added: Settings) -> tuple[float, float, float]:
-        return self._of_model(cost.states), self._of_model(cost.kept), self._seconds(cost, added)
+        return self._of_model(cost.states), self._of_model(cost.saved), self._seconds(cost, added)
 
     def _pareto(self, choices: list[Option]) -> list[Option]:
         """Returns the options on the Pareto front of memory and time; of nearly equal ones the first."""
@@ -239,7 +239,7 @@ class _Combiner:
 
 def _changes_ends_only(added: Settings) -> bool:
     """True if the last of these techniques changes only head and loss, not the layers."""
-    return bool(added) and Slot.OVER_LOGITS in added[-1].owned()
+    return bool(added) and Slot.OVER_LOGITS in added[-1].claimed()
 
 
 def _worse(mine: tuple[float, ...], other: tuple[float, ...]) -> bool:

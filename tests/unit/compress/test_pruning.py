@@ -23,7 +23,7 @@ from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.models.conversions import slicing
-from preheat.models.conversions.slicing import Kept, Sizes
+from preheat.models.conversions.slicing import KeptIndices, Sizes
 from preheat.models.hf import PATTERN, anatomy, facts, plain_logits
 from preheat.models.layerwise import linear_maps, loss, matrix, plainly
 from preheat.ops import pruning_scores as ops
@@ -196,7 +196,7 @@ def wanted_of(model: Any, family: str) -> Sizes:
     return replace(now, heads=4, kv_heads=2, channels=24)
 
 
-def mute(model: Any, kept: Kept, now: Sizes) -> None:
+def mute(model: Any, kept: KeptIndices, now: Sizes) -> None:
     """Sets to zero what the heads and channels that go write to the stream, in place."""
     with torch.no_grad():
         for layer, _, module in slicing.readers(model, "heads"):
@@ -238,7 +238,7 @@ def test_a_cut_model_is_the_whole_one_with_the_rest_at_zero(family: str, tmp_pat
     wanted = wanted_of(model, family)
     units = wanted.heads // wanted.kv_heads
     groups = [some(wanted.kv_heads, now.kv_heads) for _ in range(3)]
-    kept = Kept(
+    kept = KeptIndices(
         layers=torch.tensor([0, 2]),
         hidden=some(24, 32),
         kv_heads=groups,

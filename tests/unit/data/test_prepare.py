@@ -366,7 +366,9 @@ def test_a_document_longer_than_a_row_is_split_and_counted_or_refused(tmp_path, 
     rows[40]["text"] = "a long one: " + "quick brown fox " * 60
     source = write(tmp_path / "t.jsonl", rows)
     split = run(tmp_path, source, length=100, tokenizer=tokenizer)
-    sizes = [int(n) for side in ("train", "validation") for n in np.diff(getattr(split, side).tokens.ends, prepend=0)]
+    sizes = [
+        int(n) for side in ("train", "validation") for n in np.diff(getattr(split, side).tokens.offsets, prepend=0)
+    ]
     longer = sum(n > 100 for n in sizes)
     assert 1 == longer == sum(split.counts[side]["longer"] for side in ("train", "validation"))
     assert split.train.tokens_total == len(split.train) * 100

@@ -63,6 +63,6 @@ def test_its_template_marks_what_the_assistant_says() -> None:
         {"role": r, "content": c}
         for r, c in (("user", "Hi"), ("assistant", "Hello"), ("user", "So?"), ("assistant", "Yes"))
     ]
-    pieces = template.pieces(talk)
+    pieces = template.spans(talk)
     assert [piece.text for piece in pieces if piece.trained] == ["Hello</s>", "Yes</s>"]
     assert "".join(piece.text for piece in pieces) == "user: Hi\nHello</s>user: So?\nYes</s>"

@@ -24,7 +24,7 @@ from preheat.errors import DataError, PreheatError, RecipeError
 from preheat.evaluation import bootstrap, metrics
 from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
 from preheat.evaluation.prompts import items_of, read_rows
-from preheat.evaluation.results import compared, described, kept, read_kept
+from preheat.evaluation.results import compared, described, deserialize, serialize
 from preheat.evaluation.run_task import measure_task
 from preheat.evaluation.scoring import CLASSES, Scorer
 from preheat.evaluation.tasks import Task, built_in, find_tasks, load_task
@@ -297,7 +297,7 @@ def test_a_text_is_measured_in_nats_and_in_bits_a_byte(tokenizer: Any, tmp_path:
     # Rows begin with tokens that are no label, and the last part of the text fills no row.
     scored = sum(len(tokenizer.decode(row.labels[row.labels >= 0])) for row in map(rows.row, range(len(rows))))
     assert found.metrics["bits_per_byte"].value == pytest.approx(loss * tokens / math.log(2) / scored, rel=1e-6)
-    assert described(read_kept(json.loads(json.dumps(kept(found))))) == described(found)
+    assert described(deserialize(json.loads(json.dumps(serialize(found))))) == described(found)
     other = compared(replace(found, identity="other rows"), found)  # another tokenizer: only bits a byte compare
     assert (other["paired"], set(other["metrics"])) == (False, {"bits_per_byte"})
     same = compared(found, found)

@@ -12,7 +12,7 @@ import torch
 
 from preheat.core import Device
 from preheat.hardware import gpu_memory, probe
-from preheat.hardware.gpu_memory import CONTEXT, limit_memory, memory_peak, taken_bytes
+from preheat.hardware.gpu_memory import CONTEXT, limit_memory, memory_peak, other_processes_bytes
 from preheat.hardware.probe import begin_peak
 from preheat.report.run_page import _memory_of_gpu
 from preheat.run_dir import expected_memory
@@ -112,11 +112,13 @@ def test_what_the_driver_does_not_tell_is_as_planned(
 
 def test_what_others_hold_is_not_there_for_a_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.reserved = 0
-    assert taken_bytes(WHOLE) == 10 * GIB - CONTEXT  # 10 are taken, and of these one context is this process's
+    assert (
+        other_processes_bytes(WHOLE) == 10 * GIB - CONTEXT
+    )  # 10 are taken, and of these one context is this process's
     driver(monkeypatch, (os.getpid(), GIB))
     assert in_use(WHOLE) == 9 * GIB
-    assert taken_bytes(Device("cuda", "a GPU", 60 * GIB)) == 0  # of 60 GiB that the run may use, all are free
-    assert taken_bytes(Device("cuda", "a GPU", 75 * GIB)) == 4 * GIB
+    assert other_processes_bytes(Device("cuda", "a GPU", 60 * GIB)) == 0  # of 60 GiB that the run may use, all are free
+    assert other_processes_bytes(Device("cuda", "a GPU", 75 * GIB)) == 4 * GIB
 
 
 def test_stated_memory_limits_the_allocator(gpu: Gpu) -> None:

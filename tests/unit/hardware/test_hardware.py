@@ -24,7 +24,7 @@ from preheat.hardware import segments
 from preheat.hardware.benchmark_rates import FULL, GPU, _host_link, calibrate, grid_of, rates
 from preheat.hardware.catalogue import accelerator, accelerators
 from preheat.hardware.link_rates import links_at, load_links
-from preheat.hardware.oom import asked_bytes, is_oom
+from preheat.hardware.oom import is_oom, requested_bytes
 from preheat.hardware.rates import (
     LAYOUTS,
     MOVERS,
@@ -455,7 +455,7 @@ def test_a_damaged_calibration_is_measured_anew(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     whole = dataclasses.replace(made_up(), torch=torch.__version__, threads=1)
     whole.store().write_text("null")
-    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_apart", lambda *_: whole.store())
+    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_in_process", lambda *_: whole.store())
     assert rates(Device("cpu", "made up", 2**30), 1) == whole
 
 
@@ -496,7 +496,7 @@ def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(
     others = 0.0
     assert rates(device, 1, measure=False) == busy
     quiet = dataclasses.replace(busy, contended=False, bandwidth=9e10)
-    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_apart", lambda *_: quiet.store())
+    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_in_process", lambda *_: quiet.store())
     assert rates(device, 1) == rates(device, 1, measure=False) == quiet
 
 
@@ -695,7 +695,7 @@ def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
 )
 def test_what_says_that_a_gpu_is_out_of_memory(error: Exception, lacks: bool) -> None:
     assert is_oom(error) == lacks
-    assert asked_bytes(str(error)) == (20 << 20 if "Tried" in str(error) else None)
+    assert requested_bytes(str(error)) == (20 << 20 if "Tried" in str(error) else None)
 
 
 def test_a_gpu_s_times_are_its_own_and_not_those_of_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,10 +109,10 @@ def test_without_a_compiler_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RunError("no C++ compiler was found")
 
     monkeypatch.setattr("preheat.hardware.cpp_build.library", none)
-    ops._made.cache_clear()
+    ops._library.cache_clear()
     with pytest.warns(UserWarning, match="several times the time: no C"):
         assert not of_use(*given(1, 4, 2, 1, 9, 64, 64), None)
-    ops._made.cache_clear()
+    ops._library.cache_clear()
 
 
 @pytest.fixture(scope="module")

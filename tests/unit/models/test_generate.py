@@ -60,7 +60,7 @@ def test_greedy_text_is_that_of_plain_transformers_alone_and_in_a_padded_batch(
     for prompt, m in zip(prompts, made, strict=True):
         whole = stories.tokenizer.decode([*prompt, *m.tokens], skip_special_tokens=True)
         assert whole.endswith(m.text)
-        assert m.ended == "length"
+        assert m.finish_reason == "length"
 
 
 def test_told_text_is_the_whole_text_and_never_taken_back(stories: LoadedModel) -> None:
@@ -82,7 +82,7 @@ def test_told_text_is_the_whole_text_and_never_taken_back(stories: LoadedModel) 
     assert [told[0], told[1]] == [m.text for m in made]
     assert steps > 10
     assert sorted(ended) == [0, 1]
-    assert (made[0].text, made[0].ended) == (" upon a time, there was a little girl", "stop string")
+    assert (made[0].text, made[0].finish_reason) == (" upon a time, there was a little girl", "stop string")
     free = generate(stories.build.trained[0], stories.tokenizer, prompts, Sample(tokens=40))
     assert free[0].text.startswith(made[0].text + " named")
     assert all(s not in made[1].text for s in stop)
@@ -186,7 +186,7 @@ def test_the_end_of_the_positions_ends_a_text_and_no_other(stories: LoadedModel)
     assert len(prompts[1]) > 480
     model, room = stories.build.trained[0], 512 - len(prompts[1])
     made = generate(model, stories.tokenizer, prompts, Sample(tokens=48), stop=frozenset({2}), positions=512)
-    assert [(len(m.tokens), m.ended) for m in made] == [(48, "length"), (room, "context"), (48, "length")]
+    assert [(len(m.tokens), m.finish_reason) for m in made] == [(48, "length"), (room, "context"), (48, "length")]
 
 
 def _model(techniques: str, more: str = "") -> Recipe:

@@ -126,7 +126,7 @@ def test_a_chat_goes_on_after_proposals_behind_its_end(stories: LoadedModel, pro
     kept, settings = PrefixCache(), Sample(tokens=40, lookup=6, stop=(" Lily",))
     first = prompts[2]
     made = generate(model, stories.tokenizer, [first], settings, kept=kept)[0]
-    assert made.ended == "stop string"
+    assert made.finish_reason == "stop string"
     assert kept.tokens == [*first, *made.tokens][: len(kept.tokens)]
     assert kept.cache.get_seq_length() == len(kept.tokens)
     second = [*first, *made.tokens, *prompts[1][1:]]
@@ -139,7 +139,7 @@ def test_the_end_of_the_positions_ends_a_text_with_proposals(stories: LoadedMode
     prompt = [1, *stories.tokenizer.encode("Once upon " * 240, add_special_tokens=False)]
     room = 512 - len(prompt)
     made, _ = _write(stories, [prompt], tokens=64, lookup=8)
-    assert (len(made[0].tokens), made[0].ended) == (room, "context")
+    assert (len(made[0].tokens), made[0].finish_reason) == (room, "context")
     assert made == _write(stories, [prompt], tokens=64)[0]
 
 

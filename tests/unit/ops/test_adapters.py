@@ -107,7 +107,7 @@ def test_a_pair_on_the_embedding_is_one_with_a_tied_head_and_merged_exactly(
     assert losses[-1] < losses[0] - 0.05, losses
     assert losses == pytest.approx(train(whole, 6), rel=1e-5)
     tuned, model = logits(b), b.trained[0]
-    with peft_layers.without(model):
+    with peft_layers.adapters_disabled(model):
         assert torch.equal(logits(b), base)
     assert peft_layers.merge(model) == 3
     assert relative(logits(b), tuned) < 1e-5

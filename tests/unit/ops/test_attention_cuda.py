@@ -242,7 +242,7 @@ class _Count(TorchDispatchMode):
 
 def _with_varlen(techniques: str) -> Build:
     made = build(tiny(techniques), vocabulary=96, device=DEVICE)
-    made.own(Slot.ATTENTION_KERNEL, VARLEN, "efficient_attention")
+    made.claim(Slot.ATTENTION_KERNEL, VARLEN, "efficient_attention")
     return made
 
 

@@ -376,7 +376,7 @@ def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: P
     from preheat.engine.evaluate import evaluate
     from preheat.models import hf
     from preheat.ops.adapters.moe_lora import adapted_experts
-    from preheat.ops.adapters.peft_layers import merge, without
+    from preheat.ops.adapters.peft_layers import adapters_disabled, merge
 
     settings = "{targets: [q_proj, v_proj], rank: 4, expert_rank: 4, alpha: 8}"
     plain, b = made("qwen3_moe", strong=False), made("qwen3_moe", f"{{lora: {settings}}}", strong=False)
@@ -391,7 +391,7 @@ def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: P
         for _, p in b.parameters():
             p.copy_(torch.randn(p.shape, generator=g) * 0.1)
     loss, ours, _ = grads(b, [batch])
-    with without(model):
+    with adapters_disabled(model):
         assert evaluate(b, [batch])[0] == pytest.approx(evaluate(plain, [batch])[0], abs=1e-6)
     before = hf.plain_logits(model, batch.tokens)
     # The same with the sum of each expert's matrix and its addition written out, for the gradients.

@@ -16,7 +16,7 @@ from preheat.core import Device
 from preheat.engine.async_checkpoint import room
 from preheat.engine.builder import build
 from preheat.errors import RecipeError, RunError
-from preheat.hardware.catalogue import accelerator, accelerators, stated
+from preheat.hardware.catalogue import accelerator, accelerators, parse_accelerator
 from preheat.hardware.probe import probe
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.dry_run import observe
@@ -178,14 +178,14 @@ def test_energy_is_at_most_that_of_boards_at_full_power() -> None:
 
 
 def test_power_is_the_data_sheets_or_stated_and_never_guessed() -> None:
-    rates = Roofline(stated("memory=24GiB,bandwidth=1008,bf16=165,fp32=20,watts=450,host=31.5"))
+    rates = Roofline(parse_accelerator("memory=24GiB,bandwidth=1008,bf16=165,fp32=20,watts=450,host=31.5"))
     assert (rates.device.watts, rates.device.host) == (450, 31.5e9)
     assert plan(Request(tiny(), rates.as_device, vocabulary=96, rates=rates))["watts"] == 450
     assert accelerator("H100").watts == 700
     assert accelerator("GB200").watts is None
     assert all(one.watts is None or 50 < one.watts < 2000 for one in accelerators().values())
     with pytest.raises(RecipeError, match="watts: 'much' is no power; write a number of watts"):
-        stated("memory=24GiB,bandwidth=1008,bf16=165,watts=much")
+        parse_accelerator("memory=24GiB,bandwidth=1008,bf16=165,watts=much")
 
 
 def _crossing(techniques: str, world: int = 1) -> tuple[Observation, dict[tuple[str, bool], int]]:
@@ -225,7 +225,7 @@ def test_activations_that_come_back_stand_on_the_device_again() -> None:
 def test_the_device_waits_for_the_update_on_the_host_and_for_copies_that_outlast_the_computing() -> None:
     def seconds(kernels: dict[Kernel, int], host: float) -> Seconds:
         seen = Observation({}, {}, Counter(kernels), {}, 0, 0, 0, 0)
-        return Roofline(stated(f"memory=24GiB,bandwidth=1000,bf16=100,host={host}")).seconds(seen)
+        return Roofline(parse_accelerator(f"memory=24GiB,bandwidth=1000,bf16=100,host={host}")).seconds(seen)
 
     def copy(where: Any, size: int, *, alone: bool) -> Kernel:
         return Kernel("a copy", "bf16", 0, size, size, (), 0, where=where, alone=alone)

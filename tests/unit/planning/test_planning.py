@@ -181,9 +181,9 @@ def test_deep_models_on_one_cpu_are_planned_by_few_layers(monkeypatch: pytest.Mo
         "model: {layers: 24, width: 16, heads: 2, vocabulary: 64}\nbatch: {size: 2, length: 16}\nstop: {steps: 1}"
     )
     request = Request(deep, probe("cpu", "2GiB"), vocabulary=64)
-    whole = layer_extrapolation.observe_few(request)
+    whole = layer_extrapolation.observe_few_layers(request)
     monkeypatch.setattr(layer_extrapolation, "_ALL", 8)
-    few = layer_extrapolation.observe_few(request)
+    few = layer_extrapolation.observe_few_layers(request)
     assert not few.log
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.flops == whole.flops

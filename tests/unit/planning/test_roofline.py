@@ -17,11 +17,11 @@ from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, M
 from preheat.ops.dry_run_loops import counting, fold_identical
 from preheat.planning.dispatch_recorder import Kernel, Recorder
 from preheat.planning.dry_run import observe
-from preheat.planning.layer_extrapolation import observe_few
+from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.memory.cuda_caching_allocator import Caching, replay_caching
 from preheat.planning.memory.free_list import Holes
-from preheat.planning.memory.overhead import gives_back, process_overhead
+from preheat.planning.memory.overhead import needs_allocator_retries, process_overhead
 from preheat.planning.observation import Observation
 from preheat.planning.plan import plan
 from preheat.planning.request import Request
@@ -128,7 +128,7 @@ def test_a_gpu_has_room_if_what_the_allocator_gives_back_before_it_fails_makes_i
     phases: Any = [(block, size * MIB, phase) for block, size, phase in log]
     seen = Observation({"forward": alive * MIB}, {}, Counter(), {}, 0, 0, 0, 0, log=phases)
     recipe = tiny()
-    assert gives_back(seen, device) == back
+    assert needs_allocator_retries(seen, device) == back
     needs = alive * MIB + sum(process_overhead(recipe, seen, device).values())
     assert (needs <= device.memory) == fits
     seen.log.clear()  # as by few layers: fixed segments are then taken to stay
@@ -216,7 +216,7 @@ def test_what_is_measured_on_a_gpu_plans_as_its_roofline_does() -> None:
         "name: x\nmodel: {preset: llama-3.1-8b}\nbatch: {size: 2, length: 4096}\nstop: {steps: 1}\n"
         "techniques: {lora: {}, mixed_precision: {mode: bf16_weights}, efficient_attention: {}, chunked_loss: {rows: 4096}}"
     )
-    seen = observe_few(Request(recipe, h100.as_device), quick=True)
+    seen = observe_few_layers(Request(recipe, h100.as_device), quick=True)
     roofline, by_rates = h100.seconds(seen).total, step_seconds(seen, measured(h100))
     assert by_rates == pytest.approx(roofline, rel=0.15)
 

@@ -12,7 +12,7 @@ import pytest
 
 from preheat.core import Tag, registry
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import Accelerator, accelerator, stated
+from preheat.hardware.catalogue import Accelerator, accelerator, parse_accelerator
 from preheat.planning import observation_cache as recalling
 from preheat.planning.explain import explain, figures
 from preheat.planning.plan import plan
@@ -38,7 +38,7 @@ def small(more: str = "", rows: int = 8) -> Recipe:
 
 
 def gpu(mib: float) -> Roofline:
-    return Roofline(stated(f"name=small,memory={mib}MiB,bandwidth=1000,bf16=100,fp32=20,link=100"))
+    return Roofline(parse_accelerator(f"name=small,memory={mib}MiB,bandwidth=1000,bf16=100,fp32=20,link=100"))
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +67,8 @@ def test_nothing_is_traded_without_leave_and_what_is_stated_stays() -> None:
     exact = found(small(", lora: {rank: 4}"), 8192)
     rounded = found(small(", lora: {rank: 4}"), 8192, "rounding")
     assert exact.best.trades == worst(exact.best.added) == "exact"
-    assert any(s.trades == "rounding" for s in rounded.seen)
-    assert all(s.trades == "exact" for s in exact.seen)
+    assert any(s.trades == "rounding" for s in rounded.evaluated)
+    assert all(s.trades == "exact" for s in exact.evaluated)
     assert rounded.best.plan["tokens_per_second"] >= exact.best.plan["tokens_per_second"]
     for made in (exact, rounded):
         assert made.best.recipe.techniques["lora"].rank == 4
@@ -79,7 +79,7 @@ def test_where_nothing_fits_it_says_what_is_least() -> None:
     made = found(small(), 520)
     assert not made.best.plan["fits"]
     assert any("needs" in why and "GiB" in why for _, why in made.rejected)
-    assert not made.others
+    assert not made.alternatives
 
 
 def test_what_excludes_a_better_technique_is_found_where_that_does_not_fit() -> None:
@@ -134,11 +134,16 @@ def test_what_was_observed_is_recalled_from_disk_as_it_was(monkeypatch: pytest.M
     recalling._known.clear()
     monkeypatch.setitem(recalling._DRY_RUNS, "whole", lambda *_, **__: pytest.fail("looked at again"))
     second = recalling.observe_cached(request, how="whole")
-    assert (first.peak, first.kernels, first.at, first.held) == (second.peak, second.kernels, second.at, second.held)
+    assert (first.peak, first.kernels, first.at, first.reserved) == (
+        second.peak,
+        second.kernels,
+        second.at,
+        second.reserved,
+    )
 
 
 def test_a_device_is_stated_in_its_data_sheets_units() -> None:
-    made = stated("name=X,memory=24GiB,bandwidth=1008,bf16=165")
+    made = parse_accelerator("name=X,memory=24GiB,bandwidth=1008,bf16=165")
     assert (made.name, made.memory, made.bandwidth, made.bf16) == ("X", 24 * 2**30, 1008e9, 165e12)
     assert isinstance(accelerator("H100"), Accelerator)
     for text, words in (
@@ -147,15 +152,15 @@ def test_a_device_is_stated_in_its_data_sheets_units() -> None:
         ("flops=1", "did you mean|known"),
     ):
         with pytest.raises(RecipeError, match=words):
-            stated(text)
+            parse_accelerator(text)
 
 
 def test_a_question_is_a_recipe_or_a_model(tmp_path: Path) -> None:
     named = subject_of("Qwen/Qwen3-8B", method="qlora", batch_tokens=65536, length=4096)
-    assert (named.recipe.model.preset, named.checkpoint, named.given) == ("qwen3-8b", "Qwen/Qwen3-8B", False)
+    assert (named.recipe.model.preset, named.checkpoint, named.from_user) == ("qwen3-8b", "Qwen/Qwen3-8B", False)
     assert (named.recipe.batch.size, named.recipe.batch.length) == (16, 4096)
     assert set(named.recipe.techniques) == {"lora", "nf4"}
-    assert subject_of("demo").given
+    assert subject_of("demo").from_user
     assert subject_of("15M").recipe.model.size == "15M"
     assert subject_of(None, ["model.size=15M"]).recipe.model.size == "15M"
     for what, how, words in (
@@ -202,8 +207,8 @@ def test_a_look_tells_what_a_layer_keeps_from_what_its_gradients_take() -> None:
     plain = observe_layer(request)
     spare = observe_layer(replace(request, recipe=override(single, "techniques.activation_checkpointing={}")))
     hidden = 512 * 256 * 4  # of a row's tokens, fp32: the one thing that a layer keeps whose rest is computed again
-    assert hidden <= spare.kept[0] <= 1.1 * hidden
-    assert plain.kept[0] > 8 * hidden
+    assert hidden <= spare.saved[0] <= 1.1 * hidden
+    assert plain.saved[0] > 8 * hidden
     layer = 4 * 256**2 + 3 * 256 * 1024 + 2 * 256  # four projections, a gated feed-forward of four widths, two norms
     assert plain.states[0] == spare.states[0] == pytest.approx(16 * layer, rel=0.35)
     assert 0 < plain.update[0] < plain.seconds[0] < spare.seconds[0]
@@ -269,7 +274,7 @@ def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pyt
     half = Tag.BF16_COMPUTE
     attention = registry()["efficient_attention"]
     monkeypatch.setattr(attention, "check", lambda self, context: [] if half in context.tags else ["needs bf16"])
-    rates = Roofline(stated("name=odd,memory=8GiB,bandwidth=1000,bf16=5,fp32=100"))
+    rates = Roofline(parse_accelerator("name=odd,memory=8GiB,bandwidth=1000,bf16=5,fp32=100"))
     recipe = override(small(), "techniques={chunked_loss: {}, lora: {}}")
     refusals: list[Any] = []
     kinds = technique_combinations(

@@ -13,7 +13,7 @@ from preheat.core import registry
 from preheat.data.rows.schemas import LAYOUTS
 from preheat.errors import RecipeError
 from preheat.recipe import Recipe, built_in, load, parse
-from preheat.recipe.unused_keys import RULES, stated, warned
+from preheat.recipe.unused_keys import RULES, non_default_keys, warned
 
 PATH = {"model": {"path": "somewhere"}}
 FILE = {"data": {"source": "rows.jsonl"}}
@@ -152,7 +152,7 @@ def test_a_file_is_named_with_its_line_and_a_default_is_not(tmp_path: Any, caplo
         first == "--set optimizer.eps=1e-6: optimizer.eps: 1e-06 changes nothing: lion has no such term; leave it out"
     )
     assert second.startswith(f"{file}:4: schedule.decay: 0.1 changes nothing: it is for schedule.kind: wsd")
-    assert stated(recipe) == {
+    assert non_default_keys(recipe) == {
         "model.size": "15M", "optimizer.eps": 1e-6, "schedule.decay": 0.1, "stop.steps": 5, "techniques.lion": {},
     }  # fmt: skip
 

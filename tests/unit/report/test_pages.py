@@ -47,11 +47,11 @@ CATEGORIES = dict.fromkeys(("parameters", "gradients", "optimizer", "activations
 PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bench": (
         bench_page._page,
-        {"name": "n", "steps": 3, "repeats": 2, "verdicts": [{"technique": "lora", "within_noise": True, "words": "v"}], "rows": [*map(bench_row, ("plain", "all", "without lora")), {"name": "x", "failed": "why"}]},
+        {"name": "n", "steps": 3, "repeats": 2, "verdicts": [{"technique": "lora", "within_noise": True, "message": "v"}], "rows": [*map(bench_row, ("plain", "all", "without lora")), {"name": "x", "failed": "why"}]},
     ),
     "compress": (
         compress_page._page,
-        {"source": "s", "texts": "t", "calibration_rows": 1, "chosen": "int8", "chosen_because": "b", "said": ["s"],
+        {"source": "s", "texts": "t", "calibration_rows": 1, "chosen": "int8", "chosen_because": "b", "notes": ["s"],
          "variants": [{"name": "int8", "what": "w", "before": SIDE, "after": SIDE, "perplexity_rise": 0.1, "max_logit_difference": 0.1, "top_1_agreement": 1.0}]},
     ),
     "data": (
@@ -79,10 +79,10 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "plan": (
         plan_page._page,
         {**SMALL, "recipe": {"name": "n"}, "recipe_text": "name: n", "device": {"name": "d"}, "devices": 1, "fits": True, "available_gib": 0.03, "numerics": "exact", "chosen": "c",
-         "searched": {"candidates": 3, "looked_at": 2, "confirmed": True}, "parameters": {"total": 9, "trained": 9}, "cost": None, "energy": None, "peak_phase": "forward",
+         "searched": {"candidates": 3, "dry_runs": 2, "confirmed": True}, "parameters": {"total": 9, "trained": 9}, "cost": None, "energy": None, "peak_phase": "forward",
          "seconds_per_step": 0.1, "tokens_per_step": 9, "mfu": 0.1, "matrix_rate": 1e12, "seconds_total": 5.0, "steps": 7, "memory": CATEGORIES, "export": None,
          "phase_memory": {"forward": CATEGORIES}, "phases": {"forward": 0.02}, "overhead": {"context": 0.1}, "overhead_sources": {"context": "s"},
-         "alternatives": [{"what": "a", **SMALL, "gives_up": "g"}], "rejected": [{"recipe": "r", "reason": "w"}],
+         "alternatives": [{"what": "a", **SMALL, "tradeoff": "g"}], "rejected": [{"recipe": "r", "reason": "w"}],
          "figures": {"timeline": {"phases": [(0, "forward")], "bytes": [(0, 0.01), (1, 0.02)]}, "roofline": {"peak": 1e12, "bandwidth": 1e9, "points": [{"operator": "o", "intensity": 5.0, "flops": 1e10, "share": 1.0}]},
                      "guesses": [{"what": "g; 1 row", "techniques": "g", "peak_gib": 0.2, "tokens_per_second": 4100.0}],
                      "pareto": [{"what": "p; 1 row", "techniques": "p", **SMALL, "fits": True, "best": True}, {"what": "q; 1 row", "techniques": "q", "peak_gib": 0.04, "tokens_per_second": 1.0, "fits": False, "best": False}]}},
@@ -154,7 +154,7 @@ def run_files(path: Path) -> dict[str, Any]:
         "evaluation.json": {"step": 3, "before": {"texts": {"v": parts}}, "after": {"texts": {"v": parts}, "tasks": tasks}, "difference": {"texts": {"v": parts}}},
         "metrics": [{"step": n, "loss": 3.0 / n, "lr": 1e-3, "gradient_norm": 1.0, "tokens": n, "tokens_per_second": 5.0, "memory": 2**20, "elapsed": 1.0, "expert_loads": [1.0, 2.0]} for n in (1, 2, 3)],
         "evaluations": [{"step": n, "validation_loss": 3.0, "forgetting_loss": 2.0, "tasks": {"t": {"accuracy": 0.5}}} for n in (0, 3)],
-        "events": [{"kind": "started"}, {"kind": "baseline", "vocabulary": 9, "unigram": 3.0}, {"kind": "rung", "step": 1, "set": ["batch.size=1"], "took": ["t"], "where": "w", "was_gib": 1.0, "peak_gib": 0.5},
+        "events": [{"kind": "started"}, {"kind": "baseline", "vocabulary": 9, "unigram": 3.0}, {"kind": "fallback", "step": 1, "set": ["batch.size=1"], "changed": ["t"], "cause": "w", "was_gib": 1.0, "peak_gib": 0.5},
                    {"kind": "sample", "prompt": "p", "text": "t"}, {"kind": "sample", "step": 0, "prompt": [{"role": "user", "content": "hi"}], "text": "u"},
                    {"kind": "measured", **SMALL, "spread": [1, 2]}, {"kind": "checkpoint", "step": 3, "seconds": 0.5}, {"kind": "finished", "steps": 3, "loss": 1.0}],
     }  # fmt: skip

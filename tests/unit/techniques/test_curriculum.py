@@ -229,7 +229,7 @@ def test_scores_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"score": s}) + "\n" for s in per_row.tolist()))
     for name in ("rows.npy", "rows.txt", "rows.jsonl"):
         assert (from_file(tmp_path / name, rows) == per_row).all()
-    lengths = np.diff(rows.tokens.ends, prepend=0)
+    lengths = np.diff(rows.tokens.offsets, prepend=0)
     np.save(tmp_path / "documents.npy", lengths)
     assert from_file(tmp_path / "documents.npy", rows) == pytest.approx(by_length(rows))
     with pytest.raises(DataError, match=r"none.txt: cannot be read \(No such file"):

@@ -21,7 +21,7 @@ from preheat.engine.evaluate import measure
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError, RunError
 from preheat.models.distillation.teacher import spread
-from preheat.ops.losses.cross_entropy import chunked_logits, whole_logits
+from preheat.ops.losses.cross_entropy import chunked_logits, full_logits
 from preheat.ops.losses.distillation import Distilled, TeacherHead, divergence, likeliest
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
@@ -89,7 +89,7 @@ def test_the_loss_and_its_gradient_in_chunks_are_those_of_the_formula(
     rows = (1 - mixture) * plain + mixture * temperature**2 * torch.where(labels.flatten() >= 0, apart, 0)
     wanted = torch.autograd.grad(rows.sum(), [hidden, head.weight])
     rows, plain, apart = (t.detach() for t in (rows, plain, apart))
-    for by in (whole_logits, lambda *given: chunked_logits(*given, rows=7)):
+    for by in (full_logits, lambda *given: chunked_logits(*given, rows=7)):
         total, sums, grads = loss(by)
         assert float(total) == pytest.approx(float(rows.sum()), rel=1e-5)
         assert float(sums["label_loss"]) == pytest.approx(float(plain.sum()), rel=1e-5)

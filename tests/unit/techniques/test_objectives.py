@@ -31,7 +31,7 @@ from preheat.techniques.preference import preference_loss
 from ...conftest import DEVICE, difference, split, tiny, uneven
 
 _LAYOUT = Layout("text", {}, "text")
-PAIRS, LIKED, CLASSES = ExampleKind("pairs"), ExampleKind("liked"), ExampleKind("classes", 5)
+PAIRS, LIKED, CLASSES = ExampleKind("pairs"), ExampleKind("desirable"), ExampleKind("classes", 5)
 TOGETHER = "chunked_loss: {rows: 7}, gradient_accumulation: {steps: 3}, activation_checkpointing: {}"
 
 
@@ -71,7 +71,7 @@ def slow_loss(
     """The papers' formulas, pair by pair; the mean."""
     loss, beta = settings.get("loss", "dpo"), settings.get("beta", 0.1)
     if loss == "unpaired":
-        liked = [k for row in batch.liked for k in row]
+        liked = [k for row in batch.desirable for k in row]
         terms = [
             (1 - torch.sigmoid(beta * (a - b))) if k else torch.sigmoid(beta * (a - b))
             for a, b, k in zip(now, before, liked, strict=True)
@@ -269,7 +269,7 @@ def tokens(count: int, *, group: int = 1, labels: int = 0, trained: bool = True,
 KINDS = {
     "text": tokens(40),
     "pairs": tokens(40, group=2),
-    "liked": tokens(40, labels=2),
+    "desirable": tokens(40, labels=2),
     "classes": tokens(40, labels=5, trained=False),
 }
 
@@ -281,19 +281,19 @@ def test_tokens_say_what_they_hold() -> None:
         )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["pairs", "liked", "classes"])
+@pytest.mark.parametrize("kind", ["pairs", "desirable", "classes"])
 def test_batches_have_every_example_once(kind: str) -> None:
     rows = Rows(KINDS[kind], 32, "whole", pad=95)
     batches = list(evaluation_batches(rows, micro=3, limit=99))
     assert sum(b.weight for b in batches) == 40
     assert sum(b.weight for b in regrouped(batches, 2)) == 40
-    judged = [n for b in regrouped(batches, 2) for row in b.liked for n in row]
-    assert sorted(judged) == ([0] * 20 + [1] * 20 if kind == "liked" else [])
+    judged = [n for b in regrouped(batches, 2) for row in b.desirable for n in row]
+    assert sorted(judged) == ([0] * 20 + [1] * 20 if kind == "desirable" else [])
     assert all(b.group == (2 if kind == "pairs" else 1) for b in regrouped(batches, 2))
     if kind == "pairs":  # chosen and rejected of one example stand side by side
         found = {tuple(t.tolist()) for b in batches for t, _ in documents(b)}
         assert len(found) == 80
-        whole = [a.tolist() for a in np.split(KINDS[kind].ids, KINDS[kind].ends[:-1])]
+        whole = [a.tolist() for a in np.split(KINDS[kind].ids, KINDS[kind].offsets[:-1])]
         places = [whole.index(t.tolist()) for b in batches for t, _ in documents(b)]
         assert all(a % 2 == 0 and b == a + 1 for a, b in zip(places[0::2], places[1::2], strict=True))
     if kind != "classes":
@@ -324,9 +324,9 @@ def test_pairs_through_rows_have_the_loss_of_the_plain_model() -> None:
         ),
         ("pairs", "", "but next-token training reads text to continue; add techniques.preference", DataError),
         ("classes", "", "add techniques.classification", DataError),
-        ("liked", "preference: {}", "loss: unpaired", DataError),
+        ("desirable", "preference: {}", "loss: unpaired", DataError),
         ("pairs", "preference: {loss: unpaired}", r"add techniques.preference \(loss: dpo", DataError),
-        ("liked", "classification: {}", "reads documents of a class each", DataError),
+        ("desirable", "classification: {}", "reads documents of a class each", DataError),
         (
             "classes",
             "classification: {classes: 4}",

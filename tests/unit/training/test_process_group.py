@@ -20,7 +20,7 @@ from preheat.errors import RecipeError, RunError
 from preheat.hardware.child_processes import all_here, store_address
 from preheat.planning.request import Request
 from preheat.training.launch.local import start
-from preheat.training.process_group import Ranks, _roll_call, meet
+from preheat.training.process_group import Ranks, _roll_call, rendezvous
 
 from ...conftest import tiny
 
@@ -64,7 +64,7 @@ def test_a_meeting_point_that_is_not_there_is_told_in_one_line(
         with pytest.raises(
             RunError, match=rf"rank 1: cannot meet the others at 127.0.0.1:{port} within 0.3 s \(Connection refused\)"
         ):
-            meet(tiny(more="parallel: {timeout: 0.3}"))
+            rendezvous(tiny(more="parallel: {timeout: 0.3}"))
     assert capfd.readouterr().err == ""  # no frames of C++
 
 
@@ -72,11 +72,11 @@ _MEMBER = """
 import os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from preheat.training.process_group import meet
+from preheat.training.process_group import rendezvous
 from tests.conftest import tiny
 
 recipe = tiny(more="parallel: {timeout: 60}")
-ranks = meet(recipe)
+ranks = rendezvous(recipe)
 ranks.join(recipe, "cpu")
 total = torch.tensor([float(ranks.rank + 1)])
 dist.all_reduce(total)

@@ -15,7 +15,7 @@ from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RunError
 from preheat.recipe import Schedule, override
-from preheat.training.lr_schedule import share_of_peak
+from preheat.training.lr_schedule import lr_factor
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
 
@@ -49,7 +49,7 @@ def test_averaging_means_would_not_pass_that_test() -> None:
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
 def test_schedules(kind: str) -> None:
     schedule, total = Schedule(kind=kind, warmup=0.1, decay=0.2, floor=0.1), 1000  # type: ignore[arg-type]
-    shares = [share_of_peak(schedule, step, total) for step in range(total)]
+    shares = [lr_factor(schedule, step, total) for step in range(total)]
     assert shares[0] == pytest.approx(1 / 100)
     assert shares[99] == shares[100] == 1.0
     assert max(shares) == 1.0
