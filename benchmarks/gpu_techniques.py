@@ -99,7 +99,7 @@ def main() -> int:
     for shape in options.shape:
         model, rows, length = SHAPES[shape]
         recipe = recipes.parse(
-            f"name: gpu-{shape}\nmodel: {model}\nbatch: {{size: {rows}, length: {length}}}\nstop: {{steps: {options.steps}}}\n"
+            f"name: gpu-{shape}\nmodel: {model}\nbatch: {{size: {rows}, seq_len: {length}}}\nstop: {{max_steps: {options.steps}}}\n"
             f"hardware: {{device: {options.device}}}"
         )
         with tempfile.TemporaryDirectory() as folder:

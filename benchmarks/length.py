@@ -121,10 +121,10 @@ def extended(name: str, options: argparse.Namespace, folder: Path) -> dict[str, 
             "validation": 0.0,
             "preflight": {"encoding": "warn"},  # some stories have quotation marks that were decoded wrongly
         },
-        "batch": {"size": options.rows * options.length // length, "length": length},
+        "batch": {"size": options.rows * options.length // length, "seq_len": length},
         "optimizer": {"lr": options.lr, "weight_decay": 0.0},
-        "schedule": {"kind": "cosine", "warmup": 0.1, "floor": 0.05},
-        "stop": {"steps": options.steps},
+        "schedule": {"kind": "cosine", "warmup_ratio": 0.1, "min_lr_ratio": 0.05},
+        "stop": {"max_steps": options.steps},
         "evaluate": {
             "rows": 48 * options.length // length,
             "forgetting": str(folder / "others.jsonl"),
@@ -408,10 +408,10 @@ def stage_recipe(length: int, steps: int, lists: Path, options: argparse.Namespa
             "validation": 0.0,
             "preflight": {"end_token": "warn", "template_end": "warn"},  # an answer is one word, and no list has an end
         },
-        "batch": {"size": max(1, options.rows * options.length // length), "length": length},
+        "batch": {"size": max(1, options.rows * options.length // length), "seq_len": length},
         "optimizer": {"lr": options.lr, "weight_decay": 0.0},
-        "schedule": {"kind": "wsd", "warmup": 0.02, "decay": 0.2, "floor": 0.02},
-        "stop": {"steps": steps},
+        "schedule": {"kind": "wsd", "warmup_ratio": 0.02, "decay_ratio": 0.2, "min_lr_ratio": 0.02},
+        "stop": {"max_steps": steps},
         "evaluate": {"every": max(1, steps // 4), "rows": 64, "tasks": ["recall,each=16"]},
         "checkpoint": {"every": 250, "keep": 1},
         "techniques": {
@@ -569,10 +569,10 @@ def one_row(form: str, length: int, text: Path, *, steps: int = 3, precision: st
     """A step of one row of one document: a model of about 15 million parameters, as the issue's CPU has it."""
     return {
         "name": f"{form.replace(' ', '-').replace(',', '')}-{length}",
-        "model": {"layers": 6, "width": 384, "heads": 6, "kv_heads": 2, "feed_forward": 1024, "vocabulary": 4096, "tie_embeddings": True},
-        "data": {"source": str(text), "text_files": "whole", "vocabulary": 4096, "packing": "stream", "validation": 0.0},
-        "batch": {"size": 1, "length": length},
-        "stop": {"steps": steps},
+        "model": {"num_layers": 6, "hidden_size": 384, "num_heads": 6, "num_kv_heads": 2, "intermediate_size": 1024, "vocab_size": 4096, "tie_embeddings": True},
+        "data": {"source": str(text), "text_files": "whole", "vocab_size": 4096, "packing": "stream", "validation": 0.0},
+        "batch": {"size": 1, "seq_len": length},
+        "stop": {"max_steps": steps},
         "techniques": {**({"mixed_precision": {"mode": "bf16"}} if precision == "bf16" else {}), "efficient_attention": {}, "activation_checkpointing": {}, "chunked_loss": {"rows": 1024}, **FORMS[form]},
     }  # fmt: skip
 
@@ -633,8 +633,8 @@ def planned(devices: int, length: int) -> dict[str, Any]:
         "name": f"far-{devices}-{length}",
         "model": {"preset": "llama-3-8b"},
         "data": {"source": "stdlib"},
-        "batch": {"size": 1, "length": length},
-        "stop": {"steps": 1},
+        "batch": {"size": 1, "seq_len": length},
+        "stop": {"max_steps": 1},
         "techniques": techniques,
     }
     with tempfile.TemporaryDirectory() as name:

@@ -69,11 +69,11 @@ def listed() -> list[tuple[str, list[str]]]:
     made = []
     for name, model, size, length, techniques, steps in RECIPES:
         settings = [
-            f"stop.steps={steps}",
+            f"stop.max_steps={steps}",
             "evaluate={rows: 8}",
             "checkpoint={}",
             "sample={}",
-            f"batch={{size: {size}, length: {length}}}",
+            f"batch={{size: {size}, seq_len: {length}}}",
         ]
         settings += [f"model={model}"] if model else []
         settings += [f"techniques={techniques}"] if techniques else []
@@ -90,7 +90,7 @@ def main() -> None:
     chosen = listed()
     if options.drawn:
         more = drawn(options.drawn, options.seed)
-        chosen = [(f"drawn {n}", [*settings, "stop.steps=6"]) for n, settings in enumerate(more, 1)]
+        chosen = [(f"drawn {n}", [*settings, "stop.max_steps=6"]) for n, settings in enumerate(more, 1)]
     rows: list[dict[str, Any]] = []
     for name, settings in chosen:
         with tempfile.TemporaryDirectory() as folder:

@@ -320,9 +320,9 @@ def recipe_of(row: Row) -> Any:
     values = {
         "name": "published",
         "model": model,
-        "batch": {"size": micro * shares * steps, "length": whole(row, "seq_len", LENGTH)},
-        "stop": {"steps": 1},
-        "optimizer": {"clip": 0.0 if "optimizer_in_backward" in techniques else 1.0},
+        "batch": {"size": micro * shares * steps, "seq_len": whole(row, "seq_len", LENGTH)},
+        "stop": {"max_steps": 1},
+        "optimizer": {"max_grad_norm": 0.0 if "optimizer_in_backward" in techniques else 1.0},
         "parallel": {"devices": devices},
         "techniques": techniques,
     }

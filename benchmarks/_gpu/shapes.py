@@ -34,18 +34,18 @@ def recipe_of(
         heads = {} if model.get("family") == "gpt2" else {"kv_heads": 2}
         model = {
             "family": model.get("family", "llama"),
-            "layers": 2,
-            "width": 64,
-            "heads": 4,
-            "vocabulary": 4096,
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "vocab_size": 4096,
             **heads,
         }
         rows, length = min(rows, 4), min(length, 64)
     sections = {
         "model": json.dumps(model),
-        "data": "{source: stdlib, vocabulary: 4096, limit: 400}",
-        "batch": f"{{size: {rows}, length: {length}}}",
-        "stop": f"{{steps: {steps}}}",
+        "data": "{source: stdlib, vocab_size: 4096, limit: 400}",
+        "batch": f"{{size: {rows}, seq_len: {length}}}",
+        "stop": f"{{max_steps: {steps}}}",
         "hardware": f"{{device: {where.kind}}}",
         "techniques": json.dumps(techniques),
     } | more

@@ -69,7 +69,7 @@ def generate(
     prompts: list[Any] = list(prompt or []) + (read_prompts(file) if file is not None else [])
     settings = generation.sampling(
         set or (),
-        tokens=tokens,
+        max_new_tokens=tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,

@@ -175,7 +175,7 @@ def served(question: Question, gpu: str | None, devices: int, json: bool) -> Non
     else:
         assert rates.device.bandwidth is not None
         bandwidth, peaks = rates.device.bandwidth, rates.device.sustained()
-    length = recipe.batch.length
+    length = recipe.batch.seq_len
     rows = [
         estimate
         for cache_format in CACHES

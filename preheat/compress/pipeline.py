@@ -202,7 +202,7 @@ def run_chain(
     # `compress` would hold out every fifth row; here training has its own validation split, which must stay unseen.
     texts = find_texts(replace(opened, recipe=recipe, step=opened.step or 0), None, rows=128, length=None)
     start = out / "0-start"
-    tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.length
+    tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.seq_len
     state = _State(start, recipe, texts, start, out, tokens or None, peak_learning_rate(opened.build))
     _require_possible(chain, state, opened.build.device.kind)
     say("writing the model that it begins with")

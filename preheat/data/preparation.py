@@ -119,7 +119,7 @@ def prepare(
         length: tokens in a row; not part of the cache key.
         seed: seed of streamed sources, whose rows are shuffled block by block.
         tokenizer: folder of the model's own tokenizer, used if `data.tokenizer` is not set. Without either, a
-            byte-level BPE of `data.vocabulary` tokens is trained on the training documents.
+            byte-level BPE of `data.vocab_size` tokens is trained on the training documents.
         add_tokens: special tokens to add to the tokenizer.
         cache: folder for tokens and trained tokenizers; by default $PREHEAT_CACHE or ~/.cache/preheat.
         progress: called regularly with the current activity, the items done, and their total (None if unknown).
@@ -173,7 +173,7 @@ def prepare(
     packing: Literal["stream", "whole"] = ("whole" if paired else "stream") if data.packing == "auto" else data.packing
     if packing == "stream" and eye is not None and any(s.paired for s in sources):
         raise DataError("data.packing: stream cuts examples, and those with images must stay whole; use whole or auto")
-    if packing == "stream" and sources[0].layout.kind in ("preference", "unpaired", "classes"):
+    if packing == "stream" and sources[0].layout.kind in ("preference", "kto", "classes"):
         raise DataError(
             f"data.packing: stream cuts examples, and rows of the layout {sources[0].layout.kind} must "
             "stay whole; use whole or auto"
@@ -190,7 +190,7 @@ def prepare(
         FORMAT, [source.key() for source in sources], share, validation_source.key() if validation_source else ""
     )
     if own is None:
-        own = _trained(root, content, sources, split, data.vocabulary, say)
+        own = _trained(root, content, sources, split, data.vocab_size, say)
     encoder = Encoder(own)
     template = next((s.layout.template for s in sources if s.layout.template), None)
     ends, findings = _ends(own, template), Findings()
@@ -226,11 +226,11 @@ def prepare(
         verdict.refuse()
     _refuse_empty(sources, validation_source, share, values)
     _require_rows(
-        train, "training data" if knob == "data.source" else knob, "add text, or use shorter rows (batch.length)"
+        train, "training data" if knob == "data.source" else knob, "add text, or use shorter rows (batch.seq_len)"
     )
     if share or validation_source:
-        _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
-    if data.longer == "refuse":
+        _require_rows(validation, "validation data", "raise data.validation or lower batch.seq_len")
+    if data.overlong == "refuse":
         refuse_longer({"train": train, "validation": validation}, folder, streams)
     counts = {
         "read": values["read"],
@@ -258,7 +258,7 @@ def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: ImageProcessor |
     first = sources[0].layout
     names = sorted({name for source in sources for name in source.layout.classes})
     for n, source in enumerate(sources):
-        special = {"preference", "unpaired", "classes"}
+        special = {"preference", "kto", "classes"}
         if source.layout.kind != first.kind and special & {source.layout.kind, first.kind}:
             raise DataError(
                 f"data.source.{n}: {source.words} has the layout {source.layout.words}, the first source "
@@ -334,7 +334,7 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
     if len(rows) == 0 and rows.no_room:
         raise DataError(
             f"{what}: the prompt alone fills a row of {rows.length} tokens in each of {rows.no_room} "
-            "examples; raise batch.length"
+            "examples; raise batch.seq_len"
         )
     if len(rows) == 0:
         documents, tokens = len(rows.tokens.ends), len(rows.tokens.ids)
@@ -384,7 +384,7 @@ def _stream(
     )
     validation = Rows(tokens, length, packing, encoder.pad)
     if validation_source or split.share:
-        _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
+        _require_rows(validation, "validation data", "raise data.validation or lower batch.seq_len")
     fingerprint = digest(FORMAT, content, encoder.key, length, packing, seed, data.limit)
     counts = {"validation": _counts(validation)}
     streams = streams_of([source], validation_source, split)

@@ -16,7 +16,7 @@ _KEYS = {
     "model": ("path",),
     "data": ("source", "template", "tokenizer", "validation"),
     "evaluate": ("forgetting", "tasks"),
-    "sample": ("draft",),
+    "sample": ("draft_model",),
 }
 """Settings that may hold a path or something else (a model on the hub, a fraction)."""
 _NAMES = ("tasks", "template")

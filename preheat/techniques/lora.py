@@ -209,7 +209,7 @@ class Lora(Technique):
     """The updates are scaled by alpha / rank; with `rslora` by alpha / sqrt(rank)."""
     dropout: Share = 0.0
     """Dropout on the input of the adapters."""
-    targets: str | tuple[str, ...] = "all-linear"
+    target_modules: str | tuple[str, ...] = "all-linear"
     """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
     their last parts."""
     variant: Literal["lora", "rslora", "dora", "pissa"] = "lora"
@@ -281,7 +281,7 @@ class Lora(Technique):
                 self.rank,
                 self.alpha,
                 self.dropout,
-                self.targets,
+                self.target_modules,
                 self.variant,
                 start,
                 exclude,
@@ -292,7 +292,7 @@ class Lora(Technique):
             raise RecipeError(f"techniques.lora.{error}") from None
         except ValueError as error:
             raise RecipeError(
-                f"techniques.lora.targets: {self.targets!r}: {str(error).splitlines()[0][:200]}"
+                f"techniques.lora.target_modules: {self.target_modules!r}: {str(error).splitlines()[0][:200]}"
             ) from None
         begun = begin(
             build.weights,

@@ -55,7 +55,7 @@ class Muon(Technique):
 
     momentum: Share = 0.95
     """Decay of the momentum (Nesterov's)."""
-    steps: Annotated[int, Bound(1)] = 5
+    ns_steps: Annotated[int, Bound(1)] = 5
     """Newton-Schulz iterations."""
 
     def apply(self, build: Build, part: Any) -> Change:
@@ -69,7 +69,7 @@ class Muon(Technique):
         def make(groups: Any, **settings: Any) -> Any:
             others = [weight for trained in build.trained for weight in ends(trained)]
             return muon_optimizer(
-                groups, by_adamw=others, momentum=self.momentum, steps=self.steps, dtype=dtype, **settings
+                groups, by_adamw=others, momentum=self.momentum, steps=self.ns_steps, dtype=dtype, **settings
             )
 
         build.own(Slot.OPTIMIZER, make, self.name())

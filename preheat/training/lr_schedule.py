@@ -21,14 +21,14 @@ def share_of_peak(schedule: Schedule, step: int, total: int | None) -> float:
     if total is None:
         assert schedule.kind == "constant", "the recipe refuses a schedule without an end"
         return 1.0
-    warmup = round(schedule.warmup * total)
+    warmup = round(schedule.warmup_ratio * total)
     if step < warmup:
         return (step + 1) / warmup
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "cosine":
         progress = (step - warmup) / max(total - warmup, 1)
-        return schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * progress)) / 2
-    decay = max(round(schedule.decay * total), 1)
+        return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    decay = max(round(schedule.decay_ratio * total), 1)
     left = (total - step) / decay
-    return 1.0 if left >= 1 else schedule.floor + (1 - schedule.floor) * left
+    return 1.0 if left >= 1 else schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * left

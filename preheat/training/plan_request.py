@@ -82,7 +82,7 @@ def asked(
         values_set = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
         return _given(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
     model, positions, checkpoint = _model(what)
-    batch = {"length": min(length or _LENGTH, positions or _LENGTH), **batch}
+    batch = {"seq_len": min(length or _LENGTH, positions or _LENGTH), **batch}
     batch.setdefault("size", math.ceil(_ROWS / devices) * devices)
     values = {
         "name": _name(what or "model"),
@@ -145,7 +145,7 @@ def _positions(config: Path) -> int | None:
 
 
 def _batch(length: int | None, tokens: int | None) -> dict[str, int]:
-    batch = {} if length is None else {"length": length}
+    batch = {} if length is None else {"seq_len": length}
     if tokens is None:
         return batch
     row = length or _LENGTH
@@ -154,11 +154,11 @@ def _batch(length: int | None, tokens: int | None) -> dict[str, int]:
         raise RecipeError(
             f"--batch-tokens: {tokens:,} is no multiple of rows of {row:,} tokens; use {near}, or another --length"
         )
-    return {**batch, "length": row, "size": tokens // row}
+    return {**batch, "seq_len": row, "size": tokens // row}
 
 
 def _check_batch_tokens(recipe: Recipe, tokens: int | None) -> Recipe:
-    if tokens is not None and recipe.batch.size * recipe.batch.length != tokens:
+    if tokens is not None and recipe.batch.size * recipe.batch.seq_len != tokens:
         raise RecipeError(f"--batch-tokens: {tokens:,} and --set batch say different things; leave one out")
     return recipe
 

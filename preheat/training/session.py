@@ -151,7 +151,7 @@ class Session:
             from preheat.data.loader import rows_consumed
 
             steps = range(self.progress.step, self.total or 0)
-            left = sum(rows_consumed(self.shape(step), self.recipe.batch.length) for step in steps)
+            left = sum(rows_consumed(self.shape(step), self.recipe.batch.seq_len) for step in steps)
             order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
             # A run that only time limits may read every row.
             remaining = itertools.islice(order, left) if self.total else range(_length(self.data) or 0)
@@ -204,7 +204,7 @@ def data_of(recipe: Recipe, **options: Any) -> PreparedData:
     config = hf.configure(recipe, vocabulary_of(recipe))  # reports a missing model before the data is read
     return prepare(
         recipe.data,
-        length=recipe.batch.length,
+        length=recipe.batch.seq_len,
         seed=recipe.seed,
         tokenizer=configs.tokenizer_folder(recipe),
         add_tokens=recipe.model.add_tokens,
@@ -217,11 +217,11 @@ def data_of(recipe: Recipe, **options: Any) -> PreparedData:
 def vocabulary_of(recipe: Recipe) -> int:
     """Returns the tokenizer's vocabulary size for a plan, without reading the data.
 
-    A tokenizer that is still to be trained will have `data.vocabulary` tokens (fewer only if the text is tiny).
+    A tokenizer that is still to be trained will have `data.vocab_size` tokens (fewer only if the text is tiny).
     """
     folder = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
     if folder is None:
-        return recipe.data.vocabulary
+        return recipe.data.vocab_size
     from preheat.data.tokenizer import load_tokenizer
 
     if recipe.data.tokenizer is None:
@@ -475,7 +475,7 @@ def _order(
     from preheat.data.loader import rows_consumed
 
     def samples(step: int) -> int:
-        return rows_consumed(shape(step), current.recipe.batch.length)
+        return rows_consumed(shape(step), current.recipe.batch.seq_len)
 
     all_samples = None
     if total is not None:  # with a constant shape, one multiplication replaces the sum over all steps

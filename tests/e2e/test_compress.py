@@ -61,7 +61,7 @@ def test_a_model_is_compressed_measured_and_used(preheat: Command, stories: tupl
     _, error = preheat.here("export", "made/int8", "--out", "hf", code=1)
     assert "is compressed, and what is rounded is not written as other formats' weights" in error
     (preheat.folder / "r2.yaml").write_text(
-        "model: {path: made/int8}\ndata: {source: text}\nbatch: {size: 2, length: 64}\nstop: {steps: 1}\n",
+        "model: {path: made/int8}\ndata: {source: text}\nbatch: {size: 2, seq_len: 64}\nstop: {max_steps: 1}\n",
         encoding="utf-8",
     )
     _, error = preheat.here("train", "r2.yaml", code=2)

@@ -117,7 +117,7 @@ def _held_of(opened: LoadedModel) -> Held:
     try:
         data = replace(recipe.data, tokenizer=opened.tokenizer_folder)
         rows = prepare(
-            data, length=recipe.batch.length, seed=recipe.seed, add_tokens=recipe.model.add_tokens
+            data, length=recipe.batch.seq_len, seed=recipe.seed, add_tokens=recipe.model.add_tokens
         ).validation
     except (DataError, RecipeError) as error:
         return Held(f"{SAMPLES}, since the run's data cannot be read here: {shorten(str(error), 160)}")

@@ -60,11 +60,13 @@ def set_kv_heads(config: Any, kv_heads: int) -> None:
         )
     if kv_heads >= now:
         raise ValueError(
-            f"kv_heads: {kv_heads} is not fewer than the {now} that the model has; pooling only takes heads away"
+            f"num_kv_heads: {kv_heads} is not fewer than the {now} that the model has; pooling only takes heads away"
         )
     if now % kv_heads:
         fits = [n for n in range(1, now) if now % n == 0]
-        raise ValueError(f"kv_heads: {kv_heads} does not divide the model's {now} key-value heads; use one of {fits}")
+        raise ValueError(
+            f"num_kv_heads: {kv_heads} does not divide the model's {now} key-value heads; use one of {fits}"
+        )
     text.num_key_value_heads = kv_heads
 
 

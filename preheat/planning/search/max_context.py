@@ -42,12 +42,12 @@ def longest(
     and errors as of `search`.
     """
     batch = space.recipe.batch
-    positions = hf.facts(space.config).positions or batch.length
-    tokens, best = batch.size * batch.length, None
-    length = batch.length
+    positions = hf.facts(space.config).positions or batch.seq_len
+    tokens, best = batch.size * batch.seq_len, None
+    length = batch.seq_len
     while True:
         size = max(tokens // length, space.world)
-        recipe = replace(space.recipe, batch=replace(batch, length=length, size=size))
+        recipe = replace(space.recipe, batch=replace(batch, seq_len=length, size=size))
         result = search(
             replace(space, recipe=recipe), rates=rates, in_use=in_use, seconds=seconds / 3, confirm=False, tell=tell
         )
@@ -92,9 +92,9 @@ def longest_as_stated(
         t.micro_batch_count() for t in recipe.techniques.values()
     )
     longest: dict[str, Any] = {"length": 0, "peak_gib": None, "limit": ""}
-    length, doubled = recipe.batch.length, 0
+    length, doubled = recipe.batch.seq_len, 0
     while doubled < DOUBLINGS:
-        longer = replace(recipe, batch=replace(recipe.batch, length=length, size=rows))
+        longer = replace(recipe, batch=replace(recipe.batch, seq_len=length, size=rows))
         try:
             planned = plan(longer, **kwargs)
         except RecipeError as error:  # the length is to blame: the recipe itself was planned before
@@ -115,7 +115,7 @@ def longest_as_stated(
 def _scaled(recipe: Recipe, vocabulary: int | None, length: int) -> bool:
     """True if the recipe extends the model's positions to the given length (RoPE scaling)."""
     try:
-        hf.configure(replace(recipe, batch=replace(recipe.batch, length=length)), vocabulary)
+        hf.configure(replace(recipe, batch=replace(recipe.batch, seq_len=length)), vocabulary)
     except RecipeError:
         return False
     return True

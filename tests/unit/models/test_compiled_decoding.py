@@ -205,7 +205,7 @@ def test_a_run_does_not_compile_unasked(stories: LoadedModel, monkeypatch: pytes
     monkeypatch.setattr(scoring, "generate", stop)
     writer: Any = SimpleNamespace(json=lambda *a: None, event=lambda *a, **k: None, path=Path("."))
     for asked in ("auto", "true", "false"):
-        recipe = parse(f"stop: {{steps: 1}}\nsample: {{prompts: [a], compile: {asked}}}")
+        recipe = parse(f"stop: {{max_steps: 1}}\nsample: {{prompts: [a], compile: {asked}}}")
         monkeypatch.setattr(sample_generation, "Reader", lambda path: SimpleNamespace(samples=list))
         sample_generation.Samples(recipe, stories.tokenizer).write(stories.build, writer, step=0)
     for compiles in (False, True):
@@ -217,6 +217,6 @@ def test_a_run_does_not_compile_unasked(stories: LoadedModel, monkeypatch: pytes
 
 def test_timed_says_what_the_cache_takes(stories: LoadedModel, traced: list[dict[str, Any]]) -> None:
     opened, timed = _opened(stories), Timed()
-    generate(opened.model, opened.tokenizer, [[1, 5, 9]], Sample(tokens=3, compile=True), timed=timed)
+    generate(opened.model, opened.tokenizer, [[1, 5, 9]], Sample(max_new_tokens=3, compile=True), timed=timed)
     layer = 2 * 128 * 4 * opened.model.config.num_key_value_heads * opened.model.config.head_dim
     assert timed.cache_bytes == layer * opened.model.config.num_hidden_layers

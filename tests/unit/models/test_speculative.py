@@ -123,7 +123,7 @@ def test_what_followed_last_is_proposed() -> None:
 def test_a_chat_goes_on_after_proposals_behind_its_end(stories: LoadedModel, prompts: list[list[int]]) -> None:
     """A stop string ends a text in the middle of a pass: what was read behind it is not part of the next turn."""
     model: Any = stories.build.trained[0]
-    kept, settings = PrefixCache(), Sample(tokens=40, lookup=6, stop=(" Lily",))
+    kept, settings = PrefixCache(), Sample(max_new_tokens=40, prompt_lookup_tokens=6, stop=(" Lily",))
     first = prompts[2]
     made = generate(model, stories.tokenizer, [first], settings, kept=kept)[0]
     assert made.ended == "stop string"
@@ -132,7 +132,7 @@ def test_a_chat_goes_on_after_proposals_behind_its_end(stories: LoadedModel, pro
     second = [*first, *made.tokens, *prompts[1][1:]]
     went_on = generate(model, stories.tokenizer, [second], settings, kept=kept)[0]
     assert kept.reused >= len(first) + len(made.tokens) - 1
-    assert went_on == generate(model, stories.tokenizer, [second], Sample(tokens=40, stop=(" Lily",)))[0]
+    assert went_on == generate(model, stories.tokenizer, [second], Sample(max_new_tokens=40, stop=(" Lily",)))[0]
 
 
 def test_the_end_of_the_positions_ends_a_text_with_proposals(stories: LoadedModel) -> None:
@@ -148,21 +148,22 @@ def test_a_draft_with_another_tokenizer_is_refused(folder: Path, data_folder: Pa
 
     other = AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "gpt2", local_files_only=True)
     with pytest.raises(
-        RecipeError, match=r"^sample.draft: .*another tokenizer \(512 pieces, the model 50,257; .*sample.lookup"
+        RecipeError,
+        match=r"^sample.draft_model: .*another tokenizer \(512 pieces, the model 50,257; .*sample.prompt_lookup_tokens",
     ):
         load_draft_model(str(folder), other)
-    with pytest.raises(RunError, match=r"^sample.draft: .*neither a run"):
+    with pytest.raises(RunError, match=r"^sample.draft_model: .*neither a run"):
         load_draft_model(str(tmp_path), other)
 
 
 @pytest.mark.parametrize(
     ("sample", "words"),
     [
-        ("{lookup: 0}", "sample.lookup: must be at least 1, got 0"),
+        ("{lookup: 0}", "sample.prompt_lookup_tokens: must be at least 1, got 0"),
         ("{window: 0}", "sample.window: must be at least 2, got 0"),
         ("{cache: int4}", "sample.cache: must be 'auto', 'dynamic', 'static' or 'int8', got 'int4'"),
-        ("{lookup: 4, draft: there}", "sample.lookup: proposes tokens, and so does the draft"),
-        ("{lookup: 4, temperature: 0.5}", "sample.lookup: proposes tokens of greedy text"),
+        ("{lookup: 4, draft: there}", "sample.prompt_lookup_tokens: proposes tokens, and so does the draft"),
+        ("{lookup: 4, temperature: 0.5}", "sample.prompt_lookup_tokens: proposes tokens of greedy text"),
         ("{draft: there, cache: static}", "sample.cache: static cannot forget"),
         ("{compile: true, cache: int8}", "sample.compile: needs a cache that does not grow, and this one is int8"),
         (
@@ -176,7 +177,7 @@ def test_a_draft_with_another_tokenizer_is_refused(folder: Path, data_folder: Pa
 )
 def test_settings_that_cannot_be_are_said(sample: str, words: str) -> None:
     with pytest.raises(RecipeError) as error:
-        parse(f"stop: {{steps: 1}}\nsample: {sample}")
+        parse(f"stop: {{max_steps: 1}}\nsample: {sample}")
     assert words in str(error.value)
 
 
@@ -185,10 +186,10 @@ def test_models_that_read_whole_texts_keep_no_cache(stories: LoadedModel) -> Non
 
     from ...conftest import DEVICE
 
-    made = build(parse("model: {layers: 1, width: 32, heads: 4, vocabulary: 512}\nbatch: {size: 2, length: 16}\nstop: {steps: 1}\n"
+    made = build(parse("model: {num_layers: 1, hidden_size: 32, num_heads: 4, vocab_size: 512}\nbatch: {size: 2, seq_len: 16}\nstop: {max_steps: 1}\n"
                        "techniques: {sliding_window: {window: 4}}"), vocabulary=512, device=DEVICE)  # fmt: skip
     model: Any = made.trained[0]
-    for settings in (Sample(cache="int8"), Sample(lookup=2), Sample(window=4), Sample(compile=True)):
+    for settings in (Sample(cache="int8"), Sample(prompt_lookup_tokens=2), Sample(window=4), Sample(compile=True)):
         with pytest.raises(RecipeError, match=r"^sample\.(cache|lookup|window|compile): .*attention patterns"):
             generate(model, stories.tokenizer, [[1, 2]], settings)
     with pytest.raises(RecipeError, match=r"^sample.cache: static has room for one text"):

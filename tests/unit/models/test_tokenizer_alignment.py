@@ -115,10 +115,10 @@ def test_pieces_in_common_stand_for_the_same_bytes(cuts: dict[str, TokenizerView
 
 
 RECIPE = """
-model: {{family: llama, layers: 2, width: 16, heads: 2, positions: 128}}
+model: {{family: llama, num_layers: 2, hidden_size: 16, num_heads: 2, max_positions: 128}}
 data: {{tokenizer: {own}}}
-batch: {{size: 2, length: 60}}
-stop: {{steps: 1}}
+batch: {{size: 2, seq_len: 60}}
+stop: {{max_steps: 1}}
 techniques: {{distillation: {{teacher: {teacher}, pieces: common, {settings}}}, {beside}}}
 """
 

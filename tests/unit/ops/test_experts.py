@@ -73,7 +73,7 @@ def recipe_of(family: str, techniques: str = "{}") -> recipes.Recipe:
         return tiny(techniques, family=family)
     where = f"model={{path: {folder(family)}, weights: random}}"
     return recipes.override(
-        recipes.parse("stop: {steps: 20}\nbatch: {size: 4, length: 32}"), where, f"techniques={techniques}"
+        recipes.parse("stop: {max_steps: 20}\nbatch: {size: 4, seq_len: 32}"), where, f"techniques={techniques}"
     )
 
 
@@ -157,7 +157,7 @@ def test_micro_batches_give_the_loss_and_gradients_of_the_whole(family: str) -> 
 
 def test_the_pass_that_counts_routes_as_the_one_that_trains() -> None:
     """With dropout in adapters: the same draws, so the balance loss is that of the choices that were trained on."""
-    b = made("qwen3_moe", "{lora: {targets: [v_proj, o_proj], dropout: 0.5}}")
+    b = made("qwen3_moe", "{lora: {target_modules: [v_proj, o_proj], dropout: 0.5}}")
     with torch.no_grad():
         for n, p in b.parameters():
             p.normal_(generator=torch.Generator().manual_seed(len(n)))  # so that what is dropped matters
@@ -298,7 +298,9 @@ def test_a_folder_with_a_matrix_for_each_expert_is_read(family: str, tmp_path: P
     with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as opened:
         keys = list(opened.keys())
     assert any(".experts.7." in key for key in keys)
-    recipe = recipes.override(recipes.parse("stop: {steps: 1}\nbatch: {length: 32}"), f"model={{path: {tmp_path}}}")
+    recipe = recipes.override(
+        recipes.parse("stop: {max_steps: 1}\nbatch: {seq_len: 32}"), f"model={{path: {tmp_path}}}"
+    )
     again = build(recipe, vocabulary=96, device=DEVICE)
     assert difference(dict(again.trained[0].state_dict()), dict(b.trained[0].state_dict())) == 0
 
@@ -332,10 +334,10 @@ def test_adafactor_takes_a_stack_as_matrices() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"model.experts: 4: llama has no experts"):
-        recipes.override(tiny(), "model.experts=4")
-    with pytest.raises(RecipeError, match=r"model.experts_per_token: 9 is more than the 8 experts"):
-        recipes.override(tiny(family="mixtral"), "model.experts_per_token=9")
+    with pytest.raises(RecipeError, match=r"model.num_experts: 4: llama has no experts"):
+        recipes.override(tiny(), "model.num_experts=4")
+    with pytest.raises(RecipeError, match=r"model.num_experts_per_tok: 9 is more than the 8 experts"):
+        recipes.override(tiny(family="mixtral"), "model.num_experts_per_tok=9")
     with pytest.raises(RecipeError, match=r"router_jitter_noise = 0\.1, which preheat does not handle"):
         build(
             recipes.override(tiny(family="mixtral"), "model.config={router_jitter_noise: 0.1}"),
@@ -346,7 +348,7 @@ def test_what_is_refused() -> None:
         pytest.warns(RuntimeWarning),
         pytest.raises(RecipeError, match="experts' matrices in one, which is no map; name those beside them"),
     ):
-        made("qwen3_moe", "{lora: {targets: [gate_proj, up_proj, down_proj]}}")
+        made("qwen3_moe", "{lora: {target_modules: [gate_proj, up_proj, down_proj]}}")
     with pytest.raises(RecipeError, match=r"expert_balancing: cannot go with lora \(frozen-base\)"):
         made("qwen3_moe", "{lora: {}, expert_balancing: {}}", strong=False)
 

@@ -176,7 +176,7 @@ def test_deep_models_on_one_cpu_are_planned_by_few_layers(monkeypatch: pytest.Mo
     from preheat.recipe import parse
 
     deep = parse(
-        "model: {layers: 24, width: 16, heads: 2, vocabulary: 64}\nbatch: {size: 2, length: 16}\nstop: {steps: 1}"
+        "model: {num_layers: 24, hidden_size: 16, num_heads: 2, vocab_size: 64}\nbatch: {size: 2, seq_len: 16}\nstop: {max_steps: 1}"
     )
     how = {"vocabulary": 64, "device": probe("cpu", "2GiB")}
     whole = layer_extrapolation.observe_few(deep, **how)

@@ -204,7 +204,7 @@ def test_the_teacher_is_in_no_checkpoint_but_known_by_its_weights() -> None:
 def test_a_student_of_fewer_layers_begins_from_layers_all_over_its_teacher(data_folder: Path) -> None:
     stories = data_folder / "stories260K-hf"
     recipe = recipes.parse(
-        f"model: {{path: {stories}, config: {{num_hidden_layers: 3}}}}\nbatch: {{size: 2, length: 32}}\nstop: {{steps: 1}}\n"
+        f"model: {{path: {stories}, config: {{num_hidden_layers: 3}}}}\nbatch: {{size: 2, seq_len: 32}}\nstop: {{max_steps: 1}}\n"
         f"techniques: {{distillation: {{teacher: {stories}, layers: spread, mixture: 1.0}}}}"
     )
     b = build(recipe, vocabulary=512, device=DEVICE)
@@ -312,8 +312,8 @@ def planned(
     folder: Path, technique: str, beside: str = "chunked_loss: {}, mixed_precision: {}, efficient_attention: {}"
 ) -> Any:
     recipe = recipes.parse(
-        "model: {layers: 6, width: 384, heads: 6, feed_forward: 1024, vocabulary: 32000}\nbatch: {size: 16, length: 256}\n"
-        f"data: {{tokenizer: {folder}}}\nstop: {{steps: 1}}\ntechniques: {{{beside}, {technique}}}"
+        "model: {num_layers: 6, hidden_size: 384, num_heads: 6, intermediate_size: 1024, vocab_size: 32000}\nbatch: {size: 16, seq_len: 256}\n"
+        f"data: {{tokenizer: {folder}}}\nstop: {{max_steps: 1}}\ntechniques: {{{beside}, {technique}}}"
     )
     return observe(recipe, vocabulary=32_000, device=DEVICE, evaluated=False)
 
@@ -397,12 +397,12 @@ def test_check_says_no(settings: str, words: str, tmp_path: Path) -> None:
 def test_a_student_that_is_its_teacher_has_nothing_to_learn_but_a_changed_one_has(data_folder: Path) -> None:
     stories = data_folder / "stories260K-hf"
     recipe = recipes.parse(
-        f"model: {{path: {stories}}}\nbatch: {{size: 2, length: 32}}\nstop: {{steps: 1}}\n"
+        f"model: {{path: {stories}}}\nbatch: {{size: 2, seq_len: 32}}\nstop: {{max_steps: 1}}\n"
         f"techniques: {{distillation: {{teacher: {stories}, mixture: 1.0}}}}"
     )
     with pytest.raises(RecipeError, match="there is nothing to learn"):
         build(recipe, vocabulary=512, device=DEVICE)
-    b = build(recipes.override(recipe, "techniques.grouped_queries={kv_heads: 2}"), vocabulary=512, device=DEVICE)
+    b = build(recipes.override(recipe, "techniques.grouped_queries={num_kv_heads: 2}"), vocabulary=512, device=DEVICE)
     assert b.changes["distillation"][0].count == 260_032
     own = dataclasses.replace(recipe, model=tiny().model)
     with pytest.raises(RecipeError, match=f"set data.tokenizer: {stories}"):
