@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["FORMER_KEYS", "FORMER_VALUES", "current_key", "current_names", "current_values"]
+__all__ = ["FORMER_KEYS", "FORMER_VALUES", "current_key", "current_names", "current_values", "former_names"]
 
 FORMER_KEYS: Mapping[str, str] = {
     "batch.length": "seq_len",
@@ -60,6 +60,12 @@ def current_key(path: tuple[str, ...]) -> tuple[str, ...]:
     """
     name = FORMER_KEYS.get(".".join(_within_recipe(path)))
     return path if name is None else (*path[:-1], name)
+
+
+def former_names(section: tuple[str, ...]) -> list[str]:
+    """Returns the former names of keys in a section or technique."""
+    keys = [former.rpartition(".") for former in FORMER_KEYS]
+    return [name for at, _, name in keys if at == ".".join(_within_recipe(section))]
 
 
 def _within_recipe(path: tuple[str, ...]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from preheat.core import Recipe, registry
 from preheat.errors import nearest
-from preheat.recipe.former_names import FORMER_KEYS
+from preheat.recipe.former_names import FORMER_KEYS, current_key, former_names
 from preheat.sanitize import quoted
 
 __all__ = ["NAMES", "option_hint", "unknown_key"]
@@ -218,9 +218,11 @@ def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
         return message + f"did you mean '{word}'?"
     if ours := NAMES.get(word):
         return message + f"here it is '{ours}'"
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    at = tuple(path[:-1])
+    names = {name: current_key((*at, name))[-1] for name in former_names(at)} | {name: name for name in known}
+    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.75)
     if close:
-        return message + f"did you mean '{close[0]}'?"
+        return message + f"did you mean '{names[close[0]]}'?"
     if places := _places().get(word):
         of_recipe = [place for place in places if not place.startswith("techniques.")] or places
         if len(of_recipe) == 1 or len(path) == 1:

@@ -286,7 +286,7 @@ def stated(recipe: Recipe) -> dict[str, Any]:
 
     Example:
         >>> from preheat.recipe import Batch, Recipe, Stop
-        >>> stated(Recipe(batch=Batch(size=8), stop=Stop(steps=2)))
+        >>> stated(Recipe(batch=Batch(size=8), stop=Stop(max_steps=2)))
         {'batch.size': 8, 'stop.max_steps': 2}
     """
     values: dict[str, Any] = {}

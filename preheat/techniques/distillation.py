@@ -111,8 +111,8 @@ class Distillation(Technique):
     """A Hugging Face folder: the model to learn from. Export a run first: preheat export RUN."""
     pieces: Literal["same", "common"] = "same"
     """same: the teacher has the student's tokenizer; common: it has another one, and the `top_k` likeliest of the
-    tokens in both vocabularies are compared at positions where both have read the same text. A plan assumes that it splits
-    text into as many tokens as the student."""
+    tokens in both vocabularies are compared at positions where both have read the same text. A plan assumes that it
+    splits text into as many tokens as the student."""
     divergence: Literal["forward", "reverse"] = "forward"
     """forward: KL(teacher || student), covers everything that the teacher considers likely; reverse: KL(student ||
     teacher), concentrates on its likeliest tokens."""

@@ -15,7 +15,8 @@ def share_of_peak(schedule: Schedule, step: int, total: int | None) -> float:
     Warmup is linear, and the first step's rate is above 0. cosine: Loshchilov and Hutter 2017 (arXiv:1608.03983);
     wsd: Hu et al. 2024 (arXiv:2404.06395), linear decay.
 
-    >>> [round(share_of_peak(Schedule(kind="wsd", warmup=0.2, decay=0.2, floor=0.0), s, 10), 2) for s in range(10)]
+    >>> schedule = Schedule(kind="wsd", warmup_ratio=0.2, decay_ratio=0.2, min_lr_ratio=0)
+    >>> [round(share_of_peak(schedule, s, 10), 2) for s in range(10)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5]
     """
     if total is None:

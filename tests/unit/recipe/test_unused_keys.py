@@ -52,9 +52,9 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("schedule.warmup_ratio", 0.1, {"stop": {"hours": 1, "max_steps": None}, "schedule": {"kind": "constant"}}, {}),
     ("schedule.decay_ratio", 0.1, {}, {"schedule": {"kind": "wsd"}}),
     ("schedule.min_lr_ratio", 0.0, {"schedule": {"kind": "constant"}}, {}),
-    *((f"evaluate.{key}", 4, {"data": {"validation": 0}}, {"data": {"validation": "held.txt"}}) for key in ("every", "rows", "micro")),
+    *((f"evaluate.{key}", 4, {"data": {"validation": 0}}, {"data": {"validation": "held.txt"}}) for key in ("every", "rows", "micro_batch_size")),
     ("evaluate.baselines", True, {"data": {"validation": 0.0}}, {}),
-    *((f"sample.{key}", value, {}, {"sample": {"prompts": ["a"]}}) for key, value in {"tokens": 5, "temperature": 1.0, "repetition_penalty": 1.1, "stop": ["x"], "cache": "int8", "window": 9, "draft": "x", "lookup": 3}.items()),
+    *((f"sample.{key}", value, {}, {"sample": {"prompts": ["a"]}}) for key, value in {"max_new_tokens": 5, "temperature": 1.0, "repetition_penalty": 1.1, "stop": ["x"], "cache": "int8", "window": 9, "draft_model": "x", "prompt_lookup_tokens": 3}.items()),
     ("sample.compile", True, {"sample": {"cache": "static"}}, {"sample": {"cache": "static", "rows": 2}}),
     ("hardware.segments", "expandable", {"hardware": {"device": "cpu"}}, {}),
     ("parallel.zero_stage", 3, {}, {"parallel": {"engine": "deepspeed"}}),
@@ -74,8 +74,8 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
 # Keys that are read whatever the others say, or that what reads them refuses by itself.
 ALWAYS = {
     "name", "seed",
-    *(f"model.{k}" for k in ("preset", "path", "weights", "shape", "layers", "width", "heads", "kv_heads", "feed_forward", "experts", "add_tokens", "config")),
-    *(f"data.{k}" for k in ("source", "preflight", "streaming", "tokenizer", "packing", "longer", "validation", "limit", "workers")),
+    *(f"model.{k}" for k in ("preset", "path", "weights", "shape", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "num_experts", "add_tokens", "config")),
+    *(f"data.{k}" for k in ("source", "preflight", "streaming", "tokenizer", "packing", "overlong", "validation", "limit", "workers")),
     "batch.size", "batch.seq_len", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm", "schedule.kind",
     "stop.max_steps", "stop.tokens", "stop.epochs", "stop.hours", "evaluate.tasks", "evaluate.forgetting",
     "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "hardware.device", "hardware.threads", "hardware.memory", "hardware.deterministic",
