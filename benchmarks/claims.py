@@ -33,7 +33,9 @@ from preheat.planning.dry_run import observe
 from preheat.planning.speed.step_time import step_seconds
 
 GIB = 2**30
-LLAMA = "{layers: 6, width: 288, heads: 6, feed_forward: 768, vocabulary: 32000, tie_embeddings: true}"
+LLAMA = (
+    "{num_layers: 6, hidden_size: 288, num_heads: 6, intermediate_size: 768, vocab_size: 32000, tie_embeddings: true}"
+)
 TECHNIQUES = {
     "mixed_precision bf16": "{mixed_precision: {mode: bf16}}",
     "mixed_precision bf16_weights": "{mixed_precision: {mode: bf16_weights}}",
@@ -45,9 +47,7 @@ TECHNIQUES = {
 }
 GPUS = {"A100-80GB": 16, "RTX-4090": 4}
 """Rows of 2,048 tokens that the two are given."""
-LLAMA_1B = (
-    "{layers: 16, width: 2048, heads: 32, kv_heads: 8, feed_forward: 8192, vocabulary: 128256, tie_embeddings: true}"
-)
+LLAMA_1B = "{num_layers: 16, hidden_size: 2048, num_heads: 32, num_kv_heads: 8, intermediate_size: 8192, vocab_size: 128256, tie_embeddings: true}"
 
 
 def recipe(name: str, model: str, rows: int, length: int, techniques: str = "{}") -> recipes.Recipe:
@@ -129,7 +129,7 @@ def _data_sheet(gpu: str) -> Rates:
 SHARED = {
     "data_parallel: all have all": "{data_parallel: {}}",
     "zero1: states shared out": "{data_parallel: {}, zero1: {}}",
-    "fsdp, reshard: false: gradients too": "{fsdp: {reshard_after_forward: false}}",
+    "fsdp, reshard_after_forward: false: gradients too": "{fsdp: {reshard_after_forward: false}}",
     "fsdp: weights too": "{fsdp: {}}",
 }
 

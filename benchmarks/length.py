@@ -44,7 +44,7 @@ def train(recipe: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[st
     if done.returncode:
         raise SystemExit(f"{recipe['name']}: {done.stderr.strip().splitlines()[-1]}")
     summary, found = json.loads(done.stdout), out / "evaluation.json"
-    if summary["steps"] < recipe["stop"]["steps"]:
+    if summary["steps"] < recipe["stop"]["max_steps"]:
         raise SystemExit(
             f"{recipe['name']}: ended by {summary['stopped']} after {summary['steps']} steps; the same command goes on"
         )
@@ -382,10 +382,10 @@ def told_by(model: Path, length: int, each: int) -> dict[str, Any]:
 def stage_recipe(length: int, steps: int, lists: Path, options: argparse.Namespace) -> dict[str, Any]:
     """A run in rows of `length`, with as many tokens a step at every length; its model is of the first, those after it go on from what was learnt."""
     model: dict[str, Any] = {
-        "layers": options.layers,
-        "width": options.width,
-        "heads": options.width // 32,
-        "feed_forward": 2 * options.width,
+        "num_layers": options.layers,
+        "hidden_size": options.width,
+        "num_heads": options.width // 32,
+        "intermediate_size": 2 * options.width,
         "tie_embeddings": True,
         # Biases of queries and keys: by them a head looks at the token before whatever stands there, which is half of what is to be learnt; without
         # them it is not found in as many steps. A large base: most of a head's frequencies hardly turn within a list, by which a key is known at
@@ -442,7 +442,7 @@ def stage(length: int, before: Path | None, options: argparse.Namespace, folder:
         untrained["base"] = told_by(wider, length, 4)
         recipe["model"] = {"path": str(longer(before, lists / "words", length, folder / f"from-{length}", "none"))}
         recipe["optimizer"]["lr"] = options.lr / 2
-        recipe["schedule"] |= {"warmup": 0.1}
+        recipe["schedule"] |= {"warmup_ratio": 0.1}
         recipe["evaluate"] |= {"every": 0}
         del recipe["techniques"]["difficulty_curriculum"]
     summary, evaluation = train(recipe, folder)
@@ -497,7 +497,7 @@ def recall(options: argparse.Namespace) -> None:
     start, last = stages[0], stages[-1]
     found, (across, down, grid) = last["found"], grid_of(last["found"])
     accuracy = found["metrics"]["accuracy"]
-    steps = start["recipe"]["stop"]["steps"]
+    steps = start["recipe"]["stop"]["max_steps"]
     asked = found["rows"] // grid.size
     lines = [
         f"# Key-value recall up to {last['length']:,} tokens",

@@ -113,7 +113,7 @@ def main() -> None:
             row("stories260K, 4 -> 1", stories, "grouped_queries: {num_kv_heads: 1}")
             row("the model of the row 4 -> 2, 2 -> 1", two / "hf", "grouped_queries: {num_kv_heads: 1}")
         if options.part != "heads":
-            sizes = "{family: gpt2, layers: 4, width: 64, heads: 4, vocabulary: 512, positions: 256}"
+            sizes = "{family: gpt2, num_layers: 4, hidden_size: 64, num_heads: 4, vocab_size: 512, max_positions: 256}"
             first = recipe_of(sizes, source, "", steps=options.first, lr=3e-3, tokenizer=stories, seed=0)
             train(first, out=folder / "gpt2")
             huggingface.write(folder / "gpt2", folder / "gpt2" / "hf")

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-MODEL = "{family: llama, layers: 6, width: 288, heads: 6, feed_forward: 768, tie_embeddings: true}"
+MODEL = "{family: llama, num_layers: 6, hidden_size: 288, num_heads: 6, intermediate_size: 768, tie_embeddings: true}"
 FAST = "{mixed_precision: {mode: bf16}, chunked_loss: {rows: 512}, efficient_attention: {}}"
 RECIPE = """name: m15
 model: {model}

@@ -211,7 +211,7 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
         "technique": wish.technique,
         "model_size": wish.model_size,
         "model": SIZES[wish.model_size].words,
-        "batch": {"rows": wish.rows, "seq_len": wish.seq_len, "accumulation_steps": wish.accumulation_steps},
+        "batch": {"rows": wish.rows, "length": wish.seq_len, "accumulation_steps": wish.accumulation_steps},
         "steps": steps,
         "rows": rows,
         "words": [summary for row in rows if (summary := _changed(row, rows))],

@@ -46,7 +46,7 @@ class Model:
     num_heads: Annotated[int, Bound(1, 2**14)] | None = None
     """Query heads of a new model."""
     num_kv_heads: Annotated[int, Bound(1, 2**14)] | None = None
-    """Key-value heads of a new model (grouped queries); as many as `heads` by default."""
+    """Key-value heads of a new model (grouped queries); as many as `num_heads` by default."""
     intermediate_size: Annotated[int, Bound(1, 2**22)] | None = None
     """Inner width of the feed-forward block of a new model; with experts, of each expert."""
     num_experts: Annotated[int, Bound(1, 2**14)] | None = None

@@ -72,7 +72,7 @@ def test_a_run_is_compressed_as_it_was_trained_for(preheat: Command) -> None:
     recipe = (preheat.folder / "r.yaml").read_text(encoding="utf-8")
     text = (
         recipe.replace("name: small", "name: aware")
-        .replace("layers: 2", "layers: 3")
+        .replace("num_layers: 2", "num_layers: 3")
         .replace("techniques: {", "techniques: {quantization_aware: {}, lora: {rank: 4}, ")
     )
     (preheat.folder / "aware.yaml").write_text(text, encoding="utf-8")

@@ -72,7 +72,7 @@ def test_a_student_learns_from_its_teacher_and_is_exported_without_it(preheat: C
         "",
         *(
             pytest.param(more, marks=pytest.mark.slow)
-            for more in ("cache: kept, top: 16, mixture: 0.7", "on_policy: 0.5")
+            for more in ("cache: kept, top_k: 16, mixture: 0.7", "on_policy: 0.5")
         ),
     ],
 )

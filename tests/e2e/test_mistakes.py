@@ -38,9 +38,9 @@ def shop(tmp_path_factory: pytest.TempPathFactory, data_folder: Path) -> Path:
     write(folder, "kinds", [{"text": f"order {n}", "label": "abcde"[n % 5]} for n in range(40)])
     (folder / "fails.jinja").write_text(FAILS)
     recipe = Path(__file__).parents[2].joinpath("preheat/recipes/fine-tune.yaml").read_text()
-    recipe = recipe.replace("preset: qwen2.5-0.5b", "path: model").replace("length: 1024", "length: 256")
+    recipe = recipe.replace("preset: qwen2.5-0.5b", "path: model").replace("seq_len: 1024", "seq_len: 256")
     (folder / "mine.yaml").write_text(recipe.replace("  validation: 0.05", "  template: alpaca\n  validation: 0.05"))
-    (folder / "typo.yaml").write_text((folder / "mine.yaml").read_text().replace("  clip:", "  clp:"))
+    (folder / "typo.yaml").write_text((folder / "mine.yaml").read_text().replace("  max_grad_norm:", "  max_grad_nrm:"))
     return folder
 
 

@@ -76,7 +76,7 @@ def test_a_gpt2_of_rms_norms_goes_on_and_is_not_exported(
 ) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", preheat.environment["PREHEAT_CACHE"])
     source = str(tmp_path / "text")
-    new = "{family: gpt2, layers: 2, width: 32, heads: 2, vocabulary: 320}"
+    new = "{family: gpt2, num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 320}"
     first = _recipe(new, f"{source}, vocabulary: 300", "{}", steps=40, length=32)
     trained = train(first, out=tmp_path / "first")["validation_loss"]
     huggingface.write(tmp_path / "first", tmp_path / "hf")

@@ -1,7 +1,7 @@
 """Converts architectures: a configuration before the model is built, a model in place, weights as they are read.
 
 Modules that transformers does not have are in `modules`; `beyond_transformers` finds them again at export.
-User errors raise ValueError that begins with the knob, such as `kv_heads: 3 does not divide ...`.
+User errors raise ValueError that begins with the knob, such as `num_kv_heads: 3 does not divide ...`.
 """
 
 from __future__ import annotations

@@ -33,14 +33,19 @@ def _job(model: str, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("settings", "dtype"),
-    [({"cache": "static"}, None), ({"draft": "itself"}, None), ({}, "bf16"), ({"cache": "int8", "window": 9}, "bf16")],
+    [
+        ({"cache": "static"}, None),
+        ({"draft_model": "itself"}, None),
+        ({}, "bf16"),
+        ({"cache": "int8", "window": 9}, "bf16"),
+    ],
 )
 def test_a_contender_measures_itself(
     model: str, data_folder: Path, settings: dict[str, Any], dtype: str | None
 ) -> None:
     text = str(data_folder / "text" / "tinystories_train_excerpt.txt")
     if "draft" in settings:
-        settings = {"draft": model}
+        settings = {"draft_model": model}
     speaker = InferenceWorker(_job(model, settings, dtype=dtype, text=text))
     about = speaker.about()
     assert about["weights_bytes"] == pytest.approx(

@@ -150,8 +150,8 @@ def test_running_out_of_graphs_is_an_error(
         ("cuda", 10**6, {"cache": "static"}, True),
         ("cuda", 10**6, {"cache": "dynamic"}, False),
         ("cuda", 10**6, {"cache": "int8"}, False),
-        ("cuda", 10**6, {"lookup": 3}, False),
-        ("cuda", 10**6, {"draft": "there"}, False),
+        ("cuda", 10**6, {"prompt_lookup_tokens": 3}, False),
+        ("cuda", 10**6, {"draft_model": "there"}, False),
         ("cuda", 10**6, {"window": 64}, True),
     ],
 )

@@ -159,19 +159,28 @@ def test_a_draft_with_another_tokenizer_is_refused(folder: Path, data_folder: Pa
 @pytest.mark.parametrize(
     ("sample", "words"),
     [
-        ("{lookup: 0}", "sample.prompt_lookup_tokens: must be at least 1, got 0"),
+        ("{prompt_lookup_tokens: 0}", "sample.prompt_lookup_tokens: must be at least 1, got 0"),
         ("{window: 0}", "sample.window: must be at least 2, got 0"),
         ("{cache: int4}", "sample.cache: must be 'auto', 'dynamic', 'static' or 'int8', got 'int4'"),
-        ("{lookup: 4, draft: there}", "sample.prompt_lookup_tokens: proposes tokens, and so does the draft"),
-        ("{lookup: 4, temperature: 0.5}", "sample.prompt_lookup_tokens: proposes tokens of greedy text"),
-        ("{draft: there, cache: static}", "sample.cache: static cannot forget"),
+        (
+            "{prompt_lookup_tokens: 4, draft_model: there}",
+            "sample.prompt_lookup_tokens: proposes tokens, and so does the draft model",
+        ),
+        ("{prompt_lookup_tokens: 4, temperature: 0.5}", "sample.prompt_lookup_tokens: proposes tokens of greedy text"),
+        ("{draft_model: there, cache: static}", "sample.cache: static cannot forget"),
         ("{compile: true, cache: int8}", "sample.compile: needs a cache that does not grow, and this one is int8"),
         (
             "{compile: true, cache: dynamic}",
             "sample.compile: needs a cache that does not grow, and this one is dynamic",
         ),
-        ("{compile: true, lookup: 3}", "sample.compile: decodes one token at a time, and lookup reads several"),
-        ("{compile: true, draft: there}", "sample.compile: decodes one token at a time, and draft reads several"),
+        (
+            "{compile: true, prompt_lookup_tokens: 3}",
+            "sample.compile: decodes one token at a time, and prompt_lookup_tokens reads several",
+        ),
+        (
+            "{compile: true, draft_model: there}",
+            "sample.compile: decodes one token at a time, and draft_model reads several",
+        ),
         ("{compile: maybe}", "sample.compile: must be"),
     ],
 )

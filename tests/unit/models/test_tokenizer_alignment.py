@@ -135,7 +135,7 @@ def test_the_loss_is_that_of_loops_over_documents(
     cuts: dict[str, TokenizerView], data_folder: Path, direction: str
 ) -> None:
     temperature, mixture, top = 1.5, 0.7, 6
-    b = made(data_folder, f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top: {top}")
+    b = made(data_folder, f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top_k: {top}")
     student, teacher = (
         LlamaForCausalLM(LlamaConfig(**b.parts["trained"][0].config.to_diff_dict() | {"attn_implementation": "eager"})),
         AutoModelForCausalLM.from_pretrained(data_folder / "stories260K-hf"),
@@ -181,7 +181,7 @@ def test_the_loss_is_that_of_loops_over_documents(
     assert b.loss.scores(b.loss.metrics, batch.weight)["compared"] == pytest.approx(compared / batch.weight)
     chunked = made(
         data_folder,
-        f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top: {top}",
+        f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top_k: {top}",
         "chunked_loss: {rows: 7}",
     )
     gradients(chunked, [transform(chunked, batch)])

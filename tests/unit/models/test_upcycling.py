@@ -65,7 +65,10 @@ def test_the_plan_counts_the_experts() -> None:
             "makes experts of the feed-forward block of a llama, mistral, qwen3, and the model is a gpt2",
         ),
         (tiny("{upcycling: {}}", family="mixtral"), "and the model is a mixtral"),
-        (tiny("{upcycling: {num_experts: 4, num_experts_per_tok: 5}}"), "chosen: 5 is more than the 4 experts"),
+        (
+            tiny("{upcycling: {num_experts: 4, num_experts_per_tok: 5}}"),
+            "num_experts_per_tok: 5 is more than the 4 experts",
+        ),
         (
             recipes.override(tiny("{upcycling: {}}"), "model.config={mlp_bias: true}"),
             "which has no mlp_bias as this llama has",

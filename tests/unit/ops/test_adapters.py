@@ -298,7 +298,7 @@ def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(
         ("{peft_adapter: {method: adalora}}", "schedule"),
         ("{peft_adapter: {method: loha, settings: {rr: 3}}}", "settings.rr: loha has no such setting"),
         ("{peft_adapter: {method: loha, settings: {module_dropout: 0.1}}}", "leave it at 0"),
-        ("{peft_adapter: {method: loha, settings: {target_modules: x}}}", "use targets"),
+        ("{peft_adapter: {method: loha, settings: {target_modules: x}}}", "set target_modules"),
         ("{peft_adapter: {method: loha, target_modules: [nowhere]}}", "matches no linear map"),
         ("{peft_adapter: {}, lora: {}}", "cannot go with"),
         ("{nf4: {}}", "needs frozen-base"),

@@ -400,7 +400,7 @@ WIDE = "model: {num_layers: 2, hidden_size: 64, num_heads: 4, num_kv_heads: 2, v
         ("{sliding_window: {window: 32}}", DEVICE, "window: 32 of 32 tokens hides nothing"),
         ("{sliding_window: {every: 3}}", DEVICE, "every: 3 of 2 layers leaves none full"),
         ("{block_sparse_attention: {local: 30, global_tokens: 2}}", DEVICE, "hide nothing"),
-        ("{shifted_groups: {group_size: 40}}", DEVICE, "group: 40 of 32 tokens parts nothing"),
+        ("{shifted_groups: {group_size: 40}}", DEVICE, "group_size: 40 of 32 tokens parts nothing"),
         ("{sliding_window: {}, shifted_groups: {}}", DEVICE, "attention-pattern"),
     ],
 )

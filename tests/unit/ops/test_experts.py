@@ -379,7 +379,7 @@ def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: P
     from preheat.ops.adapters.moe_lora import adapted_experts
     from preheat.ops.adapters.peft_layers import merge, without
 
-    settings = "{targets: [q_proj, v_proj], rank: 4, expert_rank: 4, alpha: 8}"
+    settings = "{target_modules: [q_proj, v_proj], rank: 4, expert_rank: 4, alpha: 8}"
     plain, b = made("qwen3_moe", strong=False), made("qwen3_moe", f"{{lora: {settings}}}", strong=False)
     batch = plain_rows()
     assert grads(b, [batch])[0] == pytest.approx(grads(plain, [batch])[0], abs=1e-6)
@@ -419,11 +419,15 @@ def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: P
         ("llama", "expert_rank: 4", "expert_rank: 4 is for experts, and llama has none"),
         (
             "qwen3_moe",
-            "expert_rank: 4, variant: dora, targets: [q_proj]",
+            "expert_rank: 4, variant: dora, target_modules: [q_proj]",
             "goes with lora and rslora, and variant is dora",
         ),
-        ("qwen3_moe", "expert_rank: 4, dropout: 0.1, targets: [q_proj]", "does not go with dropout"),
-        ("qwen3_moe", "expert_rank: 99, targets: [q_proj]", "lora.expert_rank: 99 is more than the 32 directions"),
+        ("qwen3_moe", "expert_rank: 4, dropout: 0.1, target_modules: [q_proj]", "does not go with dropout"),
+        (
+            "qwen3_moe",
+            "expert_rank: 99, target_modules: [q_proj]",
+            "lora.expert_rank: 99 is more than the 32 directions",
+        ),
     ],
 )
 def test_adapters_on_experts_are_refused_in_words(family: str, lora: str, words: str) -> None:

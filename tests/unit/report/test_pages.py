@@ -309,7 +309,7 @@ def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
     from preheat import recipe as recipes
     from preheat.cli.plan_modes import recipe_text
 
-    text = "name: n\nmodel:\n  size: 15M\nbatch:\n  length: 64\nstop:\n  steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
+    text = "name: n\nmodel:\n  size: 15M\nbatch:\n  seq_len: 64\nstop:\n  max_steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
     recipe = recipes.parse(text)
     question: Any = SimpleNamespace(checkpoint=None)
     said = recipe_text({"recipe": recipes.as_values(recipe)}, question)

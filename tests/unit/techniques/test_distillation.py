@@ -47,7 +47,7 @@ def forced(logits: torch.Tensor, factor: float = 30.0) -> torch.Tensor:
 # --- the losses ---------------------------------------------------------------------------------------------------
 
 
-def slow_divergence(student: torch.Tensor, teacher: torch.Tensor, direction: str, top: int | None) -> torch.Tensor:
+def slow_divergence(student: torch.Tensor, teacher: torch.Tensor, direction: str, top_k: int | None) -> torch.Tensor:
     """Sums of p log(p / q) over probabilities, row by row; with `top` over that many and the sum of the others."""
     found = []
     for s, t in zip(student.double().softmax(-1), teacher.double().softmax(-1), strict=True):
@@ -63,7 +63,7 @@ def slow_divergence(student: torch.Tensor, teacher: torch.Tensor, direction: str
 @pytest.mark.parametrize(("temperature", "mixture"), [(1.0, 1.0), (1.0, 0.4), (2.5, 0.7)])
 @pytest.mark.parametrize("top", [None, 5])
 def test_the_loss_and_its_gradient_in_chunks_are_those_of_the_formula(
-    direction: Any, temperature: float, mixture: float, top: int | None, monkeypatch: pytest.MonkeyPatch
+    direction: Any, temperature: float, mixture: float, top_k: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("preheat.ops.losses.distillation._BLOCK", 40 * 3)  # a chunk of 7 rows in blocks of 3
     torch.manual_seed(0)
@@ -230,7 +230,10 @@ def _batch(rows: Rows, numbers: list[int]) -> Batch:
 
 def test_what_a_teacher_said_is_read_by_row_and_gives_the_loss_of_the_teacher_at_hand(tmp_path: Path) -> None:
     rows, settings = rows_of(), "mixture: 0.8, temperature: 1.5"
-    kept, live = made(f"{settings}, cache: {tmp_path}, top: 96", "chunked_loss: {}"), made(settings, "chunked_loss: {}")
+    kept, live = (
+        made(f"{settings}, cache: {tmp_path}, top_k: 96", "chunked_loss: {}"),
+        made(settings, "chunked_loss: {}"),
+    )
     assert "teacher" not in kept.parts
     asked: list[str] = []
     kept.run_dataset_passes(rows, [4, 1, 0, 4], lambda what, done, whole: asked.append(what))
@@ -239,7 +242,7 @@ def test_what_a_teacher_said_is_read_by_row_and_gives_the_loss_of_the_teacher_at
     assert float(loss.total) == pytest.approx(float(wanted.total), rel=1e-4)
     measure(kept, [_batch(rows, [3])])  # an evaluation reads no rows of it
     asked.clear()
-    again = made(f"{settings}, cache: {tmp_path}, top: 96", "chunked_loss: {}")
+    again = made(f"{settings}, cache: {tmp_path}, top_k: 96", "chunked_loss: {}")
     again.run_dataset_passes(rows, [0, 1, 4], lambda what, done, whole: asked.append(what))
     assert not asked  # the teacher runs once
     assert float(gradients(again, [_batch(rows, [4, 0]), _batch(rows, [1])]).total) == float(loss.total)
@@ -251,10 +254,10 @@ def test_what_a_teacher_said_is_read_by_row_and_gives_the_loss_of_the_teacher_at
 
 def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path) -> None:
     rows, folder = rows_of(), tmp_path / "kept"
-    first = made(f"cache: {folder}, top: 4")
+    first = made(f"cache: {folder}, top_k: 4")
     first.run_dataset_passes(rows, range(6), lambda *_: None)
     cases = [
-        ("temperature: 2.0, top: 4", rows, "temperature"),
+        ("temperature: 2.0, top_k: 4", rows, "temperature"),
         ("top: 5", rows, r"top \(was 4, is 5\)"),
         ("top: 4", rows_of(seed=1), "data"),
     ]
@@ -265,13 +268,13 @@ def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    damaged = made(f"cache: {folder}, top: 4")
+    damaged = made(f"cache: {folder}, top_k: 4")
     damaged.run_dataset_passes(rows, range(6), lambda *_: None)
     with pytest.raises(RunError, match=r"row [23] is damaged; remove the folder"):
         gradients(damaged, [_batch(rows, [2, 3])])
     file.write_bytes(content[:-5])
     with pytest.raises(RunError, match=r"rows\.bin is missing or not whole"):
-        made(f"cache: {folder}, top: 4").run_dataset_passes(rows, range(6), lambda *_: None)
+        made(f"cache: {folder}, top_k: 4").run_dataset_passes(rows, range(6), lambda *_: None)
 
 
 def test_rows_that_were_not_written_whole_are_missing(tmp_path: Path) -> None:
