@@ -56,7 +56,7 @@ def write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
         ("mine.yaml", ["model.path=./modle"], 2, "model.path: ./modle: no such folder; did you mean 'model'?"),
         ("mine.yaml", ["model.path=Qwen/Qwen2.5-0.5B"], 2, "download it where there is a network and name the folder"),
         ("fine-tune", ["data.source=rows.jsonl"], 2, "can be planned, not trained; add model.path: Qwen/Qwen2.5-0.5B"),
-        ("typo.yaml", [], 2, "unknown key 'optimizer.clp'; did you mean 'clip'?"),
+        ("typo.yaml", [], 2, "unknown key 'optimizer.max_grad_nrm'; did you mean 'max_grad_norm'?"),
         ("mine.yaml", ["techniques.lorra={rank: 8}"], 2, "unknown technique 'lorra'; did you mean 'lora'?"),
         ("my.yaml", [], 2, "my.yaml: no such file"),
         ("mine.yaml", ["data={source: kinds.jsonl, layout: classes, validation: 0}", "techniques={classification: {classes: 3}}"], 2, "3, but the data has class 4"),

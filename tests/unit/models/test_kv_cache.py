@@ -100,9 +100,9 @@ def test_the_cache_takes_what_the_closed_form_says(stories: LoadedModel) -> None
 def test_a_static_cache_writes_what_the_growing_one_writes(stories: LoadedModel) -> None:
     """Rows of different lengths, padded; and with windows."""
     prompts = _ids(stories, "", "Tom had a red ball", "Once upon a time, in a big forest, there lived a rhinoceros")
-    assert _write(stories, prompts, tokens=40, cache="static") == _write(stories, prompts, tokens=40)
-    assert _write(stories, prompts, tokens=40, cache="static", window=12) == _write(
-        stories, prompts, tokens=40, window=12
+    assert _write(stories, prompts, max_new_tokens=40, cache="static") == _write(stories, prompts, max_new_tokens=40)
+    assert _write(stories, prompts, max_new_tokens=40, cache="static", window=12) == _write(
+        stories, prompts, max_new_tokens=40, window=12
     )
 
 
@@ -144,7 +144,7 @@ def test_a_window_is_that_of_a_pass_over_the_whole_text(stories: LoadedModel) ->
 
     model: Any = stories.build.trained[0]
     prompts = _ids(stories, "Once upon a time there was a cat who had a ball.", "Tom")
-    texts = _write(stories, prompts, tokens=24, window=6)
+    texts = _write(stories, prompts, max_new_tokens=24, window=6)
     for prompt, text in zip(prompts, texts, strict=True):
         whole = torch.tensor([[*prompt, *text]])
         with torch.no_grad():
@@ -153,7 +153,7 @@ def test_a_window_is_that_of_a_pass_over_the_whole_text(stories: LoadedModel) ->
             logits = hf.head(model)(hidden)[0, len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
         assert (logits.max(-1).values - chosen < 1e-4).all()
-    assert texts != _write(stories, prompts, tokens=24)
+    assert texts != _write(stories, prompts, max_new_tokens=24)
 
 
 def test_a_kept_cache_in_eight_bits_goes_on(stories: LoadedModel) -> None:
@@ -233,4 +233,8 @@ def test_layers_with_windows_of_their_own_keep_and_forget_alike(stories: LoadedM
         if kind == "static":
             assert wanted == write()
         else:
-            assert write(cache=kind, lookup=3) == write(cache=kind, draft="itself", smaller=model) == wanted
+            assert (
+                write(cache=kind, prompt_lookup_tokens=3)
+                == write(cache=kind, draft_model="itself", smaller=model)
+                == wanted
+            )

@@ -79,19 +79,19 @@ def _write(
 @pytest.mark.parametrize(
     "more",
     [
-        {"tokens": 48},
-        {"tokens": 40, "stop": (" named", "!", ". T")},
-        {"tokens": 40, "repetition_penalty": 1.3},
-        {"tokens": 40, "cache": "int8"},
-        {"tokens": 40, "window": 12},
-        {"tokens": 40, "window": 12, "cache": "int8"},
+        {"max_new_tokens": 48},
+        {"max_new_tokens": 40, "stop": (" named", "!", ". T")},
+        {"max_new_tokens": 40, "repetition_penalty": 1.3},
+        {"max_new_tokens": 40, "cache": "int8"},
+        {"max_new_tokens": 40, "window": 12},
+        {"max_new_tokens": 40, "window": 12, "cache": "int8"},
     ],
     ids=lambda more: " ".join(f"{k}={v}" for k, v in more.items()),
 )
 def test_the_text_is_the_greedy_one(
     stories: LoadedModel, prompts: list[list[int]], smaller: Path, more: dict[str, Any]
 ) -> None:
-    prompts = prompts if more == {"tokens": 48} else prompts[2:5]
+    prompts = prompts if more == {"max_new_tokens": 48} else prompts[2:5]
     wanted, passes = _write(stories, prompts, **more)
     draft = load_draft_model(str(smaller), stories.tokenizer)
     for how, model in (({"lookup": 4}, None), ({"draft": str(smaller)}, draft)):
@@ -105,8 +105,8 @@ def test_the_text_is_the_greedy_one(
 def test_a_draft_that_is_always_right_saves_all_but_one_pass_in_five(stories: LoadedModel, folder: Path) -> None:
     ids = [[1, *stories.tokenizer.encode("Once", add_special_tokens=False)]]
     draft = load_draft_model(str(folder), stories.tokenizer)
-    made, passes = _write(stories, ids, draft, tokens=41, draft=str(folder), draft_tokens=4)
-    assert made == _write(stories, ids, tokens=41)[0]
+    made, passes = _write(stories, ids, draft, max_new_tokens=41, draft_model=str(folder), draft_tokens=4)
+    assert made == _write(stories, ids, max_new_tokens=41)[0]
     assert passes == 1 + 40 / 5
 
 
@@ -138,9 +138,9 @@ def test_a_chat_goes_on_after_proposals_behind_its_end(stories: LoadedModel, pro
 def test_the_end_of_the_positions_ends_a_text_with_proposals(stories: LoadedModel) -> None:
     prompt = [1, *stories.tokenizer.encode("Once upon " * 240, add_special_tokens=False)]
     room = 512 - len(prompt)
-    made, _ = _write(stories, [prompt], tokens=64, lookup=8)
+    made, _ = _write(stories, [prompt], max_new_tokens=64, prompt_lookup_tokens=8)
     assert (len(made[0].tokens), made[0].ended) == (room, "context")
-    assert made == _write(stories, [prompt], tokens=64)[0]
+    assert made == _write(stories, [prompt], max_new_tokens=64)[0]
 
 
 def test_a_draft_with_another_tokenizer_is_refused(folder: Path, data_folder: Path, tmp_path: Path) -> None:

@@ -81,7 +81,12 @@ def test_accumulation_lowers_activations_and_keeps_the_work() -> None:
 
 @pytest.mark.parametrize(
     ("stop", "rows", "steps"),
-    [("{steps: 7}", None, 7), ("{tokens: 1000}", None, 8), ("{epochs: 1.5}", 10, 4), ("{steps: 9, epochs: 1}", 10, 3)],
+    [
+        ("{max_steps: 7}", None, 7),
+        ("{tokens: 1000}", None, 8),
+        ("{epochs: 1.5}", 10, 4),
+        ("{max_steps: 9, epochs: 1}", 10, 3),
+    ],
 )
 def test_the_length_of_a_run(stop: str, rows: int | None, steps: int) -> None:
     assert steps_of(override(tiny(), f"stop={stop}"), rows) == steps

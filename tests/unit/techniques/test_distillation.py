@@ -47,7 +47,7 @@ def forced(logits: torch.Tensor, factor: float = 30.0) -> torch.Tensor:
 # --- the losses ---------------------------------------------------------------------------------------------------
 
 
-def slow_divergence(student: torch.Tensor, teacher: torch.Tensor, direction: str, top_k: int | None) -> torch.Tensor:
+def slow_divergence(student: torch.Tensor, teacher: torch.Tensor, direction: str, top: int | None) -> torch.Tensor:
     """Sums of p log(p / q) over probabilities, row by row; with `top` over that many and the sum of the others."""
     found = []
     for s, t in zip(student.double().softmax(-1), teacher.double().softmax(-1), strict=True):
@@ -63,7 +63,7 @@ def slow_divergence(student: torch.Tensor, teacher: torch.Tensor, direction: str
 @pytest.mark.parametrize(("temperature", "mixture"), [(1.0, 1.0), (1.0, 0.4), (2.5, 0.7)])
 @pytest.mark.parametrize("top", [None, 5])
 def test_the_loss_and_its_gradient_in_chunks_are_those_of_the_formula(
-    direction: Any, temperature: float, mixture: float, top_k: int | None, monkeypatch: pytest.MonkeyPatch
+    direction: Any, temperature: float, mixture: float, top: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("preheat.ops.losses.distillation._BLOCK", 40 * 3)  # a chunk of 7 rows in blocks of 3
     torch.manual_seed(0)
