@@ -94,7 +94,7 @@ def test_the_text_is_the_greedy_one(
     prompts = prompts if more == {"max_new_tokens": 48} else prompts[2:5]
     wanted, passes = _write(stories, prompts, **more)
     draft = load_draft_model(str(smaller), stories.tokenizer)
-    for how, model in (({"lookup": 4}, None), ({"draft": str(smaller)}, draft)):
+    for how, model in (({"prompt_lookup_tokens": 4}, None), ({"draft_model": str(smaller)}, draft)):
         made, fewer = _write(stories, prompts, model, **how, **more)
         assert made == wanted
         assert fewer < passes or "repetition_penalty" in more, (
@@ -199,7 +199,9 @@ def test_models_that_read_whole_texts_keep_no_cache(stories: LoadedModel) -> Non
                        "techniques: {sliding_window: {window: 4}}"), vocabulary=512, device=DEVICE)  # fmt: skip
     model: Any = made.trained[0]
     for settings in (Sample(cache="int8"), Sample(prompt_lookup_tokens=2), Sample(window=4), Sample(compile=True)):
-        with pytest.raises(RecipeError, match=r"^sample\.(cache|lookup|window|compile): .*attention patterns"):
+        with pytest.raises(
+            RecipeError, match=r"^sample\.(cache|prompt_lookup_tokens|window|compile): .*attention patterns"
+        ):
             generate(model, stories.tokenizer, [[1, 2]], settings)
     with pytest.raises(RecipeError, match=r"^sample.cache: static has room for one text"):
         generate(stories.build.trained[0], stories.tokenizer, [[1, 2]], Sample(cache="static"), kept=PrefixCache())  # type: ignore[arg-type]
