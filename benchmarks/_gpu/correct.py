@@ -363,7 +363,7 @@ def _technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str,
     except RecipeError as error:
         raise Skip(f"no reference on a CPU: {error}") from None
     _copy_weights(expected, model)
-    batch = uneven(length=recipe.batch.length, examples=examples_of(recipe))
+    batch = uneven(length=recipe.batch.seq_len, examples=examples_of(recipe))
     loss, slopes = step(model, batch)
     loss_there, slopes_there = step(expected, batch)
     both = sorted(slopes.keys() & slopes_there.keys())

@@ -142,7 +142,8 @@ def trained_for(source: str | Path) -> list[Variant]:
     if technique is None:
         return []
     settings = dataclasses.asdict(technique)
-    return [Variant("int4", methods()["int4"](group=settings.pop("group_size"), **settings))]
+    settings["group"] = settings.pop("group_size")
+    return [Variant("int4", methods()["int4"](**settings))]
 
 
 def compress(

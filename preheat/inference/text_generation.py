@@ -83,7 +83,7 @@ def write_texts(
     Args:
         settings: number of tokens and how they are sampled; greedy, at most 64, by default.
         template: formats chats; a plain text is then the user's message.
-        draft: the model that `settings.draft` names (`load.load_draft_model`).
+        draft: the model that `settings.draft_model` names (`load.load_draft_model`).
         seed, batch, on_text, kept, timed: see `preheat.models.generation.generate.generate`.
 
     Raises:

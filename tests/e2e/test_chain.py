@@ -81,7 +81,7 @@ def test_what_is_wrong_in_a_chain_is_said_with_its_line(preheat: Command) -> Non
     assert "bad.yaml:3: unknown key 'chain.1.compres'; did you mean 'compress'?" in error
     assert "techniques and where_possible are for a step that trains" in error
     assert "bad.yaml:7: unknown technique 'distilation'; did you mean 'distillation'?" in error
-    assert "bad.yaml:9: chain.3.techniques.quantization_aware.group: must be" in error
+    assert "bad.yaml:9: chain.3.techniques.quantization_aware.group_size: must be" in error
 
 
 def test_built_in_chains_load_and_are_no_recipes(preheat: Command) -> None:

@@ -168,7 +168,7 @@ def generate(
     assert all(prompts), "a prompt without a token"
     assert kept is None or (cached and len(prompts) == 1)
     assert (draft is None) == (settings.draft_model is None), (
-        "the model that settings.draft names is opened by the caller"
+        "the model that settings.draft_model names is opened by the caller"
     )
     alone = patterned(model)
     _require(model, settings, alone, cached, kept)
