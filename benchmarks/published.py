@@ -397,7 +397,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
                 continue
             if "activation_checkpointing" in more and row["activation_checkpointing"] == "none":
                 continue  # the row says so
-            beside = ["optimizer.clip=0"] if "optimizer_in_backward" in more else []
+            beside = ["optimizer.max_grad_norm=0"] if "optimizer_in_backward" in more else []
             if "activation_checkpointing" in more and "tensor_parallel" in recipe.techniques:
                 beside.append("techniques.tensor_parallel.regather=false")  # what is computed again is gathered again
             recipe = override(recipe, *beside, *(f"techniques.{name}={value}" for name, value in more.items() if value))

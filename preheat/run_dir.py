@@ -682,6 +682,7 @@ class Reader:
 
     def raw_recipe(self) -> tuple[dict[str, Any], str]:
         """Returns the recipe as unchecked plain values and as text, for display; empty if it cannot be read."""
+        from preheat.recipe.former_names import current_names
         from preheat.recipe.yaml_io import compose
 
         text = ""
@@ -691,7 +692,7 @@ class Reader:
         except PreheatError as error:
             self.damaged["recipe.yaml"] = f"left out: {shorten(str(error), 200)}"
             return {}, text
-        return values if isinstance(values, dict) else {}, text
+        return current_names(values) if isinstance(values, dict) else {}, text
 
     @property
     def plan(self) -> dict[str, Any]:

@@ -113,10 +113,10 @@ def tiny(
     techniques: str = "{}", *, family: str = "llama", rows: int = 4, length: int = 32, more: str = ""
 ) -> recipes.Recipe:
     """A recipe of a model that takes a step in milliseconds."""
-    heads = "heads: 4" if family in ("gpt2", "t5") else "heads: 4, kv_heads: 2"
+    heads = "num_heads: 4" if family in ("gpt2", "t5") else "num_heads: 4, num_kv_heads: 2"
     return recipes.parse(
-        f"model: {{family: {family}, layers: 3, width: 32, {heads}, vocabulary: 96}}\n"
-        f"batch: {{size: {rows}, length: {length}}}\noptimizer: {{lr: 0.01}}\nstop: {{steps: 20}}\ntechniques: {techniques}\n{more}"
+        f"model: {{family: {family}, num_layers: 3, hidden_size: 32, {heads}, vocab_size: 96}}\n"
+        f"batch: {{size: {rows}, seq_len: {length}}}\noptimizer: {{lr: 0.01}}\nstop: {{max_steps: 20}}\ntechniques: {techniques}\n{more}"
     )
 
 

@@ -52,7 +52,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(
-        Model(layers=2, width=128, heads=4, feed_forward=384),
+        Model(num_layers=2, hidden_size=128, num_heads=4, intermediate_size=384),
         8,
         "2 layers of 128: 0.4 M parameters and 1.0 M in embedding and head",
     ),
@@ -112,9 +112,9 @@ def _recipe(wish: TrialOptions, rows: int) -> Recipe:
         name="try",
         seed=1,
         model=SIZES[wish.model_size].model,
-        data=Data(source="stdlib", vocabulary=4096, limit=400),  # 400 files are enough text and take seconds to read
-        batch=Batch(size=rows, length=wish.seq_len),
-        stop=Stop(steps=100),
+        data=Data(source="stdlib", vocab_size=4096, limit=400),  # 400 files are enough text and take seconds to read
+        batch=Batch(size=rows, seq_len=wish.seq_len),
+        stop=Stop(max_steps=100),
         hardware=Hardware(memory=f"{most}B"),
     )
     check(recipe)
@@ -402,7 +402,7 @@ def _with_and_without_zero(
     from preheat.training.plan_request import plan_here
 
     rows = wish.rows * PROCESSES
-    recipe = dataclasses.replace(plain, batch=Batch(size=rows, length=wish.seq_len))
+    recipe = dataclasses.replace(plain, batch=Batch(size=rows, seq_len=wish.seq_len))
     flash = {"efficient_attention": registry()["efficient_attention"](kernel="flash")}  # type: ignore[call-arg]
     one = plan_here(dataclasses.replace(plain, techniques=flash))
     names = (f"{PROCESSES} processes", f"zero, stage {wish.zero_stage}")

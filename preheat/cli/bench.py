@@ -49,8 +49,8 @@ def bench(
             "--variant",
             metavar="KEY=VALUE,...",
             help=(
-                "With --inference: measure each model like this too: keys of sample (cache=int8, lookup=4, "
-                "draft=FOLDER), dtype=bf16, engine=transformers. May stand several times."
+                "With --inference: measure each model like this too: keys of sample (cache=int8, "
+                "prompt_lookup_tokens=4, draft_model=FOLDER), dtype=bf16, engine=transformers. May stand several times."
             ),
         ),
     ] = None,

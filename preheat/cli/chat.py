@@ -59,7 +59,7 @@ def chat(
 
     settings = generation.sampling(
         set or (),
-        tokens=tokens,
+        max_new_tokens=tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,

@@ -193,7 +193,7 @@ def _evaluate_model(
     takes_base = any((Path(path) / name).is_file() for name in ("adapter_config.json", "recipe.yaml"))
     opened = load_model(path, base=base if takes_base else None, at_start=at_start)
     settings = recipe or opened.recipe
-    cut = length or settings.batch.length
+    cut = length or settings.batch.seq_len
     tokenizer = opened.tokenizer_folder
     micro = min(8, settings.batch.size)
     positions = opened.build.model.positions
@@ -211,7 +211,7 @@ def _evaluate_model(
                 opened.build, split_rows, micro=micro, limit=rows, sizes=sizes, objective=own
             )
             say("texts", len(results["texts"]), len(texts))
-        reach = length or max(settings.batch.length, min(positions, 2048))
+        reach = length or max(settings.batch.seq_len, min(positions, 2048))
         limits: dict[str, Any] = {"length": min(reach, positions or reach), "classes": opened.classes}
         scorer = Scorer(opened.build, opened.tokenizer, micro=micro, compiles=True, say=say, **limits)
         for task in tasks:

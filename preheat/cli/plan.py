@@ -299,7 +299,7 @@ def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:
     else:
         assert rates.device.bandwidth is not None
         bandwidth, peaks = rates.device.bandwidth, rates.device.sustained()
-    length = recipe.batch.length
+    length = recipe.batch.seq_len
     rows = [
         estimate
         for cache_format in CACHES

@@ -99,8 +99,8 @@ def _finished(result: dict[str, Any], recipe: Recipe) -> Text:
     from rich.text import Text
 
     limits = {key: limit for key in ("tokens", "epochs", "hours") if (limit := getattr(recipe.stop, key))}
-    if recipe.stop.steps or not limits:
-        limits["steps"] = result["steps"]
+    if recipe.stop.max_steps or not limits:
+        limits["max_steps"] = result["steps"]
     later = " ".join(
         f"--set stop.{key}={2 * limit:g}" for key, limit in limits.items()
     )  # the first limit reached ends the run
@@ -197,7 +197,7 @@ def _dry_run(
         data, _, _ = read_data(subject.recipe, configs.source(subject.recipe), Alarms())
         if not json:
             rows = f"{len(data.train):,} rows" if hasattr(data.train, "__len__") else "a stream of rows"
-            console().print(f"data: {data.source}, {rows} of {subject.recipe.batch.length:,} tokens")
+            console().print(f"data: {data.source}, {rows} of {subject.recipe.batch.seq_len:,} tokens")
     devices = subject.recipe.parallel.devices or 1
     world = None if gpu is None else devices
     request = request_of(subject.recipe, gpu, world=world, per_host=min(devices, 8))
@@ -280,8 +280,8 @@ def train(
 ) -> None:
     """Trains a recipe, and ends with predicted beside measured and a report.
 
-    Example: `preheat train demo --set stop.steps=50 --out runs/first`, and after a crash the same with `--resume`. On
-    several devices: `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, whose
+    Example: `preheat train demo --set stop.max_steps=50 --out runs/first`, and after a crash the same with `--resume`.
+    On several devices: `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, whose
     jobs `preheat launch` writes. Would it run? `preheat train demo --dry-run`.
     """
     from preheat import recipe as recipes

@@ -53,7 +53,7 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
     from preheat.evaluation.perplexity import rows_of_text
 
     recipe, positions = opened.recipe, opened.build.model.positions
-    cut = min(length or recipe.batch.length, positions or (1 << 30))
+    cut = min(length or recipe.batch.seq_len, positions or (1 << 30))
     if data is not None:
         all_of = rows_of_text(
             recipe.data, data, knob="--data", length=cut, seed=recipe.seed, tokenizer=opened.tokenizer_folder

@@ -141,7 +141,9 @@ def trained_for(source: str | Path) -> list[Variant]:
     technique: Any = recipes.parse(Reader(source).recipe_text, where=str(file)).techniques.get("quantization_aware")
     if technique is None:
         return []
-    return [Variant("int4", methods()["int4"](**dataclasses.asdict(technique)))]
+    settings = dataclasses.asdict(technique)
+    settings["group"] = settings.pop("group_size")
+    return [Variant("int4", methods()["int4"](**settings))]
 
 
 def compress(

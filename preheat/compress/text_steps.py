@@ -64,7 +64,7 @@ class TextSteps(Steps):
         # `compress` would hold out every fifth row; here training has its own validation split, which must stay unseen.
         self.texts = find_texts(replace(opened, recipe=recipe, step=opened.step or 0), None, rows=128, length=None)
         self.start = self.place = out / "0-start"
-        self.tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.length or None
+        self.tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.seq_len or None
         self.rate = peak_learning_rate(opened.build)
         self.notes: list[str] = []
         self.exports: list[dict[str, Any]] = []

@@ -40,7 +40,7 @@ class MaskSpec:
 class Shape:
     """Rows of the next global batch, their length, and the rows of a micro-batch.
 
-    For shorter rows, `rows` is ceil(full rows * batch.length / length).
+    For shorter rows, `rows` is ceil(full rows * batch.seq_len / length).
     """
 
     rows: int

@@ -94,7 +94,7 @@ CHECKS = {
     ),
     "embedding": Check("tokens beyond the model's embedding", "use the model's own tokenizer"),
     "truncated": Check(
-        "examples longer than batch.length, whose answers are cut", "raise batch.length or shorten the rows", 0.10
+        "examples longer than batch.seq_len, whose answers are cut", "raise batch.seq_len or shorten the rows", 0.10
     ),
     "validation": Check(
         "rows of the file to validate on that stand in the training data", "take them out of one", drops=True

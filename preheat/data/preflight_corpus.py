@@ -296,9 +296,9 @@ def refuse_longer(rows: Mapping[str, Rows], folder: Path, streams: Sequence[Stre
             sizes, marks = np.diff(of.tokens.offsets, prepend=0), np.load(folder / f"{side}-marks.npy")
             (where,) = _wheres(streams, {int(marks[longer[0] // of.tokens.group])}, held=side == "validation")
             raise DataError(
-                f"{where}: has {int(sizes[longer[0]]):,} tokens and batch.length is {of.length:,} "
+                f"{where}: has {int(sizes[longer[0]]):,} tokens and batch.seq_len is {of.length:,} "
                 f"({len(longer):,} of {len(sizes):,} documents are longer; "
-                "data.longer: refuse); raise batch.length, shorten them, or set data.longer: split"
+                "data.overlong: refuse); raise batch.seq_len, shorten them, or set data.overlong: split"
             )
 
 

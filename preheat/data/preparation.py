@@ -119,7 +119,7 @@ def prepare(
         length: tokens in a row; not part of the cache key.
         seed: seed of streamed sources, whose rows are shuffled block by block.
         tokenizer: folder of the model's own tokenizer, used if `data.tokenizer` is not set. Without either, a
-            byte-level BPE of `data.vocabulary` tokens is trained on the training documents.
+            byte-level BPE of `data.vocab_size` tokens is trained on the training documents.
         add_tokens: special tokens to add to the tokenizer.
         cache: folder for tokens and trained tokenizers; by default $PREHEAT_CACHE or ~/.cache/preheat.
         progress: called regularly with the current activity, the items done, and their total (None if unknown).
@@ -285,7 +285,7 @@ def _packing(data: Data, sources: Sequence[Source], images: ImageProcessor | Non
     packing: Literal["stream", "whole"] = ("whole" if paired else "stream") if data.packing == "auto" else data.packing
     if packing == "stream" and images is not None and paired:
         raise DataError("data.packing: stream cuts examples, and those with images must stay whole; use whole or auto")
-    if packing == "stream" and kind in ("preference", "unpaired", "classes"):
+    if packing == "stream" and kind in ("preference", "kto", "classes"):
         raise DataError(
             f"data.packing: stream cuts examples, and rows of the layout {kind} must stay whole; use whole or auto"
         )
@@ -300,7 +300,7 @@ def _prepare_encoding(data: Data, opened: _Opened, root: Path, say: Progress) ->
     split = Split(opened.share, held_out)
     content = digest(FORMAT, [source.key() for source in sources], opened.share, validation.key() if validation else "")
     # After the split: a tokenizer is trained on the training side only, so that validation stays unseen.
-    tokenizer = opened.tokenizer or _trained(root, content, sources, split, data.vocabulary, say)
+    tokenizer = opened.tokenizer or _trained(root, content, sources, split, data.vocab_size, say)
     encoder = Encoder(tokenizer)
     template = next((s.layout.template for s in sources if s.layout.template), None)
     ends, findings = _ends(tokenizer, template), Findings()
@@ -380,11 +380,11 @@ def _check_rows(
         verdict.refuse()
     _refuse_empty(opened.sources, opened.validation, opened.share, values)
     _require_rows(
-        train, "training data" if knob == "data.source" else knob, "add text, or use shorter rows (batch.length)"
+        train, "training data" if knob == "data.source" else knob, "add text, or use shorter rows (batch.seq_len)"
     )
     if opened.share or opened.validation:
-        _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
-    if data.longer == "refuse":
+        _require_rows(validation, "validation data", "raise data.validation or lower batch.seq_len")
+    if data.overlong == "refuse":
         refuse_longer(packed.rows, packed.folder, packed.streams)
     return verdict, cut
 
@@ -400,7 +400,7 @@ def _open_with_common_classes(
     first = sources[0].layout
     names = sorted({name for source in sources for name in source.layout.classes})
     for n, source in enumerate(sources):
-        special = {"preference", "unpaired", "classes"}
+        special = {"preference", "kto", "classes"}
         if source.layout.kind != first.kind and special & {source.layout.kind, first.kind}:
             raise DataError(
                 f"data.source.{n}: {source.description} has the layout {source.layout.description}, the first source "
@@ -477,7 +477,7 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
     if len(rows) == 0 and rows.no_room:
         raise DataError(
             f"{what}: the prompt alone fills a row of {rows.length} tokens in each of {rows.no_room} "
-            "examples; raise batch.length"
+            "examples; raise batch.seq_len"
         )
     if len(rows) == 0:
         documents, tokens = len(rows.tokens.offsets), len(rows.tokens.ids)
@@ -517,7 +517,7 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
     )
     validation = Rows(tokens, length, packing, encoder.pad)
     if validation_source or split.share:
-        _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
+        _require_rows(validation, "validation data", "raise data.validation or lower batch.seq_len")
     # Unlike for stored data, the seed belongs to it: rows are shuffled within blocks of the stream.
     fingerprint = digest(FORMAT, encoding.content, encoder.key, length, packing, seed, data.limit)
     return PreparedData(

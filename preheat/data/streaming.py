@@ -69,7 +69,7 @@ class StreamRows:
             if number == began:
                 raise DataError(
                     f"data.source {self.data.source}: the training documents do not fill one row of "
-                    f"{self.length}; add documents or lower batch.length"
+                    f"{self.length}; add documents or lower batch.seq_len"
                 )
 
     def held_out(self) -> Tokens:

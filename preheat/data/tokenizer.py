@@ -514,7 +514,7 @@ def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) ->
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocabulary < len(alphabet) + 2:
         raise RecipeError(
-            f"data.vocabulary: {vocabulary} is too few; 256 bytes, {END} and {PAD} take {len(alphabet) + 2}"
+            f"data.vocab_size: {vocabulary} is too few; 256 bytes, {END} and {PAD} take {len(alphabet) + 2}"
         )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

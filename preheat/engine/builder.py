@@ -59,7 +59,7 @@ def alone(recipe: Recipe) -> Recipe:
 
     Example:
         >>> from preheat.recipe import parse
-        >>> dict(alone(parse("stop: {steps: 1}\\ntechniques: {fsdp: {}}")).techniques)
+        >>> dict(alone(parse("stop: {max_steps: 1}\\ntechniques: {fsdp: {}}")).techniques)
         {}
     """
     return replace(recipe, techniques=single_device(recipe.techniques), parallel=Parallel())
@@ -71,7 +71,7 @@ def techniques_of(recipe: Recipe) -> list[Technique]:
     if recipe.parallel.engine == "deepspeed":
         from preheat.engine.deepspeed import DeepSpeed
 
-        chosen.append(DeepSpeed(zero=recipe.parallel.zero))
+        chosen.append(DeepSpeed(zero=recipe.parallel.zero_stage))
     return sorted(chosen, key=lambda t: (t.stage, t.name()))
 
 
@@ -124,7 +124,7 @@ def build(
     Example:
         >>> from preheat.hardware.probe import probe
         >>> from preheat.recipe import parse
-        >>> tiny = parse("model: {layers: 2, width: 32, heads: 2}\\nstop: {steps: 1}")
+        >>> tiny = parse("model: {num_layers: 2, hidden_size: 32, num_heads: 2}\\nstop: {max_steps: 1}")
         >>> b = build(tiny, vocabulary=64, device=probe("cpu"))
         >>> b.slots()["over_logits"]
         'plain'

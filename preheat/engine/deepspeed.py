@@ -103,7 +103,7 @@ class DeepSpeed(Technique):
             )
         if self.zero == 3 and context.recipe.optimizer.lr == "auto":
             problems.append(
-                "optimizer.lr: auto counts the parameters, which parallel.zero: 3 takes apart; state a rate"
+                "optimizer.lr: auto counts the parameters, which parallel.zero_stage: 3 takes apart; state a rate"
             )
         return problems
 
@@ -168,7 +168,7 @@ class DeepSpeed(Technique):
         config = {
             "train_micro_batch_size_per_gpu": max(1, rows // build.state.accumulation),
             "gradient_accumulation_steps": 1,  # forward_backward sets the boundary for each micro-batch itself
-            "gradient_clipping": build.recipe.optimizer.clip,
+            "gradient_clipping": build.recipe.optimizer.max_grad_norm,
             "zero_optimization": {"stage": self.zero, "stage3_param_persistence_threshold": 0},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 1 << 30,

@@ -221,7 +221,7 @@ def _transformed(build: Build, batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _clip(build: Build) -> Tensor:
-    """The fp32 norm over all gradients; scales gradients down in place if it exceeds `optimizer.clip`."""
+    """The fp32 norm over all gradients; scales gradients down in place if it exceeds `optimizer.max_grad_norm`."""
     named = [(name, p.grad) for name, p in build.parameters() if p.grad is not None]
     grads = [grad for _, grad in named]
     together = build.device.kind == "cuda" and build.storage_device is None  # a CPU has no launch overhead to save
@@ -230,7 +230,7 @@ def _clip(build: Build) -> Tensor:
     norm = total_norm(counted, together=together)
     if build.mesh.size(Axis.PIPELINE) > 1:  # each stage has parameters of its own
         norm = build.mesh.add(norm.square(), Axis.PIPELINE).sqrt()
-    limit = build.recipe.optimizer.clip
+    limit = build.recipe.optimizer.max_grad_norm
     if limit > 0:
         # As torch.nn.utils.clip_grad_norm_ does, 1e-6 included; without a branch on the norm, which would wait for it.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -254,7 +254,7 @@ def _update(build: Build, norm: Tensor) -> Tensor:
 def _shape(build: Build) -> Callable[[float], Shape]:
     batch = build.recipe.batch
     rows = -(-batch.size // build.mesh.size(*DATA))  # per data-parallel device
-    return lambda progress: Shape(batch.size, batch.length, -(-rows // build.state.accumulation))
+    return lambda progress: Shape(batch.size, batch.seq_len, -(-rows // build.state.accumulation))
 
 
 def _optimizer(build: Build) -> Callable[..., Any]:

@@ -79,7 +79,7 @@ def questions_of(
     if max(lengths) > reach:
         raise RecipeError(
             f"task {task.name}: lengths: {max(lengths):,} is beyond the {reach:,} tokens that are read here; "
-            "lower it, or raise batch.length (of a run) or --length"
+            "lower it, or raise batch.seq_len (of a run) or --length"
         )
     default = 4 if task.kind in ("needle", "recall") else 16
     each = min(task.each or default, limit or task.each or default)

@@ -51,9 +51,9 @@ class RunEvaluator:
         self.items = {t.name: items_of(t, data.tokenizer, **options) for t in self.tasks if isinstance(t, Task)}
         if not head:
             for items in self.items.values():
-                require_room(items, Reader(data.tokenizer, recipe.batch.length))
+                require_room(items, Reader(data.tokenizer, recipe.batch.seq_len))
         self.sizes = bytes_of_tokens(data.tokenizer)
-        length, self.forgetting = recipe.batch.length, None
+        length, self.forgetting = recipe.batch.seq_len, None
         with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
             write_tokenizer(data.tokenizer, Path(folder))
             reading: dict[str, Any] = {"seed": recipe.seed, "tokenizer": folder}
@@ -118,7 +118,7 @@ class RunEvaluator:
         micro = build.slot(Slot.BATCH_SHAPE)(
             1.0
         ).micro  # the shape of the last steps: evaluation rows always have full length
-        micro = min(build.recipe.evaluate.micro or micro, micro)
+        micro = min(build.recipe.evaluate.micro_batch_size or micro, micro)
         texts = {}
         options: dict[str, Any] = {"micro": micro, "limit": settings.rows, "sizes": self.sizes}
         if self.data.validation is not None and len(self.data.validation):
@@ -126,7 +126,7 @@ class RunEvaluator:
         if self.forgetting is not None:
             texts["forgetting"] = measure_text(build, self.forgetting, **options)
         tasks: dict[str, Result] = {}
-        length, classes = self.recipe.batch.length, self.data.classes
+        length, classes = self.recipe.batch.seq_len, self.data.classes
         scorer = Scorer(build, self.data.tokenizer, micro=micro, length=length, classes=classes, say=self.say)
         for task in self.tasks:
             if isinstance(task, Task):

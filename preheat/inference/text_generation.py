@@ -83,7 +83,7 @@ def write_texts(
     Args:
         settings: number of tokens and how they are sampled; greedy, at most 64, by default.
         template: formats chats; a plain text is then the user's message.
-        draft: the model that `settings.draft` names (`load.load_draft_model`).
+        draft: the model that `settings.draft_model` names (`load.load_draft_model`).
         seed, batch, on_text, kept, timed: see `preheat.models.generation.generate.generate`.
 
     Raises:
@@ -100,7 +100,7 @@ def write_texts(
     if template is not None:
         tokens, strings = turn_ends(template, tokenizer)
         stop, settings = stop | tokens, replace(settings, stop=(*settings.stop, *strings))
-    assert draft is not None or settings.draft is None, "whoever names a draft opens it (opened.open_draft)"
+    assert draft is not None or settings.draft_model is None, "whoever names a draft opens it (opened.open_draft)"
     model: Any = build.trained[0]
     return generate(
         model,

@@ -459,32 +459,36 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
 
     model = recipe.model
     gated = model.family != "gpt2"
-    if model.size is None and not (model.layers and model.width and model.heads):
+    if model.size is None and not (model.num_layers and model.hidden_size and model.num_heads):
         raise RecipeError("model: state a path, a size (e.g. 15M), or layers, width and heads")
     d = size_dial.dial(model.size, gated=gated, shape=model.shape) if model.size else None
     layers, width, heads = (
-        (model.layers or (d and d.layers)),
-        (model.width or (d and d.width)),
-        (model.heads or (d and d.heads)),
+        (model.num_layers or (d and d.layers)),
+        (model.hidden_size or (d and d.width)),
+        (model.num_heads or (d and d.heads)),
     )
     assert layers
     assert width
     assert heads
-    if d and model.width and not model.heads:
+    if d and model.hidden_size and not model.num_heads:
         heads = max(1, width // (d.width // d.heads))
-    feed_forward = model.feed_forward or (
-        d.feed_forward if d and not model.width else (round(width * 8 / 3 / 64) * 64 or 64) if gated else 4 * width
+    feed_forward = model.intermediate_size or (
+        d.feed_forward
+        if d and not model.hidden_size
+        else (round(width * 8 / 3 / 64) * 64 or 64)
+        if gated
+        else 4 * width
     )
-    if model.vocabulary is None and vocabulary is None:
-        raise RecipeError("model.vocabulary: is needed where no tokenizer decides it")
+    if model.vocab_size is None and vocabulary is None:
+        raise RecipeError("model.vocab_size: is needed where no tokenizer decides it")
     # A multiple of 64 keeps the head's matmuls fast.
-    rows = model.vocabulary or -(-vocabulary // 64) * 64  # type: ignore[operator]
+    rows = model.vocab_size or -(-vocabulary // 64) * 64  # type: ignore[operator]
     common: JsonObject = {
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "vocab_size": rows,
-        "max_position_embeddings": model.positions or recipe.batch.length,
+        "max_position_embeddings": model.max_positions or recipe.batch.seq_len,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -492,31 +496,31 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     if model.tie_embeddings is not None:
         common["tie_word_embeddings"] = model.tie_embeddings
     if model.family == "gpt2":
-        if model.kv_heads not in (None, heads):
+        if model.num_kv_heads not in (None, heads):
             raise RecipeError(
-                f"model.kv_heads: {model.kv_heads}: gpt2 has no grouped queries; remove it or use family: llama"
+                f"model.num_kv_heads: {model.num_kv_heads}: gpt2 has no grouped queries; remove it or use family: llama"
             )
         # Dropout 0: pretraining sees each token about once (GPT-2's 0.1 is for many epochs).
         return GPT2Config(**common, n_inner=feed_forward, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
     if model.family == "t5":  # version 1.1: gated, with an untied head unless the recipe ties it
-        if model.kv_heads not in (None, heads):
+        if model.num_kv_heads not in (None, heads):
             raise RecipeError(
-                f"model.kv_heads: {model.kv_heads}: t5 has no grouped queries; remove it or use family: llama"
+                f"model.num_kv_heads: {model.num_kv_heads}: t5 has no grouped queries; remove it or use family: llama"
             )
         special = {"pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0}
         sizes_of = {"d_ff": feed_forward, "d_kv": width // heads, "num_decoder_layers": layers}
         common.pop("max_position_embeddings")
         return T5Config(**common | special | sizes_of, feed_forward_proj="gated-gelu")
     common |= {
-        "num_key_value_heads": model.kv_heads or heads,
+        "num_key_value_heads": model.num_kv_heads or heads,
         "intermediate_size": feed_forward,
         "head_dim": width // heads,
     }
     if model.family in moe.FAMILIES:
-        chosen = model.experts_per_token or 2
-        if not model.feed_forward:  # so that a token uses as many parameters as in the dense model
+        chosen = model.num_experts_per_tok or 2
+        if not model.intermediate_size:  # so that a token uses as many parameters as in the dense model
             common["intermediate_size"] = round(feed_forward / chosen / 64) * 64 or 64
-        common |= {"num_experts": model.experts or 8, "num_experts_per_tok": chosen}
+        common |= {"num_experts": model.num_experts or 8, "num_experts_per_tok": chosen}
         if model.family == "mixtral":
             return MixtralConfig(**common)
         # Weights of the chosen experts sum to 1, as in the published Qwen3 models and in Mixtral.

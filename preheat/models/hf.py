@@ -68,7 +68,7 @@ def configure(
     """The transformers configuration of the recipe's model.
 
     Args:
-        vocabulary: size of the tokenizer's vocabulary. A new model without `model.vocabulary` gets as many rows
+        vocabulary: size of the tokenizer's vocabulary. A new model without `model.vocab_size` gets as many rows
             (rounded up to 64).
         source: what `configs.source` gave for this model; it is read when not given.
 
@@ -106,10 +106,10 @@ def configure(
             )
         )
     positions = _positions(text)
-    if positions and recipe.batch.length > positions:
+    if positions and recipe.batch.seq_len > positions:
         raise RecipeError(
-            f"batch.length: {recipe.batch.length} is longer than the model's {positions} positions; set "
-            f"batch.length: {positions} or less"
+            f"batch.seq_len: {recipe.batch.seq_len} is longer than the model's {positions} positions; set "
+            f"batch.seq_len: {positions} or less"
         )
     return config
 

@@ -40,7 +40,7 @@ def parameters_of(recipe: Recipe) -> tuple[Any, int, int]:
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
-    config = configs.of(recipe, recipe.data.vocabulary)
+    config = configs.of(recipe, recipe.data.vocab_size)
     configs.change(config, recipe.model.config)
     try:
         with torch.device("meta"):

@@ -85,9 +85,9 @@ class _Planner:
 
     def families(self, recipe: Recipe) -> Iterator[list[Recipe]]:
         """Yields a list of recipes for each setting that may change, mildest first."""
-        if self.phase is Phase.EVALUATION and (rows := recipe.evaluate.micro or recipe.batch.size) > 1:
+        if self.phase is Phase.EVALUATION and (rows := recipe.evaluate.micro_batch_size or recipe.batch.size) > 1:
             halves = [rows // 2**n for n in range(1, rows.bit_length())]
-            yield [replace(recipe, evaluate=replace(recipe.evaluate, micro=n)) for n in halves]
+            yield [replace(recipe, evaluate=replace(recipe.evaluate, micro_batch_size=n)) for n in halves]
         context = replace(self.request, recipe=recipe).context
         for name, kind in registry().items():
             present = recipe.techniques.get(name)
@@ -105,17 +105,17 @@ def settings(before: Recipe, after: Recipe) -> tuple[str, ...]:
 
     Example:
         >>> from preheat.recipe import override, parse
-        >>> plain = parse("stop: {steps: 1}")
-        >>> settings(plain, override(plain, "evaluate.micro=2", "checkpoint.asynchronous=false"))
-        ('evaluate.micro=2', 'checkpoint.asynchronous=false')
+        >>> plain = parse("stop: {max_steps: 1}")
+        >>> settings(plain, override(plain, "evaluate.micro_batch_size=2", "checkpoint.asynchronous=false"))
+        ('evaluate.micro_batch_size=2', 'checkpoint.asynchronous=false')
     """
     changes = []
-    if after.evaluate.micro != before.evaluate.micro:
-        changes.append(f"evaluate.micro={after.evaluate.micro}")
+    if after.evaluate.micro_batch_size != before.evaluate.micro_batch_size:
+        changes.append(f"evaluate.micro_batch_size={after.evaluate.micro_batch_size}")
     if after.checkpoint.asynchronous != before.checkpoint.asynchronous:
         changes.append(f"checkpoint.asynchronous={_text(after.checkpoint.asynchronous)}")
-    if after.batch.length != before.batch.length:
-        changes.append(f"batch.length={after.batch.length}")
+    if after.batch.seq_len != before.batch.seq_len:
+        changes.append(f"batch.seq_len={after.batch.seq_len}")
     for name, t in after.techniques.items():
         if t != before.techniques.get(name):
             changes += _changes_of(name, before.techniques.get(name), t)
@@ -145,7 +145,7 @@ def find_fallbacks(request: Request, *, room: float | None, phase: Phase | None 
 
     Example:
         >>> find_fallbacks(request, room=1.5).fallbacks[0].set                                   # doctest: +SKIP
-        ('evaluate.micro=4',)
+        ('evaluate.micro_batch_size=4',)
     """
     planner = _Planner(request, phase)
     present = planner.fallback(request.recipe)
@@ -208,9 +208,9 @@ def halve_length(recipe: Recipe, request: Request, *, room: float, phase: Phase 
         room, phase: as of `find_fallbacks`.
     """
     planner = _Planner(request, phase)
-    while recipe.batch.length >= 32:
+    while recipe.batch.seq_len >= 32:
         try:
-            recipe = replace(recipe, batch=replace(recipe.batch, length=recipe.batch.length // 2))
+            recipe = replace(recipe, batch=replace(recipe.batch, seq_len=recipe.batch.seq_len // 2))
             fallback = planner.fallback(recipe)
         except RecipeError:  # for example a length curriculum that begins with longer sequences
             return None

@@ -40,7 +40,7 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
         vision: image layout of the model: each row then has the images of the recipe (`data.images`,
             `data.image_pixels`), or as many as fit.
     """
-    length, kind = recipe.batch.length, examples_of(recipe).kind
+    length, kind = recipe.batch.seq_len, examples_of(recipe).kind
     tokens, labels, positions = (torch.empty(rows, length, dtype=torch.int64) for _ in range(3))
     if kind == "pairs":
         mask = MaskSpec(documents=((length - length // 2, length // 2),) * rows)
@@ -59,7 +59,7 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
 def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
     data, token = recipe.data, vision.merge**2  # patches per token
     each = math.prod(vision.grid(data.image_pixels)) // token
-    in_row = min(round(data.images * each), recipe.batch.length - 1)  # tokens
+    in_row = min(round(data.images * each), recipe.batch.seq_len - 1)  # tokens
     full, rest = divmod(in_row, each)
     # A blank image if there is none.
     sizes = ((each * token,) * full + ((rest * token,) if rest else ())) * rows or (token,)
@@ -143,7 +143,7 @@ def dry_evaluation(build: Build, recorder: Recorder, recipe: Recipe, shape: Shap
     for part in build.trained:
         part.eval()
     with torch.no_grad():
-        rows = min(recipe.evaluate.micro or shape.micro, shape.micro)
+        rows = min(recipe.evaluate.micro_batch_size or shape.micro, shape.micro)
         forward(build, transform(build, fake_batch(recipe, rows, build.model.vision)))
 
 
@@ -158,8 +158,8 @@ def dry_generation(build: Build, recorder: Recorder, recipe: Recipe) -> None:
     recorder.begin(Phase.GENERATION)
     longest = max((len(p.encode()) for p in prompts), default=0)
     if recipe.sample.rows:  # the prompt of a row is shorter than the row
-        longest = max(longest, recipe.batch.length)
-    length = longest + 1 + recipe.sample.tokens
+        longest = max(longest, recipe.batch.seq_len)
+    length = longest + 1 + recipe.sample.max_new_tokens
     length = min(length, build.model.positions or length)
     tokens = torch.empty(min(len(prompts) + recipe.sample.rows, _PROMPTS), length, dtype=torch.int64)
     given = {"input_ids": tokens, "logits_to_keep": 1}
@@ -167,7 +167,7 @@ def dry_generation(build: Build, recorder: Recorder, recipe: Recipe) -> None:
         given = dict(
             zip(
                 ("decoder_input_ids", "input_ids"),
-                tokens.split([recipe.sample.tokens, length - recipe.sample.tokens], 1),
+                tokens.split([recipe.sample.max_new_tokens, length - recipe.sample.max_new_tokens], 1),
                 strict=True,
             )
         )

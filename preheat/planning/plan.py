@@ -65,10 +65,10 @@ def steps_of(recipe: Recipe, rows: int | None) -> int | None:
     """Returns the optimizer steps of the whole run; None if only time limits it, or if epochs need unknown rows."""
     stop, batch = recipe.stop, recipe.batch
     limits = []
-    if stop.steps:
-        limits.append(stop.steps)
+    if stop.max_steps:
+        limits.append(stop.max_steps)
     if stop.tokens:
-        limits.append(math.ceil(stop.tokens / (batch.size * batch.length)))
+        limits.append(math.ceil(stop.tokens / (batch.size * batch.seq_len)))
     if stop.epochs and rows:
         limits.append(max(1, math.ceil(stop.epochs * rows / batch.size)))
     return min(limits) if limits else None

@@ -16,6 +16,7 @@ from preheat.core.field_types import Bound, Seed
 from preheat.core.schema import field_docs
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.consistency import problems
+from preheat.recipe.former_names import current_key, current_values
 from preheat.recipe.synonyms import unknown_key
 from preheat.sanitize import quoted, shorten
 
@@ -104,7 +105,8 @@ class RecipeReader:
     def __init__(
         self, where: str, lines: Mapping[tuple[str, ...], int], assigned: Mapping[tuple[str, ...], str] | None = None
     ):
-        self.where, self.lines, self.assigned = where, lines, assigned or {}
+        self.where, self.assigned = where, assigned or {}
+        self.lines = {current_key(at): line for at, line in lines.items()} | dict(lines)
         self.found: dict[tuple[tuple[str, ...], str], None] = {}
         self.more = 0
 
@@ -144,10 +146,16 @@ class RecipeReader:
         if not isinstance(values, Mapping):
             self.report(at, f"{name}: must be a mapping of settings, got {quoted(values)}")
             return None
+        values = current_values(at, values)
         known = [f.name for f in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known]
         for key in unknown:
-            self.report((*at, key), lambda key=key: unknown_key((*at, str(key)), known))  # type: ignore[misc]
+            path = (*at, str(key))
+            if (current := current_key(path)) != path:
+                text = f"is the former name of {'.'.join(current)}, which is given too; remove one of them"
+                self.report(path, f"{'.'.join(path)}: {text}")
+            else:
+                self.report(path, lambda path=path: unknown_key(path, known))  # type: ignore[misc]
         try:
             read = _adapter(cls).model_validate_json(
                 json.dumps({key: value for key, value in values.items() if key in known}, default=str)
@@ -177,7 +185,7 @@ class RecipeReader:
         if values is None or values == {}:
             raise RecipeError(
                 f"{self.where}: is empty; write at least a model and an end, e.g. {{model: {{size: 15M}}, "
-                f"stop: {{steps: 100}}}}, "
+                f"stop: {{max_steps: 100}}}}, "
                 "or begin with a copy: preheat init demo"
             )
         if not isinstance(values, Mapping):

@@ -135,15 +135,15 @@ def _setup(recipe: dict[str, Any], plan: dict[str, Any], environment: dict[str, 
     model, data, batch, optimizer, schedule, stop, techniques = (
         mapping(recipe.get(key)) for key in ("model", "data", "batch", "optimizer", "schedule", "stop", "techniques")
     )
-    size, length, rate = number(batch.get("size")), number(batch.get("length")), number(optimizer.get("lr"))
+    size, length, rate = number(batch.get("size")), number(batch.get("seq_len")), number(optimizer.get("lr"))
     micro = number(mapping(techniques.get("gradient_accumulation")).get("steps"))
     per_step = f"{size:,.0f} sequences" + (f", {size * length:,.0f} tokens" if length else "") if size else None
     if per_step and micro and micro > 1:
         per_step += f", in {micro:,.0f} micro-batches"
     steps = number(plan.get("steps"))
-    limits = [f"stop.{key} {value(limit)}" for key, limit in stop.items() if limit is not None and key != "steps"]
-    planned = ([f"{steps:,.0f}"] if steps else [value(stop["steps"])] if stop.get("steps") else []) + limits
-    warmup = number(schedule.get("warmup"))
+    limits = [f"stop.{key} {value(limit)}" for key, limit in stop.items() if limit is not None and key != "max_steps"]
+    planned = ([f"{steps:,.0f}"] if steps else [value(stop["max_steps"])] if stop.get("max_steps") else []) + limits
+    warmup = number(schedule.get("warmup_ratio"))
     curve = str(schedule.get("kind") or "") + (f" after {percent(warmup)} warm-up" if warmup and warmup < 1 else "")
     held_out = number(data.get("validation"))
     setup = {
@@ -167,7 +167,7 @@ def _model(model: dict[str, Any]) -> str | None:
     for key in ("path", "preset"):
         if model.get(key):
             return str(model[key]) + (", weights drawn at random" if model.get("weights") == "random" else "")
-    layers, width = number(model.get("layers")), number(model.get("width"))
+    layers, width = number(model.get("num_layers")), number(model.get("hidden_size"))
     if model.get("size"):
         return f"{model.get('family') or 'model'} of size {model['size']}"
     if layers and width:

@@ -72,19 +72,19 @@ class BlockSparseAttention(Technique):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN})
 
     local: Literal["auto"] | Count = "auto"
-    """Number of last tokens that a token sees, itself included; auto: a quarter of batch.length."""
+    """Number of last tokens that a token sees, itself included; auto: a quarter of batch.seq_len."""
     global_tokens: Count = 4
     """Tokens at the start of each document that the whole document sees."""
 
     def _local(self, context: Context | Build) -> int:
-        return max(1, context.recipe.batch.length // 4) if self.local == "auto" else int(self.local)
+        return max(1, context.recipe.batch.seq_len // 4) if self.local == "auto" else int(self.local)
 
     def check(self, context: Context) -> list[str]:
-        local, length = self._local(context), context.recipe.batch.length
+        local, length = self._local(context), context.recipe.batch.seq_len
         if local + self.global_tokens >= length:
             return [
                 f"local: {local} and {self.global_tokens} global of {length} "
-                "tokens hide nothing; use less than batch.length together"
+                "tokens hide nothing; use less than batch.seq_len together"
             ]
         return []
 

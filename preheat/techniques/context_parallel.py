@@ -119,10 +119,10 @@ class ContextParallel(Searchable):
             problems.append(
                 "each device has gradients of its own places, and nothing adds them up; add data_parallel or fsdp"
             )
-        if recipe.batch.length < 2 * self.degree:
+        if recipe.batch.seq_len < 2 * self.degree:
             problems.append(
                 f"degree: {self.degree} devices cannot share out rows of "
-                f"{recipe.batch.length} places; use at most {recipe.batch.length // 2}"
+                f"{recipe.batch.seq_len} places; use at most {recipe.batch.seq_len // 2}"
             )
         objectives = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.claimed()]
         if objectives:
@@ -155,7 +155,7 @@ class ContextParallel(Searchable):
         heads, shared = self._heads(build)
         if heads % self.degree:
             return "ring", f"{heads} heads cannot be shared out among {self.degree} devices"
-        positions = -(-build.recipe.batch.length // self.degree)
+        positions = -(-build.recipe.batch.seq_len // self.degree)
         layer: dict[str, Any] = {
             "places": positions,
             "shared": shared,
@@ -191,6 +191,6 @@ class ContextParallel(Searchable):
         return Change(summary + (f" ({reason})" if reason else ""), build.model.layers, kernel=kind)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        world, length = math.prod(context.sizes.values()), context.recipe.batch.length
+        world, length = math.prod(context.sizes.values()), context.recipe.batch.seq_len
         degrees = [n for n in (2, 4, 8, 16) if world % n == 0 and length >= n * _MIN_POSITIONS] or [self.degree]
         return [replace(self, degree=n) for n in degrees]

@@ -149,7 +149,7 @@ def _losses(folder: Path, source: WeightSource, rows: Rows, device: str, micro: 
     from preheat.ops.losses.cross_entropy import CrossEntropy
     from preheat.recipe import Batch, Model, Recipe, Stop
 
-    config = hf.configure(Recipe(model=Model(path=str(folder)), batch=Batch(length=2), stop=Stop(steps=1)))
+    config = hf.configure(Recipe(model=Model(path=str(folder)), batch=Batch(seq_len=2), stop=Stop(max_steps=1)))
     facts, largest = hf.facts(config), int(np.max(rows.tokens.ids, initial=0))
     if largest >= facts.vocabulary:
         raise DataError(
@@ -241,10 +241,10 @@ class DifficultyCurriculum(Technique):
                 "start: with 1 (or until: 0) all rows are drawn from the "
                 "beginning; use start: 0.1 and until: 0.5, or leave it out"
             )
-        if not (stop.steps or stop.tokens or stop.epochs):
+        if not (stop.max_steps or stop.tokens or stop.epochs):
             problems.append(
                 "until: is a share of the run, whose length is not known by "
-                "stop.hours alone; add stop.steps, tokens or epochs"
+                "stop.hours alone; add stop.max_steps, tokens or epochs"
             )
         return problems
 

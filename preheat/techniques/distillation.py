@@ -117,9 +117,9 @@ class Distillation(Technique):
     teacher: str = ""
     """A Hugging Face folder: the model to learn from. Export a run first: preheat export RUN."""
     pieces: Literal["same", "common"] = "same"
-    """same: the teacher has the student's tokenizer; common: it has another one, and the `top` likeliest of the tokens
-    in both vocabularies are compared at positions where both have read the same text. A plan assumes that it splits
-    text into as many tokens as the student."""
+    """same: the teacher has the student's tokenizer; common: it has another one, and the `top_k` likeliest of the
+    tokens in both vocabularies are compared at positions where both have read the same text. A plan assumes that it
+    splits text into as many tokens as the student."""
     divergence: Literal["forward", "reverse"] = "forward"
     """forward: KL(teacher || student), covers everything that the teacher considers likely; reverse: KL(student ||
     teacher), concentrates on its likeliest tokens."""
@@ -142,7 +142,7 @@ class Distillation(Technique):
     cache: str | None = None
     """A folder for the teacher's likeliest tokens at every position: filled in a first pass (and if rows are missing),
     read afterwards, so that the teacher is not in memory during training."""
-    top: Annotated[int, Bound(1)] = 32
+    top_k: Annotated[int, Bound(1)] = 32
     """With `cache` or `pieces: common`: number of tokens per position; all others count together."""
     on_policy: Fraction = 0.0
     """Fraction of the rows in which the student generates the answers itself (the second half of plain text) by
@@ -158,7 +158,7 @@ class Distillation(Technique):
         if not self.teacher:
             return ["teacher: is not stated; name the Hugging Face folder of the model to learn from"]
         try:
-            teacher_facts = hf.facts(teacher.config_of(Path(self.teacher), recipe.batch.length))
+            teacher_facts = hf.facts(teacher.config_of(Path(self.teacher), recipe.batch.seq_len))
             own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
             mismatch = vocabulary_mismatch(own, self.teacher, recipe.model.add_tokens)
             problems = [mismatch] if mismatch and self.pieces == "same" else self._tokenizer_problems(own, mismatch)
@@ -167,7 +167,7 @@ class Distillation(Technique):
         if not mismatch and model.vocabulary > teacher_facts.vocabulary:
             problems.append(
                 f"teacher: its head has {teacher_facts.vocabulary:,} rows and the student's "
-                f"{model.vocabulary:,}, so it says nothing of some of them; set model.vocabulary: "
+                f"{model.vocabulary:,}, so it says nothing of some of them; set model.vocab_size: "
                 f"{teacher_facts.vocabulary} for a new student, or take another teacher"
             )
         if not self.mixture and not self.hidden and not self.on_policy:
@@ -231,7 +231,7 @@ class Distillation(Technique):
         from preheat.ops.losses.distillation import means
 
         folder = Path(self.teacher)
-        config = teachers.config_of(folder, build.recipe.batch.length)
+        config = teachers.config_of(folder, build.recipe.batch.seq_len)
         bf16 = self.precision == "bf16" or (self.precision == "auto" and Tag.BF16_COMPUTE in build.tags)
         teacher = teachers.Teacher(
             build, teachers.build_teacher(config, bf16=bf16), hf.facts(config), blocked_attention
@@ -261,7 +261,7 @@ class Distillation(Technique):
                 build.hooks.transforms.append((Order.MOVE, self._on_policy(build, part)))
                 summary += f"; in {self.on_policy:.0%} of the rows of what the student writes itself"
         else:
-            teacher_cache = _TeacherCache(teacher, part, Path(self.cache), top=self.top, temperature=self.temperature)
+            teacher_cache = _TeacherCache(teacher, part, Path(self.cache), top=self.top_k, temperature=self.temperature)
             build.hooks.dataset_passes.append(teacher_cache)
             build.hooks.transforms.append((Order.PACK, teacher_cache.attach))
             training_loss = self._cached_loss
@@ -324,7 +324,7 @@ class Distillation(Technique):
             other = matcher(batch)
             last, _ = teacher.read(other.batch)
             states = last.gather(1, other.at.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
-            head = CommonHead(_head(teacher, last.dtype, same=False), own, theirs, self.top, self.temperature)
+            head = CommonHead(_head(teacher, last.dtype, same=False), own, theirs, self.top_k, self.temperature)
             row_loss = self._row_loss(head, partly=True)
             total = over_logits(hidden(batch), batch.labels, states, other.known, row_loss=row_loss)
             return LossSum(total, batch.weight, row_loss.sums)

@@ -244,7 +244,7 @@ class DynamicBatch(Searchable):
 
         def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
             nonlocal measuring
-            length, full = batches[0].tokens.shape[1], build.recipe.batch.length
+            length, full = batches[0].tokens.shape[1], build.recipe.batch.seq_len
             if not state.begun:
                 state.begun, state.floor = True, resident_bytes() if kind == "cpu" else _allocated()
             # Only full-length steps show what full rows need; the first step warms up.

@@ -161,7 +161,7 @@ class EfficientAttentionTechnique(Searchable):
         from preheat.ops.attention.multihead import BLOCKS_UP_TO
 
         if context.device.kind == "cpu":
-            fast = Tag.BF16_COMPUTE in context.tags and context.recipe.batch.length <= BLOCKS_UP_TO
+            fast = Tag.BF16_COMPUTE in context.tags and context.recipe.batch.seq_len <= BLOCKS_UP_TO
             return "blocks" if _beyond_causal(context) or fast else "flash"
         if _half(context) and (context.device.capability or _AMPERE) >= _AMPERE and _flash_supports(context):
             return "cudnn" if _prefers_cudnn(context) else "flash"
@@ -245,7 +245,7 @@ class EfficientAttentionTechnique(Searchable):
 def _windowed(context: Context | Build) -> bool:
     """Returns True if some layer sees less than a sequence, by the model's own window or by a technique."""
     window = context.model.window
-    return Tag.SLIDING_WINDOW in context.tags or (window is not None and window < context.recipe.batch.length)
+    return Tag.SLIDING_WINDOW in context.tags or (window is not None and window < context.recipe.batch.seq_len)
 
 
 def _beyond_causal(context: Context | Build) -> bool:

@@ -2,7 +2,7 @@
 
 What: swiglu, geglu and reglu multiply the activation of one linear map with another (three matrices); gelu and relu
 have no gate (two). If the number of matrices changes, the inner width changes by 2/3 or 3/2, so that the parameter
-count is unchanged. `model.feed_forward` sets the width of the family's own block.
+count is unchanged. `model.intermediate_size` sets the width of the family's own block.
 Helps: gated blocks reach a lower loss at equal parameters; relu produces many zeros, which sparse kernels can skip.
 Hurts: a gate is one more activation to keep for the backward pass; a block that the family does not have in
 transformers (gelu or relu in a llama, a gate in a GPT-2) cannot be exported to a Hugging Face folder.

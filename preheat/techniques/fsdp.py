@@ -1,13 +1,13 @@
 """Fully sharded data parallel: shards weights, gradients, optimizer states and the batch across devices.
 
 What: torch's FSDP2. A layer's weights are all-gathered before use and freed afterwards; its gradients are
-reduce-scattered as soon as backward has computed them. `reshard: false` keeps the gathered weights until backward has
-used them: less communication, more memory.
+reduce-scattered as soon as backward has computed them. `reshard_after_forward: false` keeps the gathered weights until
+backward has used them: less communication, more memory.
 Helps: memory of weights, gradients and optimizer falls with the number of devices; communication overlaps with compute.
 Hurts: every layer's weights are gathered twice per micro-batch (three times the bytes of data parallel's gradients), so
 slow links and small batches suffer.
-Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054): `reshard` is its stage 3, without it stage 2; Zhao et al.
-2023, "PyTorch FSDP" (arXiv:2304.11277).
+Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054): `reshard_after_forward` is its stage 3, without it stage 2;
+Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FSDP(Searchable):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.UNSHARD_SCOPE})
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "teacher"})
 
-    reshard: bool = True
+    reshard_after_forward: bool = True
     """Free a layer's weights after its forward pass and gather them again for backward (ZeRO-3); false keeps them
     (ZeRO-2)."""
     replicate: Count = 1
@@ -79,7 +79,7 @@ class FSDP(Searchable):
     """Keep the shards on the host, and run the optimizer there (CUDA only)."""
 
     def provided(self) -> frozenset[Tag]:
-        without = {Tag.RESHARD_AFTER_FORWARD} if not self.reshard else set()
+        without = {Tag.RESHARD_AFTER_FORWARD} if not self.reshard_after_forward else set()
         without |= {Tag.REDUCE_EACH_MICRO_BATCH} if self.reduce != "each" else set()
         return self.provides - without - ({Tag.BF16_ALL_GATHER} if self.gather != "bf16" else set())
 
@@ -116,7 +116,7 @@ class FSDP(Searchable):
             part,
             [*apart, *anatomy(part).blocks],
             mesh,
-            reshard=self.reshard,
+            reshard=self.reshard_after_forward,
             gather=torch.bfloat16 if self.gather == "bf16" else None,
             offload=self.offload,
         )
@@ -140,11 +140,13 @@ class FSDP(Searchable):
             (False, "last"),
         )
         return [
-            replace(self, reshard=again, reduce=reduce, gather=gather)
+            replace(self, reshard_after_forward=again, reduce=reduce, gather=gather)
             for gather in precisions
             for again, reduce in combinations
         ]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:
         milder = [replace(self, reduce="each")] if self.reduce == "last" else []
-        return milder + ([replace(self, reduce="each", reshard=True)] if not self.reshard else [])
+        return milder + (
+            [replace(self, reduce="each", reshard_after_forward=True)] if not self.reshard_after_forward else []
+        )

@@ -178,7 +178,7 @@ class GradientAccumulation(Searchable):
         chosen = fixed
         for steps in (n for n in range(2, rows + 1) if rows % n == 0):
             candidate = replace(fixed, steps=steps)
-            large = rows // steps > 1 and rows // steps * context.recipe.batch.length > _MAX_GPU_TOKENS
+            large = rows // steps > 1 and rows // steps * context.recipe.batch.seq_len > _MAX_GPU_TOKENS
             if large or conflicts_of({**context.recipe.techniques, self.name(): candidate}.values(), context):
                 continue
             prediction = plan(chosen := candidate)

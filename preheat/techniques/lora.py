@@ -212,7 +212,7 @@ class Lora(Technique):
     """The updates are scaled by alpha / rank; with `rslora` by alpha / sqrt(rank)."""
     dropout: Fraction = 0.0
     """Dropout on the input of the adapters."""
-    targets: str | tuple[str, ...] = "all-linear"
+    target_modules: str | tuple[str, ...] = "all-linear"
     """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
     their last parts."""
     variant: Literal["lora", "rslora", "dora", "pissa"] = "lora"
@@ -284,7 +284,7 @@ class Lora(Technique):
                 self.rank,
                 self.alpha,
                 self.dropout,
-                self.targets,
+                self.target_modules,
                 self.variant,
                 start,
                 exclude,
@@ -295,7 +295,7 @@ class Lora(Technique):
             raise RecipeError(f"techniques.lora.{error}") from None
         except ValueError as error:
             raise RecipeError(
-                f"techniques.lora.targets: {self.targets!r}: {str(error).splitlines()[0][:200]}"
+                f"techniques.lora.target_modules: {self.target_modules!r}: {str(error).splitlines()[0][:200]}"
             ) from None
         begun = begin(
             build.weights,

@@ -54,8 +54,8 @@ class LowBitAdamW(Searchable):
     numerics: ClassVar[Numerics] = "exact"  # for the gradients; the updates differ
     trials: ClassVar[Trials] = Trials(
         settings=(
-            {"bits": 4, "block_size": 64, "least": 0},
-            {"least": 0},
+            {"bits": 4, "block_size": 64, "min_size": 0},
+            {"min_size": 0},
         )
     )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
@@ -65,7 +65,7 @@ class LowBitAdamW(Searchable):
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = 256
     """Elements that share a scale; smaller blocks are more exact and cost 8 / block_size bytes per parameter."""
 
-    least: NonNegativeInt = 4096
+    min_size: NonNegativeInt = 4096
     """Parameters with fewer elements keep fp32 moments."""
 
     def search_numerics(self) -> Literal["rounding", "different"]:
@@ -79,7 +79,7 @@ class LowBitAdamW(Searchable):
             more: JsonObject = {"seed": build.recipe.seed, "number": lambda: build.state.step, "chunk": chunk}
             try:
                 return low_bit_adamw(
-                    groups, bits=self.bits, block=self.block_size, least=self.least, **more, **settings
+                    groups, bits=self.bits, block=self.block_size, least=self.min_size, **more, **settings
                 )
             except ValueError as error:
                 raise RecipeError(f"techniques.low_bit_adamw.{error}") from None

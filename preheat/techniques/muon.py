@@ -57,7 +57,7 @@ class Muon(Technique):
 
     momentum: Fraction = 0.95
     """Decay of the momentum (Nesterov's)."""
-    steps: Annotated[int, Bound(1)] = 5
+    ns_steps: Annotated[int, Bound(1)] = 5
     """Newton-Schulz iterations."""
 
     def apply(self, build: Build, part: nn.Module) -> Change:
@@ -71,7 +71,7 @@ class Muon(Technique):
         def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
             others = [weight for trained in build.trained for weight in ends(trained)]
             return muon_optimizer(
-                groups, by_adamw=others, momentum=self.momentum, steps=self.steps, dtype=dtype, **settings
+                groups, by_adamw=others, momentum=self.momentum, steps=self.ns_steps, dtype=dtype, **settings
             )
 
         build.claim(Slot.OPTIMIZER, make, self.name())

@@ -59,7 +59,7 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> UpdateInBackward:
 class OptimizerInBackward(Searchable):
     stage: ClassVar[Stage] = Stage.LOADER  # the only stage after the optimizer is created
     numerics: ClassVar[Numerics] = "exact"
-    trials: ClassVar[Trials] = Trials(recipe=("optimizer.clip=0",))
+    trials: ClassVar[Trials] = Trials(recipe=("optimizer.max_grad_norm=0",))
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.STEP_IN_BACKWARD})
@@ -69,11 +69,11 @@ class OptimizerInBackward(Searchable):
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        clip = context.recipe.optimizer.clip
+        clip = context.recipe.optimizer.max_grad_norm
         if clip > 0:
             return [
-                f"optimizer.clip: {clip:g}: weights move before the norm over "
-                "all gradients is known; set optimizer.clip: 0"
+                f"optimizer.max_grad_norm: {clip:g}: weights move before the norm over "
+                "all gradients is known; set optimizer.max_grad_norm: 0"
             ]
         return []
 

@@ -88,7 +88,7 @@ def configure(
     known = [f.name for f in dataclasses.fields(cls) if f.init and f.name not in inherited]
     for key in settings:
         if key not in known:
-            hint = "use targets" if key == "target_modules" else nearest(key, known)
+            hint = "set target_modules beside settings" if key == "target_modules" else nearest(key, known)
             raise ValueError(f"settings.{key}: {method} has no such setting; {hint}")
         if key == "module_dropout" and settings[key]:
             raise ValueError(
@@ -158,7 +158,7 @@ class PeftAdapter(Technique):
     """peft's name of the method: delora, gralora, hira, hra, ia3, loha, lokr, miss, oft, randlora, road or vera."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The method's own settings in peft, e.g. {r: 8, alpha: 16} for loha."""
-    targets: str | tuple[str, ...] = "all-linear"
+    target_modules: str | tuple[str, ...] = "all-linear"
     """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
     their last parts."""
     start: str | None = None
@@ -167,7 +167,7 @@ class PeftAdapter(Technique):
 
     def check(self, context: Context) -> list[str]:
         try:
-            configure(self.method, self.settings, self.targets)
+            configure(self.method, self.settings, self.target_modules)
         except ValueError as error:
             return [str(error)]
         return []
@@ -181,12 +181,12 @@ class PeftAdapter(Technique):
 
         exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
-            names = add_peft_adapter(part, self.method, targets=self.targets, exclude=exclude, **self.settings)
+            names = add_peft_adapter(part, self.method, targets=self.target_modules, exclude=exclude, **self.settings)
         except ValueError as error:
             raise RecipeError(
-                f"techniques.peft_adapter: {self.method} on {self.targets!r}: {str(error).splitlines()[0][:200]}"
+                f"techniques.peft_adapter: {self.method} on {self.target_modules!r}: {str(error).splitlines()[0][:200]}"
             ) from None
-        config = configure(self.method, self.settings, adapted(part, self.targets), exclude)
+        config = configure(self.method, self.settings, adapted(part, self.target_modules), exclude)
         start_note = begin(
             build.weights,
             part,

@@ -222,7 +222,7 @@ class PipelineParallel(Searchable):
         if Tag.RESHARD_AFTER_FORWARD in context.tags:
             problems.append(
                 f"schedule: {self.schedule} takes the gradients of weights later, "
-                "when fsdp has let go of these; set fsdp.reshard: false"
+                "when fsdp has let go of these; set fsdp.reshard_after_forward: false"
             )
         problems += [
             f"schedule: {self.schedule} passes backward twice through "
@@ -277,7 +277,7 @@ class PipelineParallel(Searchable):
         count, stage_rank = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
         try:
             course = pipeline_split.observe(
-                part.config, build.recipe.batch.length, trust=build.recipe.model.trust_remote_code
+                part.config, build.recipe.batch.seq_len, trust=build.recipe.model.trust_remote_code
             )
             # A backward pass costs two forward passes; with recomputation the layers cost three.
             after = course.after * (0.75 if Tag.RECOMPUTATION in build.tags else 1)

@@ -3,10 +3,10 @@
 What: compares the log-probabilities of the preferred and the other answer, each relative to a reference model: the
 model before training. With an adapter, the reference is the base without it, which costs no memory; otherwise a frozen
 copy. `dpo`; `ipo`; `hinge`; without a reference `simpo` (mean log-probability per token, and a margin), `cpo` and
-`orpo` (with the likelihood of the preferred answer); `unpaired` for single answers that were liked or not (APO-zero, of
-KTO's family). A first pass computes the log-probabilities without gradients; they give the weight of each token's
-gradient in the loss, and one weighted pass over the head computes exactly that gradient. So the head may be chunked,
-and the logits of two answers are never in memory.
+`orpo` (with the likelihood of the preferred answer); `apo_zero` for single answers that were liked or not (of KTO's
+family). A first pass computes the log-probabilities without gradients; they give the weight of each token's gradient in
+the loss, and one weighted pass over the head computes exactly that gradient. So the head may be chunked, and the logits
+of two answers are never in memory.
 Helps: aligns a model's answers with preferences, from comparisons alone.
 Hurts: twice the rows, and with a reference a third pass; too high a learning rate, or too many epochs, lowers the
 likelihood of preferred answers too (watch `chosen_logp`; `nll` counteracts it).
@@ -90,21 +90,21 @@ class Preference(Technique):
         settings=(
             {"loss": "orpo"},
             {"loss": "simpo", "label_smoothing": 0.1},
-            {"loss": "unpaired"},
+            {"loss": "apo_zero"},
         ),
         first_loss={
             None: math.log(2),
             "orpo": math.log(96) + 0.1 * math.log(2),
             "simpo": 0.9 * math.log(1 + math.exp(0.5)) + 0.1 * math.log(1 + math.exp(-0.5)),
-            "unpaired": 0.5,
+            "apo_zero": 0.5,
         },
     )
     unsupported_for_images: ClassVar[str] = "compares answers to text alone so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})
 
-    loss: Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "unpaired"] = "dpo"
-    """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; unpaired: single answers,
+    loss: Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "apo_zero"] = "dpo"
+    """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; apo_zero: single answers,
     liked or not."""
     beta: Literal["auto"] | Positive = "auto"
     """Strength of the pull towards the reference: smaller values allow larger changes. For orpo the weight of its odds
@@ -140,7 +140,7 @@ class Preference(Technique):
         return self.length_normalized or self.loss in ("simpo", "orpo")
 
     def examples(self) -> ExampleKind:
-        return ExampleKind("desirable" if self.loss == "unpaired" else "pairs")
+        return ExampleKind("desirable" if self.loss == "apo_zero" else "pairs")
 
     def check(self, context: Context) -> list[str]:
         problems = []
@@ -148,11 +148,11 @@ class Preference(Technique):
             problems.append(f"label_smoothing: {self.loss} has no form with it; use {', '.join(_SMOOTHED)}, or 0")
         if self.label_smoothing == 0.5:
             problems.append("label_smoothing: at 0.5 either order is as good, and nothing is learnt; use 0.1")
-        if self.loss == "unpaired" and self._nll:
-            problems.append("nll: is of pairs' preferred answers; leave it out with loss: unpaired")
-        if self.loss == "unpaired" and self.reference == "none":
+        if self.loss == "apo_zero" and self._nll:
+            problems.append("nll: is of pairs' preferred answers; leave it out with loss: apo_zero")
+        if self.loss == "apo_zero" and self.reference == "none":
             problems.append(
-                "reference: without one no single answer is likely enough to be liked; leave it out with loss: unpaired"
+                "reference: without one no single answer is likely enough to be liked; leave it out with loss: apo_zero"
             )
         if self._uses_reference and Tag.MODIFIED_BASE in context.tags:
             problems.append(
@@ -222,7 +222,7 @@ class Preference(Technique):
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             training = torch.is_grad_enabled()
             # A stream cannot be checked before it is read.
-            if not (batch.desirable if self.loss == "unpaired" else batch.group == 2):
+            if not (batch.desirable if self.loss == "apo_zero" else batch.group == 2):
                 raise DataError(
                     f"techniques.preference: loss {self.loss} finds no "
                     f"{self.examples().kind} in the rows {batch.rows[:8]}"
@@ -259,7 +259,7 @@ class Preference(Technique):
         from preheat.ops.losses.preference import pair_losses, unpaired_losses
 
         reward = self._beta * (logps - reference_logps).detach()
-        if self.loss == "unpaired":
+        if self.loss == "apo_zero":
             desirable = to_device([n for row in batch.desirable for n in row], logps.device)
             correct = (reward > 0) == (desirable > 0)
             metrics = {

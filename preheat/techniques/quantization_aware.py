@@ -60,7 +60,7 @@ def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, G
         if not name.startswith(layers):
             continue
         if name not in excluded:
-            group = group_of(name, map_weight(module).shape[1], settings.group)
+            group = group_of(name, map_weight(module).shape[1], settings.group_size)
             grids[name] = Grid(4, group, settings.symmetric, settings.inputs == "int8")
         elif settings.high == "int8":
             grids[name] = Grid(8)
@@ -108,7 +108,7 @@ class QuantizationAware(Technique):
         }
     )
 
-    group: int | Literal["auto"] = "auto"
+    group_size: int | Literal["auto"] = "auto"
     """Inputs that share a scale; auto: for each linear layer the divisor nearest to 32."""
     symmetric: bool = True
     """A scale only; false adds a zero point."""

@@ -95,7 +95,7 @@ class RopeScaling(Technique):
     as the factor requires; yarn: by frequency. auto: yarn up to a factor of 32, base beyond; the run records the
     choice."""
     factor: Literal["auto"] | Annotated[float, Bound(1, open_low=True)] = 2.0
-    """Ratio of the new to the original number of positions; auto: what batch.length needs."""
+    """Ratio of the new to the original number of positions; auto: what batch.seq_len needs."""
     original_length: Count | None = None
     """Positions that the model was trained on; by default those of its configuration."""
     beta_fast: Positive | None = None
@@ -117,14 +117,14 @@ class RopeScaling(Technique):
             raise ValueError(f"{next(iter(given))}: is yarn's; remove it, or use kind: yarn")
         if self.factor == "auto" and factor <= 1:
             raise ValueError(
-                f"factor: auto: the model's {original:,} positions hold batch.length "
-                f"{recipe.batch.length:,} already; raise batch.length, or leave rope_scaling out"
+                f"factor: auto: the model's {original:,} positions hold batch.seq_len "
+                f"{recipe.batch.seq_len:,} already; raise batch.seq_len, or leave rope_scaling out"
             )
         original, reach = scale_rope(config, kind, factor, original_length=self.original_length, **given)
-        if recipe.batch.length > reach:
+        if recipe.batch.seq_len > reach:
             raise ValueError(
                 f"factor: {factor:g} takes the model's {original:,} positions to {reach:,}, but "
-                f"batch.length is {recipe.batch.length:,}; use factor: {_needed(recipe, original):g}"
+                f"batch.seq_len is {recipe.batch.seq_len:,}; use factor: {_needed(recipe, original):g}"
             )
 
     def _chosen(self, recipe: Recipe, original: int) -> tuple[str, float]:
@@ -142,10 +142,10 @@ class RopeScaling(Technique):
             summary += f" ({kind} suits factors {'up to' if factor <= YARN_UP_TO else 'above'} {YARN_UP_TO:g})"
         needed = _needed(build.recipe, original)
         if needed < factor:
-            summary += f"; batch.length {build.recipe.batch.length:,} needs only {needed:g}"
+            summary += f"; batch.seq_len {build.recipe.batch.seq_len:,} needs only {needed:g}"
         return Change(summary, build.model.layers)
 
 
 def _needed(recipe: Recipe, original: int) -> float:
-    """Returns the smallest factor that reaches batch.length, rounded up to hundredths."""
-    return max(math.ceil(100 * recipe.batch.length / original) / 100, 1.0)
+    """Returns the smallest factor that reaches batch.seq_len, rounded up to hundredths."""
+    return max(math.ceil(100 * recipe.batch.seq_len / original) / 100, 1.0)

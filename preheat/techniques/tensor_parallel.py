@@ -142,10 +142,10 @@ class TensorParallel(Searchable):
                 "regather: layers that are computed again gather anew anyway, "
                 "and would keep the pieces besides; leave it out"
             )
-        if self.sequence_parallel and recipe.batch.length % degree:
+        if self.sequence_parallel and recipe.batch.seq_len % degree:
             problems.append(
-                f"sequence_parallel: batch.length {recipe.batch.length} does not divide by "
-                f"degree {degree}; use {recipe.batch.length // degree * degree}"
+                f"sequence_parallel: batch.seq_len {recipe.batch.seq_len} does not divide by "
+                f"degree {degree}; use {recipe.batch.seq_len // degree * degree}"
             )
         if self.sequence_parallel and Tag.GROWING_LENGTH in context.tags:
             problems.append(
@@ -163,7 +163,7 @@ class TensorParallel(Searchable):
         elif self.loss_parallel and model.vocabulary % degree:
             problems.append(
                 f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it "
-                "to false, which keeps embedding and head whole, or state model.vocabulary for a new model"
+                "to false, which keeps embedding and head whole, or state model.vocab_size for a new model"
             )
         optimizers = [
             t.name()

@@ -73,7 +73,7 @@ def train(
 
     Example:
         >>> from preheat import load_recipe, train
-        >>> train(load_recipe("demo", ["stop.steps=20"]), out="runs/first")      # doctest: +SKIP
+        >>> train(load_recipe("demo", ["stop.max_steps=20"]), out="runs/first")      # doctest: +SKIP
     """
     with remote_code.trusting(trust_remote_code):
         return _train(recipe, out, resume=resume, force=force, watch=watch or (Logged() if progress else Watch()))
@@ -296,7 +296,7 @@ class _Loop:
         seconds = time.perf_counter() - start
         # The step counts from here on: an error before this line repeats it on the same rows.
         p = self.progress
-        p.samples += rows_consumed(shape, self.recipe.batch.length)
+        p.samples += rows_consumed(shape, self.recipe.batch.seq_len)
         p.step += 1
         tokens = shape.rows * shape.length  # on all devices
         p.tokens += tokens
@@ -380,7 +380,7 @@ class _Loop:
         )
         raise RunError(
             f"step {step}: the loss is {mean:g} and the gradients' norm {norm:g}; rows {listed} of the training data. "
-            f"{state}. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup, or fp32"
+            f"{state}. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup_ratio, or fp32"
         )
 
     def _save(self, *, last: bool = False) -> None:

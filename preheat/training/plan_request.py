@@ -103,7 +103,7 @@ def subject_of(
         values_set = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
         return _user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
     model, positions, checkpoint = _model(what)
-    batch = {"length": min(length or _LENGTH, positions or _LENGTH), **batch}
+    batch = {"seq_len": min(length or _LENGTH, positions or _LENGTH), **batch}
     batch.setdefault("size", math.ceil(_ROWS / devices) * devices)
     values = {
         "name": _name(what or "model"),
@@ -166,7 +166,7 @@ def _positions(config: Path) -> int | None:
 
 
 def _batch(length: int | None, tokens: int | None) -> dict[str, int]:
-    batch = {} if length is None else {"length": length}
+    batch = {} if length is None else {"seq_len": length}
     if tokens is None:
         return batch
     row = length or _LENGTH
@@ -175,11 +175,11 @@ def _batch(length: int | None, tokens: int | None) -> dict[str, int]:
         raise RecipeError(
             f"--batch-tokens: {tokens:,} is no multiple of rows of {row:,} tokens; use {near}, or another --length"
         )
-    return {**batch, "length": row, "size": tokens // row}
+    return {**batch, "seq_len": row, "size": tokens // row}
 
 
 def _check_batch_tokens(recipe: Recipe, tokens: int | None) -> Recipe:
-    if tokens is not None and recipe.batch.size * recipe.batch.length != tokens:
+    if tokens is not None and recipe.batch.size * recipe.batch.seq_len != tokens:
         raise RecipeError(f"--batch-tokens: {tokens:,} and --set batch say different things; leave one out")
     return recipe
 
@@ -268,7 +268,7 @@ def data_of(recipe: Recipe, source_config: PretrainedConfig | None = None, **opt
     config = hf.configure(recipe, vocabulary_of(recipe, source_config), source_config)
     return prepare(
         recipe.data,
-        length=recipe.batch.length,
+        length=recipe.batch.seq_len,
         seed=recipe.seed,
         tokenizer=configs.tokenizer_folder(recipe),
         add_tokens=recipe.model.add_tokens,
@@ -281,14 +281,14 @@ def data_of(recipe: Recipe, source_config: PretrainedConfig | None = None, **opt
 def vocabulary_of(recipe: Recipe, source_config: PretrainedConfig | None = None) -> int:
     """Returns the tokenizer's vocabulary size for a plan, without reading the data.
 
-    A tokenizer that is still to be trained will have `data.vocabulary` tokens (fewer only if the text is tiny).
+    A tokenizer that is still to be trained will have `data.vocab_size` tokens (fewer only if the text is tiny).
 
     Args:
         source_config: what `configs.source` gave for this model; it is read when not given.
     """
     folder = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
     if folder is None:
-        return recipe.data.vocabulary
+        return recipe.data.vocab_size
     from preheat.data.tokenizer import load_tokenizer
     from preheat.models import hf
 

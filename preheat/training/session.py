@@ -160,7 +160,7 @@ class Session:
             from preheat.data.loader import rows_consumed
 
             steps = range(self.progress.step, self.total or 0)
-            left = sum(rows_consumed(self.shape(step), self.recipe.batch.length) for step in steps)
+            left = sum(rows_consumed(self.shape(step), self.recipe.batch.seq_len) for step in steps)
             order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
             # A run that only time limits may read every row.
             remaining = itertools.islice(order, left) if self.total else range(row_count(self.data) or 0)
@@ -409,7 +409,7 @@ def _order(
     from preheat.data.loader import rows_consumed
 
     def samples(step: int) -> int:
-        return rows_consumed(shape(step), current.recipe.batch.length)
+        return rows_consumed(shape(step), current.recipe.batch.seq_len)
 
     all_samples = None
     if total is not None:  # with a constant shape, one multiplication replaces the sum over all steps

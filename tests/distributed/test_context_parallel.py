@@ -59,7 +59,7 @@ FOUR = {
         "sliding_window: {window: 9, every: 2}",
         "context_parallel: {kind: ring}, data_parallel: {}",
     ),
-    "groups": ("llama", 32, "shifted_groups: {group: 10}", "context_parallel: {kind: ulysses}, fsdp: {}"),
+    "groups": ("llama", 32, "shifted_groups: {group_size: 10}", "context_parallel: {kind: ulysses}, fsdp: {}"),
     "sharded ulysses": ("llama", 32, FOLDED, "context_parallel: {kind: ulysses}"),
 }
 if ALL:
@@ -245,7 +245,7 @@ def test_a_dry_run_sees_activations_fall_with_the_devices(kind: str, rest: str) 
     kept = {}
     for degree in (2, 4):
         cut = f", context_parallel: {{degree: {degree}, kind: {kind}}}}}"
-        r = recipes.override(tiny(length=512), f"techniques={text}{cut}", "model.kv_heads=4", "batch.size=4")
+        r = recipes.override(tiny(length=512), f"techniques={text}{cut}", "model.num_kv_heads=4", "batch.size=4")
         rows = 4 // (4 // degree)
         kept[degree] = observe(Request(r, DEVICE, vocabulary=96, world=4)).categories["forward"]["activations"] / rows
     assert kept[4] / kept[2] == pytest.approx(0.5, abs=0.03)
@@ -283,7 +283,7 @@ def test_the_pieces_of_a_ring_are_the_mask_and_all_devices_have_as_much_to_do(do
             "4 heads among 3 devices",
         ),
         ("context_parallel: {}, data_parallel: {}, preference: {}", [], "the loss of preference is over whole rows"),
-        ("context_parallel: {}, data_parallel: {}", ["batch.length=3"], "rows of 3 places; use at most 1"),
+        ("context_parallel: {}, data_parallel: {}", ["batch.seq_len=3"], "rows of 3 places; use at most 1"),
         (
             "context_parallel: {}, data_parallel: {}, rope_scaling: {kind: dynamic, original_length: 16}",
             [],

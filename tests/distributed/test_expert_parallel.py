@@ -24,7 +24,7 @@ ROWS, STEPS = 8, 5
 # The balance loss made strong; few experts and an update that is smooth in the gradient, so that no rounding error tips a token to another expert.
 STRONG = "model.config={router_aux_loss_coef: 0.5}"
 BALANCED = "{expert_balancing: {rate: 0.01, coefficient: 0.5}}"
-SETTINGS = ("model.experts=4", "optimizer.eps=0.001")
+SETTINGS = ("model.num_experts=4", "optimizer.eps=0.001")
 # processes, family, techniques, micro-batches; one process always takes its rows in 4
 CASES = [
     (4, "qwen3_moe", "{data_parallel: {}, expert_parallel: {degree: 2}}", 2),

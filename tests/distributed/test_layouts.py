@@ -76,7 +76,7 @@ def made(family: str, techniques: str, seed: int) -> Build:
         "optimizer.eps=1e-3",
         "checkpoint.every=1",
         "checkpoint.asynchronous=true",
-        *(["model.experts=4"] if "moe" in family else []),
+        *(["model.num_experts=4"] if "moe" in family else []),
     ]
     recipe = recipes.override(tiny(techniques, family=family, rows=ROWS, length=LENGTH), f"seed={seed}", *more)
     return build(recipe, vocabulary=96, device=DEVICE)

@@ -31,8 +31,8 @@ CASES = [
 def recipe_of(folder: Path, family: str, techniques: str) -> Recipe:
     """Rows of one conversation: some of the two processes' micro-batches have images, others text alone."""
     return parse(
-        f"model: {{path: {folder / family}}}\ndata: {{source: {folder / 'rows.jsonl'}, validation: 0}}\nbatch: {{size: 4, length: 48}}\n"
-        f"optimizer: {{lr: 0.01}}\nstop: {{steps: {STEPS}}}\ntechniques: {techniques}\n"
+        f"model: {{path: {folder / family}}}\ndata: {{source: {folder / 'rows.jsonl'}, validation: 0}}\nbatch: {{size: 4, seq_len: 48}}\n"
+        f"optimizer: {{lr: 0.01}}\nstop: {{max_steps: {STEPS}}}\ntechniques: {techniques}\n"
     )
 
 

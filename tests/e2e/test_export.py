@@ -22,7 +22,7 @@ LORA = "techniques={lora: {rank: 4}}"
 
 
 def test_a_run_becomes_gguf_with_a_card(preheat: Command) -> None:
-    run = preheat.here.json("train", "r.yaml", "--set", LORA, "--set", "stop.steps=6", "--set", "evaluate.rows=3")[
+    run = preheat.here.json("train", "r.yaml", "--set", LORA, "--set", "stop.max_steps=6", "--set", "evaluate.rows=3")[
         "run"
     ]
     made = preheat.here.json("export", run, "--to", "gguf", "--dtype", "q8_0")
@@ -84,9 +84,9 @@ CHATS = """\
 name: x
 model: {path: base, add_tokens: ["<|im_start|>", "<|im_end|>"]}
 data: {source: rows.jsonl, validation: 0.2, template: chatml}
-batch: {size: 4, length: 64}
+batch: {size: 4, seq_len: 64}
 optimizer: {lr: 5.0e-3}
-stop: {steps: 120}
+stop: {max_steps: 120}
 checkpoint: {every: 60}
 hardware: {threads: 1}
 """

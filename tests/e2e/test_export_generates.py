@@ -43,9 +43,9 @@ IN_WORDS = """{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}##
 RECIPE = """\
 model: {path: base}
 data: {source: rows.jsonl, validation: 0.2, preflight: {template_end: warn, pad_is_end: warn}}
-batch: {size: 4, length: 64}
+batch: {size: 4, seq_len: 64}
 optimizer: {lr: 2.0e-2}
-stop: {steps: 60}
+stop: {max_steps: 60}
 hardware: {threads: 1}
 techniques: {lora: {rank: 16}}
 """

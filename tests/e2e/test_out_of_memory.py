@@ -19,11 +19,11 @@ from .conftest import Command
 
 RECIPE = """\
 name: wide
-model: {layers: 2, width: 32, heads: 2, vocabulary: 16384}
-data: {source: text, vocabulary: 300, validation: 0.1}
-batch: {size: 8, length: 128}
+model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 16384}
+data: {source: text, vocab_size: 300, validation: 0.1}
+batch: {size: 8, seq_len: 128}
 optimizer: {lr: 0.01}
-stop: {steps: 8}
+stop: {max_steps: 8}
 evaluate: {rows: 16}
 checkpoint: {every: 3, keep: 9}
 """  # logits of 64 MiB: most of what it needs
@@ -149,16 +149,16 @@ def test_evaluation_takes_fewer_rows_at_a_time(preheat: Command) -> None:
         "evaluate.rows=512",
         "evaluate.every=2",
     ]
-    run, _, _ = capped(preheat, "step 1", 12, *more, "stop.steps=5")
+    run, _, _ = capped(preheat, "step 1", 12, *more, "stop.max_steps=5")
     rung = Reader(run).events("fallback")[0]
     assert (rung["step"], rung["cause"]) == (2, "evaluation")
-    assert rung["changed"][0].startswith("evaluate.micro=")
+    assert rung["changed"][0].startswith("evaluate.micro_batch_size=")
     assert [e["step"] for e in Reader(run).evaluations()] == [2, 4, 5]
 
 
 def test_a_copy_to_save_is_done_without(preheat: Command) -> None:
     more = [
-        "model.width=128",
+        "model.hidden_size=128",
         "checkpoint.asynchronous=true",
         "checkpoint.every=2",
         "techniques={chunked_loss: {rows: 64}}",
@@ -167,7 +167,7 @@ def test_a_copy_to_save_is_done_without(preheat: Command) -> None:
     run = preheat.folder / "capped"
     for mib in (46, 45, 47, 44):
         shutil.rmtree(run, ignore_errors=True)
-        done = run_capped(preheat, "step 1", mib, *more, "stop.steps=5")
+        done = run_capped(preheat, "step 1", mib, *more, "stop.max_steps=5")
         rungs = Reader(run).events("fallback") if done.returncode == 0 else []
         if rungs and rungs[-1]["cause"] == "saving":
             break
@@ -183,13 +183,13 @@ def test_where_no_rung_suffices_it_saves_and_ends_and_goes_on_with_memory(prehea
     longer = LONGER.replace("32", "256")
     more = [
         f"techniques={{{longer}, chunked_loss: {{rows: 64}}, activation_checkpointing: {{}}, fused_operators: {{}}}}",
-        "batch={size: 1, length: 2048}",
+        "batch={size: 1, seq_len: 2048}",
     ]
-    more += ["model.vocabulary=512", "checkpoint.every=0"]
+    more += ["model.vocab_size=512", "checkpoint.every=0"]
     done = run_capped(preheat, "step 1", 20, *more)
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()[-1]
-    assert re.search(r"It has no rung; another run with batch.length=(1024|512|256) would need", said)
+    assert re.search(r"It has no rung; another run with batch.seq_len=(1024|512|256) would need", said)
     run = preheat.folder / "capped"
     last = max(steps(run))
     assert [saved.name for saved in run.glob("checkpoints/step-*")] == [f"step-{last}"]

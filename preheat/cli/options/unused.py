@@ -63,8 +63,8 @@ def _is_one_of(key: str, known: Collection[str]) -> bool:
 
 
 _OF_THIS_MACHINE = ("hardware.device", "hardware.threads")
-_SIZE = ("name", "model.", "model", "batch.length", "data.vocabulary")
-_OF_DATA = ("name", "seed", "model.", "data.", "batch.length", "techniques.")
+_SIZE = ("name", "model.", "model", "batch.seq_len", "data.vocab_size")
+_OF_DATA = ("name", "seed", "model.", "data.", "batch.seq_len", "techniques.")
 
 MODES: Mapping[str, Sequence[Mode]] = {
     "plan": (

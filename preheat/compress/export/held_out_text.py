@@ -117,7 +117,7 @@ def _held_out_text(opened: LoadedModel) -> HeldOutText:
     try:
         data = replace(recipe.data, tokenizer=opened.tokenizer_folder)
         rows = prepare(
-            data, length=recipe.batch.length, seed=recipe.seed, add_tokens=recipe.model.add_tokens
+            data, length=recipe.batch.seq_len, seed=recipe.seed, add_tokens=recipe.model.add_tokens
         ).validation
     except (DataError, RecipeError) as error:
         return HeldOutText(f"{SAMPLES}, since the run's data cannot be read here: {shorten(str(error), 160)}")

@@ -232,7 +232,9 @@ def _require(step: Step, start: Path, model: Any) -> None:
             if value == "auto":
                 raise RecipeError(f"settings.{key}: auto: an image classifier's training needs a number here")
             # Checks the value as a recipe's.
-            recipes.override(Recipe(stop=Stop(steps=1)), f"{key}={json.dumps(value, default=str)}", where="settings")
+            recipes.override(
+                Recipe(stop=Stop(max_steps=1)), f"{key}={json.dumps(value, default=str)}", where="settings"
+            )
         _teacher(step, start, model)
 
 

@@ -25,7 +25,7 @@ _HOLDS = {
 _FIX = {
     "text": "leave {technique} out, or state data.layout and data.columns",
     "pairs": "add techniques.preference (loss: dpo, say)",
-    "desirable": "set techniques.preference.loss: unpaired",
+    "desirable": "set techniques.preference.loss: apo_zero",
     "classes": "add techniques.classification",
 }
 

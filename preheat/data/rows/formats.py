@@ -79,7 +79,8 @@ class Layout:
             (self.template.text, self.template.with_tools, dict(self.template.variables)) if self.template else None
         )
         images = (self.eye.key(), str(self.folder)) if self.eye else None
-        return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, images
+        kind = "unpaired" if self.kind == "kto" else self.kind  # its former name: older runs and caches have it
+        return kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, images
 
     def require(self, names: Sequence[str], where: str) -> None:
         """Raises DataError if a required field is missing."""
@@ -130,12 +131,12 @@ class Layout:
         if self.kind == "preference":
             return self._pair(row, notes)
         before, answers = self._prompt_and_answer(row, "completion", notes)
-        label = self._desirable(row) if self.kind == "unpaired" else None
+        label = self._desirable(row) if self.kind == "kto" else None
         if isinstance(answers, str):
             prompt = before if isinstance(before, str) else ""
             return Document(((*([TextSpan(prompt, False)] if prompt else []), TextSpan(answers)),), label=label)
         chat = self._chat([*before, *answers], self._tools(row), notes, read=len(before))
-        return self._judged(chat)._replace(label=label) if self.kind == "unpaired" else chat
+        return self._judged(chat)._replace(label=label) if self.kind == "kto" else chat
 
     # --- fields
 
@@ -408,11 +409,11 @@ def _recognised(named: Mapping[str, str], names: Sequence[str], first: Any) -> t
             named.get(role, role) for role in roles
         )
 
-    for kind in ("preference", "unpaired", "classes", "prompt", "alpaca"):
+    for kind in ("preference", "kto", "classes", "prompt", "alpaca"):
         needs = LAYOUTS[kind][0]
         if kind == "classes" and "label" not in named:  # a field of this name may mean anything
             continue
-        if kind == "unpaired" and "label" not in named and not isinstance(first.get("label"), bool):
+        if kind == "kto" and "label" not in named and not isinstance(first.get("label"), bool):
             continue
         if has(*needs):
             return kind, fields(*needs)

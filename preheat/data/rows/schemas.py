@@ -18,7 +18,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sharegpt": (("conversations",), ("system", "tools", "images")),
     "messages": (("messages",), ("system", "tools", "images")),
     "preference": (("chosen", "rejected"), ("prompt", "conversations", "messages", "system", "tools")),
-    "unpaired": (("completion", "label"), ("prompt", "conversations", "messages", "system", "tools")),
+    "kto": (("completion", "label"), ("prompt", "conversations", "messages", "system", "tools")),
     "classes": (("text", "label"), ()),
 }
 """Layout -> (required fields, optional fields)."""

@@ -1,7 +1,7 @@
 """Converts architectures: a configuration before the model is built, a model in place, weights as they are read.
 
 Modules that transformers does not have are in `modules`; `beyond_transformers` finds them again at export.
-User errors raise ValueError that begins with the knob, such as `kv_heads: 3 does not divide ...`.
+User errors raise ValueError that begins with the knob, such as `num_kv_heads: 3 does not divide ...`.
 """
 
 from __future__ import annotations
@@ -63,11 +63,13 @@ def set_kv_heads(config: PretrainedConfig, kv_heads: int) -> None:
         )
     if kv_heads >= now:
         raise ValueError(
-            f"kv_heads: {kv_heads} is not fewer than the {now} that the model has; pooling only takes heads away"
+            f"num_kv_heads: {kv_heads} is not fewer than the {now} that the model has; pooling only takes heads away"
         )
     if now % kv_heads:
         fits = [n for n in range(1, now) if now % n == 0]
-        raise ValueError(f"kv_heads: {kv_heads} does not divide the model's {now} key-value heads; use one of {fits}")
+        raise ValueError(
+            f"num_kv_heads: {kv_heads} does not divide the model's {now} key-value heads; use one of {fits}"
+        )
     text.num_key_value_heads = kv_heads
 
 

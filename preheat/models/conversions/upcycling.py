@@ -45,7 +45,7 @@ def expert_config(config: PretrainedConfig, experts: int, chosen: int) -> Pretra
             f"makes experts of the feed-forward block of a {', '.join(BECOMES)}, and the model is a {family}"
         )
     if chosen > experts:
-        raise ValueError(f"chosen: {chosen} is more than the {experts} experts of a layer; lower it")
+        raise ValueError(f"num_experts_per_tok: {chosen} is more than the {experts} experts of a layer; lower it")
     strange = [key for key in ("attention_bias", "mlp_bias") if getattr(config, key, False)]
     if strange:
         raise ValueError(f"makes a {BECOMES[family]}, which has no {strange[0]} as this {family} has")

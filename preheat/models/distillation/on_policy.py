@@ -163,7 +163,7 @@ class OnPolicy:
         # A special token that ends an answer of the data also ends one of the student's.
         special = self.tokenizer.added_tokens_decoder.keys()
         ends = {int(batch.labels[a.row, a.last - 2]) for a in answers} & special
-        settings = Sample(tokens=max(a.last - a.first for a in answers), temperature=1.0, compile=False)
+        settings = Sample(max_new_tokens=max(a.last - a.first for a in answers), temperature=1.0, compile=False)
 
         # Each length occurs once: compiled layers would recompile for each.
         with torch.compiler.set_stance("force_eager"):

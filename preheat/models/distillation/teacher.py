@@ -65,7 +65,9 @@ def config_of(folder: Path, length: int) -> PretrainedConfig:
             "hub's first)"
         )
     try:
-        config = hf.configure(Recipe(model=Model(path=str(folder)), batch=Batch(length=length), stop=Stop(steps=1)))
+        config = hf.configure(
+            Recipe(model=Model(path=str(folder)), batch=Batch(seq_len=length), stop=Stop(max_steps=1))
+        )
     except RecipeError as error:
         raise RecipeError(f"teacher: {error}") from None
     if getattr(config, "quantization_config", None):

@@ -145,7 +145,7 @@ def generate(
         on_text: called with (index of the prompt, text) as text becomes final: complete characters that cannot begin a
             stop string; None at its end.
         kept: a cache to continue from and to leave for the next call; for a single prompt.
-        draft: the model that `settings.draft` names.
+        draft: the model that `settings.draft_model` names.
         timed: receives token timings; for a single batch.
 
     Returns:
@@ -157,7 +157,7 @@ def generate(
 
     Example:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer                             # doctest: +SKIP
-        >>> generate(model, tokenizer, [tokenizer.encode("Once")], Sample(tokens=8))[0].text         # doctest: +SKIP
+        >>> generate(model, tokenizer, [tokenizer.encode("Once")], Sample(max_new_tokens=8))[0].text  # doctest: +SKIP
         ' upon a time, there was a'
     """
     import torch
@@ -167,12 +167,16 @@ def generate(
         raise RunError(f"this model's head is over {pieces} classes: it writes no text; measure it with `preheat eval`")
     assert all(prompts), "a prompt without a token"
     assert kept is None or (cached and len(prompts) == 1)
-    assert (draft is None) == (settings.draft is None), "the model that settings.draft names is opened by the caller"
+    assert (draft is None) == (settings.draft_model is None), (
+        "the model that settings.draft_model names is opened by the caller"
+    )
     alone = patterned(model)
     _require(model, settings, alone, cached, kept)
-    rooms = [min(settings.tokens, positions - len(p)) if positions else settings.tokens for p in prompts]
+    rooms = [
+        min(settings.max_new_tokens, positions - len(p)) if positions else settings.max_new_tokens for p in prompts
+    ]
     assert min(rooms, default=1) > 0, "a prompt that fills the model's positions"
-    batches = list(_batches(rooms, settings.tokens, 1 if alone or settings.speculates else batch))
+    batches = list(_batches(rooms, settings.max_new_tokens, 1 if alone or settings.speculates else batch))
     ordinary = cached and not alone and kept is None
     settings = settled(settings, model, sum(rooms[rows[0]] for rows in batches) if ordinary else 0)
     # One length for all batches: a compiled model recompiles, or records another graph, for each length.
@@ -209,7 +213,7 @@ def generate(
                 caches=caches if settings.compile is True else None,
             )
             for row, text in zip(rows, listeners, strict=True):
-                cut: Ended = "length" if rooms[row] == settings.tokens else "context"
+                cut: Ended = "length" if rooms[row] == settings.max_new_tokens else "context"
                 texts.append(replace(text.finish(cut), compiled=settings.compile is True))
     return texts
 
@@ -299,8 +303,8 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
             ("cache", ("auto", "dynamic")),
             ("compile", ("auto", False)),
             ("window", (None,)),
-            ("draft", (None,)),
-            ("lookup", (None,)),
+            ("draft_model", (None,)),
+            ("prompt_lookup_tokens", (None,)),
         )
         if getattr(settings, name) not in plain
     ]
@@ -496,6 +500,6 @@ def _speculation(model: PreTrainedModel, settings: Sample, draft: PreTrainedMode
     if draft is not None:
         proposer = DraftModel(draft, settings.draft_tokens, model.config.get_text_config().vocab_size)
     else:
-        assert settings.lookup is not None
-        proposer = PromptLookup(settings.lookup)
+        assert settings.prompt_lookup_tokens is not None
+        proposer = PromptLookup(settings.prompt_lookup_tokens)
     return functools.partial(speculate, proposer=proposer)

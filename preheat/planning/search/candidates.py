@@ -131,7 +131,7 @@ class Space:
         start = sum(t.startup_seconds(self.device) for t in added)
         stop, batch = self.recipe.stop, self.recipe.batch
         steps = steps_of(self.recipe, self.request.rows)
-        ends = [steps * batch.size * batch.length / speed] if steps else []
+        ends = [steps * batch.size * batch.seq_len / speed] if steps else []
         ends += [stop.hours * 3600] if stop.hours else []
         return speed / (1 + start / min(ends)) if ends else speed
 

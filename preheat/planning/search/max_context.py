@@ -36,12 +36,12 @@ def longest(
     and errors as of `search`.
     """
     batch = space.recipe.batch
-    positions = space.model.positions or batch.length
-    tokens, best = batch.size * batch.length, None
-    length = batch.length
+    positions = space.model.positions or batch.seq_len
+    tokens, best = batch.size * batch.seq_len, None
+    length = batch.seq_len
     while True:
         size = max(tokens // length, space.world)
-        recipe = replace(space.recipe, batch=replace(batch, length=length, size=size))
+        recipe = replace(space.recipe, batch=replace(batch, seq_len=length, size=size))
         longer = replace(space.request, recipe=recipe)
         result = search(replace(space, request=longer), seconds=seconds / 3, confirm=False, tell=tell)
         if not result.best.plan["fits"]:
@@ -69,9 +69,9 @@ def longest_as_stated(request: Request) -> dict[str, Any]:
         t.micro_batch_count() for t in recipe.techniques.values()
     )
     longest: dict[str, Any] = {"length": 0, "peak_gib": None, "limit": ""}
-    length, doubled = recipe.batch.length, 0
+    length, doubled = recipe.batch.seq_len, 0
     while doubled < DOUBLINGS:
-        longer = replace(recipe, batch=replace(recipe.batch, length=length, size=rows))
+        longer = replace(recipe, batch=replace(recipe.batch, seq_len=length, size=rows))
         try:
             planned = plan(replace(request, recipe=longer))
         except RecipeError as error:  # the length is to blame: the recipe itself was planned before
@@ -93,7 +93,7 @@ def _has_positions(request: Request, length: int) -> bool:
     """True if the recipe extends the model's positions to the given length (RoPE scaling)."""
     recipe = request.recipe
     try:
-        _ = replace(request, recipe=replace(recipe, batch=replace(recipe.batch, length=length))).config
+        _ = replace(request, recipe=replace(recipe, batch=replace(recipe.batch, seq_len=length))).config
     except RecipeError:
         return False
     return True

@@ -155,7 +155,7 @@ def estimate(
     time = (working + waiting + max(hidden - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(
         cost.update
     ) / sharded
-    return Guess(memory, time, batch.size * batch.length / time)
+    return Guess(memory, time, batch.size * batch.seq_len / time)
 
 
 def _sent(
@@ -179,7 +179,7 @@ def _sent(
         stride = math.prod(sizes[inner] for inner in order[order.index(axis) + 1 :])
         return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), group=(sizes[axis], stride)))
 
-    hidden = micro * batch.length / sizes[Axis.CONTEXT] * model.width * 2
+    hidden = micro * batch.seq_len / sizes[Axis.CONTEXT] * model.width * 2
     layers = model.layers / sizes[Axis.PIPELINE]
     waiting = micros * layers * 4 * once("all_reduce", hidden, Axis.TENSOR)
     waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)

@@ -87,8 +87,8 @@ def search(
 
     Example:
         >>> from preheat.recipe import parse
-        >>> model = "{layers: 2, width: 64, heads: 2, vocabulary: 128}"
-        >>> recipe = parse(f"model: {model}\\nbatch: {{size: 2, length: 16}}\\nstop: {{steps: 1}}")
+        >>> model = "{num_layers: 2, hidden_size: 64, num_heads: 2, vocab_size: 128}"
+        >>> recipe = parse(f"model: {model}\\nbatch: {{size: 2, seq_len: 16}}\\nstop: {{max_steps: 1}}")
         >>> from preheat.planning.request import Request
         >>> from preheat.planning.speed.roofline import Roofline
         >>> gpu = Roofline.of("H100")
@@ -261,7 +261,7 @@ class _Search:
         if size % world == 0 and reasons:
             why = "; ".join(map(str, (binding or reasons)[:3]))
             return f"techniques: nothing that may be added can be planned here: {why}"
-        length = self.space.recipe.batch.length
+        length = self.space.recipe.batch.seq_len
         tokens = size // world * world * length or world * length
         return (
             f"batch.size: {size} rows cannot be shared out evenly among {world} devices by what may be added; "

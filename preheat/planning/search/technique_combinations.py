@@ -211,7 +211,7 @@ class _Combiner:
         """Returns the seconds of one sequence, with its part of the update and of the startup time of `added`."""
         batch = self.space.recipe.batch
         row = self._of_model(cost.seconds) + self._of_model(cost.update) / batch.size * self.space.world
-        tokens = batch.length * self.space.world
+        tokens = batch.seq_len * self.space.world
         return tokens / self.space.over_run(tokens / row, added)
 
     def _sums(self, cost: LayerCost, added: Settings) -> tuple[float, float, float]:

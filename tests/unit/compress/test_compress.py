@@ -291,7 +291,7 @@ def test_eight_bit_floats_need_a_gpu(stories: Path) -> None:
 def test_what_is_compressed_is_not_trained_and_carries_no_adapter(stories: Path, tmp_path: Path) -> None:
     opened, _ = compressed(stories, "int8", [])
     save_load.write_model(opened.build.trained[0], opened, tmp_path, method="int8", dtype=torch.float32)
-    recipe = recipes.parse(f"model: {{path: {tmp_path}}}\nstop: {{steps: 1}}\nbatch: {{length: 32}}")
+    recipe = recipes.parse(f"model: {{path: {tmp_path}}}\nstop: {{max_steps: 1}}\nbatch: {{seq_len: 32}}")
     with pytest.raises(RecipeError, match="is compressed \\(int8\\): what is rounded is not trained"):
         build(recipe, vocabulary=512, device=DEVICE)
     with pytest.raises(RecipeError, match="is compressed already"):

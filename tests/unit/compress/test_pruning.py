@@ -69,7 +69,7 @@ def made(family: str, **more: Any) -> Any:
 
 def built(folder: Path) -> Any:
     """The folder's model as a run builds it."""
-    recipe = parse(f"model: {{path: {folder}}}\nstop: {{steps: 1}}\nbatch: {{length: 16}}")
+    recipe = parse(f"model: {{path: {folder}}}\nstop: {{max_steps: 1}}\nbatch: {{seq_len: 16}}")
     return build(recipe, vocabulary=96, device=DEVICE).trained[0]
 
 
@@ -487,7 +487,7 @@ def test_importance_knows_what_a_trained_model_needs(data_folder: Path) -> None:
         "",
         "muon: {}",
         "mixed_precision: {mode: bf16_weights}",
-        "low_bit_adamw: {bits: 4, block_size: 64, least: 0}",
+        "low_bit_adamw: {bits: 4, block_size: 64, min_size: 0}",
         "lion: {}",
     ],
 )
@@ -496,7 +496,7 @@ def test_zeros_that_were_loaded_stay_whatever_the_optimizer(more: str, tmp_path:
     prune_by_wanda(model, ROWS, pattern="2:4")
     model.save_pretrained(tmp_path / "m")
     recipe = parse(
-        f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{size: 4, length: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{steps: 3}}\n"
+        f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{size: 4, seq_len: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{max_steps: 3}}\n"
         f"techniques: {{sparse_weights: {{}}, {more}}}"
     )
     b = build(recipe, vocabulary=96, device=DEVICE)
@@ -515,7 +515,7 @@ def test_zeros_that_were_loaded_stay_whatever_the_optimizer(more: str, tmp_path:
 def test_weights_without_zeros_have_none_to_keep(tmp_path: Path) -> None:
     made("qwen3").save_pretrained(tmp_path / "m")
     recipe = parse(
-        f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{length: 32}}\nstop: {{steps: 3}}\ntechniques: {{sparse_weights: {{}}}}"
+        f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{seq_len: 32}}\nstop: {{max_steps: 3}}\ntechniques: {{sparse_weights: {{}}}}"
     )
     with pytest.raises(RecipeError, match="have no zeros to keep"):
         build(recipe, vocabulary=96, device=DEVICE)

@@ -345,10 +345,10 @@ def test_a_tokenizer_beside_a_broken_configuration_ends_in_a_line(tmp_path: Path
 
 def test_a_pretrained_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    recipe = parse(f"model: {{path: {tmp_path}}}\nstop: {{steps: 1}}")
+    recipe = parse(f"model: {{path: {tmp_path}}}\nstop: {{max_steps: 1}}")
     with pytest.raises(RecipeError, match=r"has weights and no tokenizer.* set data\.tokenizer"):
         tokenizer_folder(recipe)
-    anew = parse(f"model: {{path: {tmp_path}, weights: random}}\nstop: {{steps: 1}}")
+    anew = parse(f"model: {{path: {tmp_path}, weights: random}}\nstop: {{max_steps: 1}}")
     assert tokenizer_folder(anew) is None
     (tmp_path / "tokenizer.json").touch()
     assert tokenizer_folder(recipe) == str(tmp_path)

@@ -34,7 +34,7 @@ def write(path, rows):
 
 
 def run(tmp_path, source, *, length=16, tokenizer=None, **settings):
-    data = Data(source=str(source), vocabulary=300, **{"validation": 0.2, **settings})
+    data = Data(source=str(source), vocab_size=300, **{"validation": 0.2, **settings})
     return prepare(data, length=length, seed=0, tokenizer=tokenizer, cache=tmp_path / "cache")
 
 
@@ -379,4 +379,4 @@ def test_a_document_longer_than_a_row_is_split_and_counted_or_refused(tmp_path, 
         run(tmp_path, source, length=100, tokenizer=tokenizer, longer="refuse")
     run(tmp_path, source, length=max(sizes), tokenizer=tokenizer, longer="refuse")
     with pytest.raises(RecipeError, match=r"data\.longer: refuse needs all documents read beforehand"):
-        parse(f"data: {{source: {source}, longer: refuse, streaming: true}}\nstop: {{steps: 1}}")
+        parse(f"data: {{source: {source}, overlong: refuse, streaming: true}}\nstop: {{max_steps: 1}}")

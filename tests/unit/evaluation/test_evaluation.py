@@ -43,8 +43,8 @@ def tokenizer() -> Any:
 
 def opened(techniques: str = "{}") -> Any:
     recipe = parse(
-        "model: {layers: 2, width: 32, heads: 4, kv_heads: 2, vocabulary: 320, positions: 64}\nbatch: {size: 4, length: 32}\n"
-        f"stop: {{steps: 1}}\ntechniques: {techniques}"
+        "model: {num_layers: 2, hidden_size: 32, num_heads: 4, num_kv_heads: 2, vocab_size: 320, max_positions: 64}\nbatch: {size: 4, seq_len: 32}\n"
+        f"stop: {{max_steps: 1}}\ntechniques: {techniques}"
     )
     made = build(recipe, vocabulary=300, device=DEVICE)
     with torch.no_grad():  # a new model's choices are all but equal

@@ -48,8 +48,8 @@ def text(tokenizer: Any) -> Tokens:
 def opened(techniques: str = "{}", family: str = "llama") -> Any:
     made = build(
         parse(
-            f"model: {{family: {family}, layers: 2, width: 32, heads: 4, vocabulary: 448, positions: 64}}\nbatch: {{size: 4, length: 64}}\n"
-            f"stop: {{steps: 1}}\ntechniques: {techniques}"
+            f"model: {{family: {family}, num_layers: 2, hidden_size: 32, num_heads: 4, vocab_size: 448, max_positions: 64}}\nbatch: {{size: 4, seq_len: 64}}\n"
+            f"stop: {{max_steps: 1}}\ntechniques: {techniques}"
         ),
         vocabulary=400,
         device=DEVICE,

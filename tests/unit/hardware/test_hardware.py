@@ -646,7 +646,7 @@ def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
     from preheat.recipe import parse
 
     with pytest.raises(RecipeError, match=r"hardware.threads: 4,096 are too many"):
-        resolve_device(parse("hardware: {threads: 4096}\nstop: {steps: 1}"))
+        resolve_device(parse("hardware: {threads: 4096}\nstop: {max_steps: 1}"))
 
 
 @pytest.mark.parametrize(

@@ -138,11 +138,11 @@ def folder(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("settings", "queries"),
     [
-        (Sample(tokens=8), {1}),
-        (Sample(tokens=8, cache="static"), {1}),
-        (Sample(tokens=8, window=4), {1}),
-        (Sample(tokens=8, cache="int8"), {1}),
-        (Sample(tokens=8, lookup=3), {1, 2, 3, 4}),
+        (Sample(max_new_tokens=8), {1}),
+        (Sample(max_new_tokens=8, cache="static"), {1}),
+        (Sample(max_new_tokens=8, window=4), {1}),
+        (Sample(max_new_tokens=8, cache="int8"), {1}),
+        (Sample(max_new_tokens=8, prompt_lookup_tokens=3), {1, 2, 3, 4}),
     ],
 )
 def test_every_cache_is_attended_to_by_it(

@@ -41,7 +41,7 @@ WHOLE = FITTING if ALL else ["llama-3.2-1b"]
 
 def _recipe(name: str, techniques: str = QLORA, model: str = "", length: int = 2048) -> Recipe:
     return parse(
-        f"model: {{preset: {name}{model}}}\nbatch: {{size: 2, length: {length}}}\nstop: {{steps: 1}}\ntechniques: {techniques}"
+        f"model: {{preset: {name}{model}}}\nbatch: {{size: 2, seq_len: {length}}}\nstop: {{max_steps: 1}}\ntechniques: {techniques}"
     )
 
 
@@ -161,7 +161,7 @@ def test_a_preset_is_planned_but_not_trained_without_weights(tmp_path: Path) -> 
 )
 def test_a_preset_that_cannot_be_is_refused(model: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
-        hf.configure(parse(f"model: {model}\nbatch: {{length: 64}}\nstop: {{steps: 1}}"))
+        hf.configure(parse(f"model: {model}\nbatch: {{seq_len: 64}}\nstop: {{max_steps: 1}}"))
 
 
 def test_a_folder_beside_a_preset_must_be_that_model(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_model_of_images_and_text_is_refused_in_one_line(tmp_path: Path) -> No
     with pytest.raises(
         RecipeError, match=r"gemma3 is several models in one \(gemma3_text is its text part\)"
     ) as caught:
-        hf.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{length: 64}}\nstop: {{steps: 1}}"))
+        hf.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{seq_len: 64}}\nstop: {{max_steps: 1}}"))
     assert "\n" not in str(caught.value)
 
 

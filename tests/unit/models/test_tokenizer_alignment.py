@@ -117,10 +117,10 @@ def test_pieces_in_common_stand_for_the_same_bytes(cuts: dict[str, TokenizerView
 
 
 RECIPE = """
-model: {{family: llama, layers: 2, width: 16, heads: 2, positions: 128}}
+model: {{family: llama, num_layers: 2, hidden_size: 16, num_heads: 2, max_positions: 128}}
 data: {{tokenizer: {own}}}
-batch: {{size: 2, length: 60}}
-stop: {{steps: 1}}
+batch: {{size: 2, seq_len: 60}}
+stop: {{max_steps: 1}}
 techniques: {{distillation: {{teacher: {teacher}, pieces: common, {settings}}}, {beside}}}
 """
 
@@ -137,7 +137,7 @@ def test_the_loss_is_that_of_loops_over_documents(
     cuts: dict[str, TokenizerView], data_folder: Path, direction: str
 ) -> None:
     temperature, mixture, top = 1.5, 0.7, 6
-    b = made(data_folder, f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top: {top}")
+    b = made(data_folder, f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top_k: {top}")
     student, teacher = (
         LlamaForCausalLM(LlamaConfig(**b.parts["trained"][0].config.to_diff_dict() | {"attn_implementation": "eager"})),
         AutoModelForCausalLM.from_pretrained(data_folder / "stories260K-hf"),
@@ -183,7 +183,7 @@ def test_the_loss_is_that_of_loops_over_documents(
     assert b.loss.scores(b.loss.metrics, batch.weight)["compared"] == pytest.approx(compared / batch.weight)
     chunked = made(
         data_folder,
-        f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top: {top}",
+        f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top_k: {top}",
         "chunked_loss: {rows: 7}",
     )
     gradients(chunked, [transform(chunked, batch)])

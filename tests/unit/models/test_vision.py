@@ -44,8 +44,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recipe_of(folder: Path, source: Path, techniques: str = "{}", length: int = 64, more: str = "") -> Recipe:
     return parse(
-        f"model: {{path: {folder}}}\ndata: {{source: {source}, validation: 0, {more}}}\nbatch: {{size: 8, length: {length}}}\n"
-        f"optimizer: {{lr: 0.01, weight_decay: 0}}\nstop: {{steps: 4}}\ntechniques: {techniques}\n"
+        f"model: {{path: {folder}}}\ndata: {{source: {source}, validation: 0, {more}}}\nbatch: {{size: 8, seq_len: {length}}}\n"
+        f"optimizer: {{lr: 0.01, weight_decay: 0}}\nstop: {{max_steps: 4}}\ntechniques: {techniques}\n"
     )
 
 

@@ -362,7 +362,7 @@ def test_the_plain_form_is_quadratic(form: str) -> None:
 # --- the kernel that the technique takes ------------------------------------------------------------------------------
 
 CUDA, TURING = (Device("cuda", "test", 80 << 30, capability) for capability in ((8, 0), (7, 5)))
-WIDE = "model: {layers: 2, width: 64, heads: 4, kv_heads: 2, vocabulary: 96}\nbatch: {size: 4, length: 32}\nstop: {steps: 1}\n"
+WIDE = "model: {num_layers: 2, hidden_size: 64, num_heads: 4, num_kv_heads: 2, vocab_size: 96}\nbatch: {size: 4, seq_len: 32}\nstop: {max_steps: 1}\n"
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ WIDE = "model: {layers: 2, width: 64, heads: 4, kv_heads: 2, vocabulary: 96}\nba
         ("{sliding_window: {window: 32}}", DEVICE, "window: 32 of 32 tokens hides nothing"),
         ("{sliding_window: {every: 3}}", DEVICE, "every: 3 of 2 layers leaves none full"),
         ("{block_sparse_attention: {local: 30, global_tokens: 2}}", DEVICE, "hide nothing"),
-        ("{shifted_groups: {group: 40}}", DEVICE, "group: 40 of 32 tokens parts nothing"),
+        ("{shifted_groups: {group_size: 40}}", DEVICE, "group_size: 40 of 32 tokens parts nothing"),
         ("{sliding_window: {}, shifted_groups: {}}", DEVICE, "attention-pattern"),
     ],
 )

@@ -175,7 +175,7 @@ def test_the_norm_of_all_gradients_at_once_is_that_of_each_by_itself() -> None:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_weights"])
 def test_a_gpu_clips_by_a_few_kernels_and_gives_the_same(mode: str) -> None:
-    recipe = recipes.override(tiny(f"{{mixed_precision: {{mode: {mode}}}}}"), "optimizer.clip=0.1")
+    recipe = recipes.override(tiny(f"{{mixed_precision: {{mode: {mode}}}}}"), "optimizer.max_grad_norm=0.1")
     kernels = observe(Request(recipe, Device("cuda", "test", 8 << 30), vocabulary=96)).kernels
     count = {
         name: sum(n for k, n in kernels.items() if k.operator == name)
@@ -191,5 +191,5 @@ def test_a_gpu_clips_by_a_few_kernels_and_gives_the_same(mode: str) -> None:
         norm = b.slot(Slot.CLIP)(b)
         found.append((float(norm), {name: p.grad for name, p in b.parameters()}))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
-    assert found[0][0] > recipe.optimizer.clip
+    assert found[0][0] > recipe.optimizer.max_grad_norm
     assert difference(found[1][1], found[0][1]) < (1e-6 if mode == "fp32" else 1e-2)

@@ -71,7 +71,7 @@ def test_the_last_product_is_kept_only_where_a_gradient_needs_it(normed: bool) -
 @pytest.mark.parametrize("techniques", ["efficient_attention: {}", "mixed_precision: {}, efficient_attention: {}"])
 def test_memory_rises_and_work_falls_with_the_budget(techniques: str) -> None:
     recipe = tiny(f"{{{techniques}}}", rows=8, length=64)
-    recipe = override(recipe, "model.layers=3")
+    recipe = override(recipe, "model.num_layers=3")
     none = observe(Request(recipe, DEVICE, vocabulary=96))
     full = observe(Request(override(recipe, "techniques.activation_checkpointing.mode=full"), DEVICE, vocabulary=96))
     budgets = (0.0, 0.4, 0.8)

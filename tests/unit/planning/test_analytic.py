@@ -63,7 +63,7 @@ def test_layers_with_windows_and_latent_attention_keep_less() -> None:
     ("zero", "techniques"), [(0, "{data_parallel: {}}"), (1, "{data_parallel: {}, zero1: {}}"), (3, "{fsdp: {}}")]
 )
 def test_shares_of_states_are_what_the_dry_run_sees(zero: int, techniques: str) -> None:
-    wide = "model={family: llama, layers: 3, width: 128, heads: 4, vocabulary: 256}"
+    wide = "model={family: llama, num_layers: 3, hidden_size: 128, num_heads: 4, vocab_size: 256}"
     recipe = override(tiny(rows=4), wide, f"techniques={techniques}")
     seen = observe(Request(recipe, DEVICE, vocabulary=96, world=4))
     whole = observe(Request(override(recipe, "techniques={}"), DEVICE, vocabulary=96)).parameters
@@ -73,7 +73,7 @@ def test_shares_of_states_are_what_the_dry_run_sees(zero: int, techniques: str) 
 
 
 def test_serving_fills_what_weights_leave() -> None:
-    recipe = parse("model: {preset: llama-2-7b}\nstop: {steps: 1}")
+    recipe = parse("model: {preset: llama-2-7b}\nstop: {max_steps: 1}")
     config, parameters, ends = parameters_of(recipe)
     assert (parameters, ends) == (LLAMA2, 2 * 32000 * 4096)
     half, eighth, quarter = serving(config, parameters, ends, memory=24 * GIB, length=4096, bandwidth=1e12)

@@ -38,7 +38,7 @@ PHASES = ["load", "forward", "head and loss", "backward", "update", "saving", "e
 
 
 def seen_of(techniques: str = "{}", *more: str, device: Device = DEVICE, world: int | None = None) -> Observation:
-    recipe = override(tiny(techniques, rows=4 * (world or 1), length=64), f"model.vocabulary={VOCABULARY}", *more)
+    recipe = override(tiny(techniques, rows=4 * (world or 1), length=64), f"model.vocab_size={VOCABULARY}", *more)
     return observe(Request(recipe, device, vocabulary=VOCABULARY, world=world))
 
 
@@ -62,7 +62,7 @@ def test_between_steps_stand_weights_and_states_and_saving_takes_a_file_of_the_h
     for phase in ("saving", "evaluation"):
         assert at[phase]["gradients"] == 0
         assert at[phase]["optimizer"] == at["update"]["optimizer"]
-    made = build(override(tiny(), f"model.vocabulary={VOCABULARY}"), vocabulary=VOCABULARY, device=probe("cpu"))
+    made = build(override(tiny(), f"model.vocab_size={VOCABULARY}"), vocabulary=VOCABULARY, device=probe("cpu"))
     assert at["saving"]["temporary"] == pytest.approx(room(made), abs=64)
     assert seen_of(device=ACCELERATOR).categories["saving"]["temporary"] < 64
 

@@ -82,7 +82,12 @@ def test_accumulation_lowers_activations_and_keeps_the_work() -> None:
 
 @pytest.mark.parametrize(
     ("stop", "rows", "steps"),
-    [("{steps: 7}", None, 7), ("{tokens: 1000}", None, 8), ("{epochs: 1.5}", 10, 4), ("{steps: 9, epochs: 1}", 10, 3)],
+    [
+        ("{max_steps: 7}", None, 7),
+        ("{tokens: 1000}", None, 8),
+        ("{epochs: 1.5}", 10, 4),
+        ("{max_steps: 9, epochs: 1}", 10, 3),
+    ],
 )
 def test_the_length_of_a_run(stop: str, rows: int | None, steps: int) -> None:
     assert steps_of(override(tiny(), f"stop={stop}"), rows) == steps
@@ -178,7 +183,7 @@ def test_deep_models_on_one_cpu_are_planned_by_few_layers(monkeypatch: pytest.Mo
     from preheat.recipe import parse
 
     deep = parse(
-        "model: {layers: 24, width: 16, heads: 2, vocabulary: 64}\nbatch: {size: 2, length: 16}\nstop: {steps: 1}"
+        "model: {num_layers: 24, hidden_size: 16, num_heads: 2, vocab_size: 64}\nbatch: {size: 2, seq_len: 16}\nstop: {max_steps: 1}"
     )
     request = Request(deep, probe("cpu", "2GiB"), vocabulary=64)
     whole = layer_extrapolation.observe_few_layers(request)

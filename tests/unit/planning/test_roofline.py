@@ -213,7 +213,7 @@ def test_a_gpu_s_step_takes_the_longer_of_device_and_host() -> None:
 def test_what_is_measured_on_a_gpu_plans_as_its_roofline_does() -> None:
     h100 = Roofline.of("H100")
     recipe = recipes.parse(
-        "name: x\nmodel: {preset: llama-3.1-8b}\nbatch: {size: 2, length: 4096}\nstop: {steps: 1}\n"
+        "name: x\nmodel: {preset: llama-3.1-8b}\nbatch: {size: 2, seq_len: 4096}\nstop: {max_steps: 1}\n"
         "techniques: {lora: {}, mixed_precision: {mode: bf16_weights}, efficient_attention: {}, chunked_loss: {rows: 4096}}"
     )
     seen = observe_few_layers(Request(recipe, h100.as_device), quick=True)
@@ -252,7 +252,7 @@ def test_a_dry_run_knows_whom_collectives_are_among_and_how_long_a_pipeline_idle
     spread = "{tensor_parallel: {degree: 2}, fsdp: {}}"
     seen = observe(
         Request(
-            recipes.override(tiny(spread, rows=8), "model.vocabulary=96", "parallel.devices=8"),
+            recipes.override(tiny(spread, rows=8), "model.vocab_size=96", "parallel.devices=8"),
             Roofline.of("H100").as_device,
             vocabulary=96,
         )

@@ -32,8 +32,8 @@ def small(more: str = "", rows: int = 8) -> Recipe:
     """With some techniques stated, so that less is to be searched."""
     techniques = f"{{efficient_attention: {{}}, chunked_loss: {{}}{more}}}"
     return parse(
-        "model: {layers: 2, width: 256, heads: 4, vocabulary: 2048}\n"
-        f"batch: {{size: {rows}, length: 512}}\nstop: {{steps: 1}}\ntechniques: {techniques}"
+        "model: {num_layers: 2, hidden_size: 256, num_heads: 4, vocab_size: 2048}\n"
+        f"batch: {{size: {rows}, seq_len: 512}}\nstop: {{max_steps: 1}}\ntechniques: {techniques}"
     )
 
 
@@ -84,7 +84,7 @@ def test_where_nothing_fits_it_says_what_is_least() -> None:
 
 def test_what_excludes_a_better_technique_is_found_where_that_does_not_fit() -> None:
     # 27M parameters, in bf16 with fp32 states 12 bytes each; heads share keys and values.
-    settings = ("model.width=1024", "model.kv_heads=2", "batch.length=64", "techniques={chunked_loss: {}}")
+    settings = ("model.hidden_size=1024", "model.num_kv_heads=2", "batch.seq_len=64", "techniques={chunked_loss: {}}")
     wide = override(small(rows=2), *settings)
     made = found(wide, 780, "rounding")
     assert made.best.plan["fits"]
@@ -92,7 +92,7 @@ def test_what_excludes_a_better_technique_is_found_where_that_does_not_fit() -> 
 
 
 def test_devices_share_out_what_one_cannot_hold() -> None:
-    wide = override(small(rows=4), "model.width=1024", "batch.length=64")  # 29M parameters, 16 bytes each
+    wide = override(small(rows=4), "model.hidden_size=1024", "batch.seq_len=64")  # 29M parameters, 16 bytes each
     one, four = found(wide, 960), found(wide, 960, world=4)
     assert not one.best.plan["fits"]
     assert four.best.plan["fits"]
@@ -158,7 +158,7 @@ def test_a_device_is_stated_in_its_data_sheets_units() -> None:
 def test_a_question_is_a_recipe_or_a_model(tmp_path: Path) -> None:
     named = subject_of("Qwen/Qwen3-8B", method="qlora", batch_tokens=65536, length=4096)
     assert (named.recipe.model.preset, named.checkpoint, named.from_user) == ("qwen3-8b", "Qwen/Qwen3-8B", False)
-    assert (named.recipe.batch.size, named.recipe.batch.length) == (16, 4096)
+    assert (named.recipe.batch.size, named.recipe.batch.seq_len) == (16, 4096)
     assert set(named.recipe.techniques) == {"lora", "nf4"}
     assert subject_of("demo").from_user
     assert subject_of("15M").recipe.model.size == "15M"
@@ -195,7 +195,7 @@ def test_what_contradicts_itself_is_told_in_one_line(more: str, rows: int, words
 
 
 def test_a_stated_technique_that_no_layout_goes_with_is_told_before_layouts_that_nobody_asked_for() -> None:
-    model = "model={family: qwen3_moe, layers: 2, width: 64, heads: 4, vocabulary: 2048, config: {num_experts: 8}}"
+    model = "model={family: qwen3_moe, num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 2048, config: {num_experts: 8}}"
     with pytest.raises(RecipeError, match=r"be planned here: expert_parallel: degree: 3 does not divide the 8 devices"):
         found(override(small(), model, "techniques.expert_parallel={degree: 3}"), 4000, world=8)
 
@@ -220,7 +220,7 @@ def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
     rates, recipe = (
         gpu(8192),
         parse(
-            "model: {layers: 2, width: 256, heads: 4, vocabulary: 2048}\nbatch: {size: 8, length: 512}\nstop: {steps: 1}\n"
+            "model: {num_layers: 2, hidden_size: 256, num_heads: 4, vocab_size: 2048}\nbatch: {size: 8, seq_len: 512}\nstop: {max_steps: 1}\n"
             "techniques: {tensor_parallel: {degree: 2}, efficient_attention: {}}"
         ),
     )
@@ -232,7 +232,7 @@ def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
 
 @pytest.mark.parametrize(("steps", "compiled"), [(2, False), (10**6, True)])
 def test_compiling_is_chosen_for_runs_that_outlast_it(steps: int, compiled: bool) -> None:
-    recipe = override(small(), f"stop.steps={steps}")
+    recipe = override(small(), f"stop.max_steps={steps}")
     made = found(recipe, 8192, "rounding")
     assert ("compile" in made.best.recipe.techniques) is compiled
     total = steps * made.best.plan["seconds_per_step"]
@@ -312,7 +312,7 @@ def test_a_model_whose_first_layers_have_no_experts_is_searched(tmp_path: Path, 
     }
     (tmp_path / "config.json").write_text(json.dumps(values))
     recipe = parse(
-        f"model: {{path: {tmp_path}, weights: random}}\nbatch: {{size: 2, length: 64}}\nstop: {{steps: 1}}\n"
+        f"model: {{path: {tmp_path}, weights: random}}\nbatch: {{size: 2, seq_len: 64}}\nstop: {{max_steps: 1}}\n"
         "techniques: {efficient_attention: {}, chunked_loss: {}}"
     )
     assert found(recipe, 8192).best.plan["fits"]

@@ -142,8 +142,8 @@ VALUES = [None, True, 0, -1, 10**400, 1e300, -1e-300, math.nan, math.inf, "", "x
 def run_files(path: Path) -> dict[str, Any]:
     """A run of a few steps, and the documents of its files."""
     writer = Writer(path)
-    recipe = {"name": "n", "seed": 1, "model": {"path": "m"}, "data": {"source": ["a", {"source": "b"}], "validation": 0.1}, "batch": {"size": 2, "length": 8}, "optimizer": {"lr": 1e-3},
-              "schedule": {"kind": "wsd", "warmup": 0.1}, "stop": {"steps": 3, "hours": 1}, "techniques": {"lora": {}, "gradient_accumulation": {"steps": 2}}}  # fmt: skip
+    recipe = {"name": "n", "seed": 1, "model": {"path": "m"}, "data": {"source": ["a", {"source": "b"}], "validation": 0.1}, "batch": {"size": 2, "seq_len": 8}, "optimizer": {"lr": 1e-3},
+              "schedule": {"kind": "wsd", "warmup_ratio": 0.1}, "stop": {"max_steps": 3, "hours": 1}, "techniques": {"lora": {}, "gradient_accumulation": {"steps": 2}}}  # fmt: skip
     writer.text("recipe.yaml", json.dumps(recipe))
     parts = {"metrics": {"loss": {"value": 4.5, "low": 4.0, "high": 5.0}}, "rows": 7, "truncated": 1}
     tasks = {"needle": {**parts, "parts": [{"length": 8, "depth": 0.5, "value": 0.5}]}, "places": {**parts, "parts": [{"start": 0, "end": 4, "value": 2.0, "low": 1.0, "high": 3.0}]}}  # fmt: skip
@@ -311,12 +311,15 @@ def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
     from preheat import recipe as recipes
     from preheat.cli.plan import recipe_text
 
-    text = "name: n\nmodel:\n  size: 15M\nbatch:\n  length: 64\nstop:\n  steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
+    text = "name: n\nmodel:\n  size: 15M\nbatch:\n  seq_len: 64\nstop:\n  max_steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
     recipe = recipes.parse(text)
     question: Any = SimpleNamespace(checkpoint=None)
     said = recipe_text({"recipe": recipes.as_values(recipe)}, question)
     assert "".join(line for line in said.splitlines(keepends=True) if not line.lstrip().startswith("#")) == text
-    recipe, question = recipes.parse("model: {preset: gpt2}\nstop: {steps: 1}"), SimpleNamespace(checkpoint="org/model")
+    recipe, question = (
+        recipes.parse("model: {preset: gpt2}\nstop: {max_steps: 1}"),
+        SimpleNamespace(checkpoint="org/model"),
+    )
     assert recipes.parse(recipe_text({"recipe": recipes.as_values(recipe)}, question)).model.path == "org/model"
 
 

@@ -262,7 +262,7 @@ def test_a_search_compiles_whole_layers_of_the_families_that_can_be(tmp_path: Pa
 def test_a_search_leaves_experts_and_changing_shapes_uncompiled() -> None:
     gpu = Device("cuda", "a GPU", 1 << 30)
     for settings in (
-        ("model={family: qwen3_moe, layers: 2, width: 32, heads: 2, vocabulary: 96}",),
+        ("model={family: qwen3_moe, num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 96}",),
         ("techniques={length_curriculum: {}}",),
     ):
         recipe = override(tiny("{}"), *settings)

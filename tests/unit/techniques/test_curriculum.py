@@ -151,14 +151,14 @@ def test_the_plan_sees_the_longest_rows() -> None:
 @pytest.mark.parametrize(
     ("techniques", "more", "words"),
     [
-        ("{length_curriculum: {start: 32}}", "", "not below batch.length 32"),
+        ("{length_curriculum: {start: 32}}", "", "not below batch.seq_len 32"),
         ("{length_curriculum: {start: 12, multiple: 8}}", "", "no multiple of 8; use start: 16"),
         ("{length_curriculum: {lengths: [16, 8]}}", "", "a stage of 8 tokens follows one of 16; they must rise"),
-        ("{length_curriculum: {lengths: [8, 32]}}", "", "a stage of 32 tokens \\(batch.length\\) follows one of 32"),
+        ("{length_curriculum: {lengths: [8, 32]}}", "", "a stage of 32 tokens \\(batch.seq_len\\) follows one of 32"),
         ("{length_curriculum: {lengths: [8], start: 16}}", "", "leave start and schedule out"),
         ("{length_curriculum: {until: 1.0}}", "", "never reached"),
         ("{length_curriculum: {until: 0.96}}", "", "last of 20 steps begins at 0.95"),
-        ("{length_curriculum: {keep: rows}}", "stop.tokens=4000", "use stop.steps"),
+        ("{length_curriculum: {keep: rows}}", "stop.tokens=4000", "use stop.max_steps"),
         ("{length_curriculum: {}}", "data.packing=whole", "part completions from their prompts"),
         ("{length_curriculum: {}}", "data.source=docstrings", "part completions from their prompts"),
         ("{difficulty_curriculum: {model: no-such, by: length}}", "", "state one"),
@@ -278,11 +278,11 @@ def test_the_loss_of_a_small_model_is_that_of_transformers_and_is_kept(
 # --- resumed ------------------------------------------------------------------------------------------------------------
 
 RECIPE = """
-model: {layers: 2, width: 32, heads: 2, vocabulary: 320}
-data: {source: TEXT, vocabulary: 300, validation: 0.2}
-batch: {size: 4, length: 32}
+model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 320}
+data: {source: TEXT, vocab_size: 300, validation: 0.2}
+batch: {size: 4, seq_len: 32}
 optimizer: {lr: 0.01}
-stop: {steps: 14}
+stop: {max_steps: 14}
 checkpoint: {every: 4}
 """
 FIGURES = {
@@ -374,7 +374,7 @@ def test_ended_in_the_middle_and_resumed_every_loss_is_the_same(
 
 def test_scores_that_changed_refuse_to_resume(text: str, tmp_path: Path) -> None:
     recipe = recipes.parse(RECIPE.replace("TEXT", text) + "techniques: {}")
-    data = training.train(recipes.override(recipe, "stop.steps=1"), out=tmp_path / "first")
+    data = training.train(recipes.override(recipe, "stop.max_steps=1"), out=tmp_path / "first")
     assert data["steps"] == 1
     documents = json.loads((tmp_path / "first" / "data.json").read_text())["counts"]["train"]["documents"]
     scores = tmp_path / "scores.txt"

@@ -199,7 +199,7 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         torch.distributed, "init_process_group", lambda backend, **how: joined.update(how, backend=backend)
     )
     store = torch.distributed.HashStore()
-    recipe = recipes.parse("stop: {steps: 1}")
+    recipe = recipes.parse("stop: {max_steps: 1}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     Ranks(1, 2, 1, 2, store).join(recipe, "cuda")
     assert joined["device_id"] == torch.device("cuda", 1)
