@@ -212,7 +212,7 @@ def test_a_run_does_not_compile_unasked(stories: LoadedModel, monkeypatch: pytes
         sample_generation.Samples(recipe, stories.tokenizer).write(stories.build, writer, step=0)
     for compiles in (False, True):
         scoring.Scorer(stories.build, stories.tokenizer, micro=2, length=64, compiles=compiles).write(
-            [], max_new_tokens=4, stop=()
+            [], tokens=4, stop=()
         )
     assert heard == [False, True, False, False, "auto"]
 
