@@ -22,7 +22,8 @@ from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.multihead import EfficientAttention, attention_in_chunks
 from preheat.ops.attention.patterns import in_shifted_groups
 from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
-from preheat.planning.dry_run import Recorder, highest
+from preheat.planning.dispatch_recorder import Recorder
+from preheat.planning.dry_run import highest
 
 HEADS, DIM = 2, 64
 WINDOW = MaskSpec(window=512)

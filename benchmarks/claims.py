@@ -30,10 +30,13 @@ from preheat.core import Device
 from preheat.hardware.catalogue import accelerator
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.planning.speed.step_time import step_seconds
 
 GIB = 2**30
-LLAMA = "{layers: 6, width: 288, heads: 6, feed_forward: 768, vocabulary: 32000, tie_embeddings: true}"
+LLAMA = (
+    "{num_layers: 6, hidden_size: 288, num_heads: 6, intermediate_size: 768, vocab_size: 32000, tie_embeddings: true}"
+)
 TECHNIQUES = {
     "mixed_precision bf16": "{mixed_precision: {mode: bf16}}",
     "mixed_precision bf16_weights": "{mixed_precision: {mode: bf16_weights}}",
@@ -45,14 +48,12 @@ TECHNIQUES = {
 }
 GPUS = {"A100-80GB": 16, "RTX-4090": 4}
 """Rows of 2,048 tokens that the two are given."""
-LLAMA_1B = (
-    "{layers: 16, width: 2048, heads: 32, kv_heads: 8, feed_forward: 8192, vocabulary: 128256, tie_embeddings: true}"
-)
+LLAMA_1B = "{num_layers: 16, hidden_size: 2048, num_heads: 32, num_kv_heads: 8, intermediate_size: 8192, vocab_size: 128256, tie_embeddings: true}"
 
 
 def recipe(name: str, model: str, rows: int, length: int, techniques: str = "{}") -> recipes.Recipe:
     return recipes.parse(
-        f"name: {name}\nmodel: {model}\nbatch: {{size: {rows}, length: {length}}}\nstop: {{steps: 8}}\ntechniques: {techniques}\nhardware: {{device: cpu}}"
+        f"name: {name}\nmodel: {model}\nbatch: {{size: {rows}, seq_len: {length}}}\nstop: {{max_steps: 8}}\ntechniques: {techniques}\nhardware: {{device: cpu}}"
     )
 
 
@@ -67,9 +68,7 @@ def memory() -> dict[str, Any]:
     batches = {}
     for times in (1, 2, 4, 8, 16):
         techniques = f"{{gradient_accumulation: {{steps: {times}}}}}" if times > 1 else "{}"
-        seen = observe(
-            recipe("claims", LLAMA, 4 * times, 512, techniques), vocabulary=None, device=Device("cpu", "this", 64 * GIB)
-        )
+        seen = observe(Request(recipe("claims", LLAMA, 4 * times, 512, techniques), Device("cpu", "this", 64 * GIB)))
         batches[str(times)] = max(seen.peak.values()) / GIB
     with tempfile.TemporaryDirectory() as folder:
         result = bench(
@@ -88,9 +87,7 @@ def _predicted(gpu: str, rows: int) -> dict[str, dict[str, float]]:
     found = {}
     for name, techniques in {"plain": "{}", **TECHNIQUES}.items():
         seen = observe(
-            recipe("claims", LLAMA_1B, max(rows, 8), 2048, techniques),
-            vocabulary=None,
-            device=Device("cpu", gpu, 999 * GIB),
+            Request(recipe("claims", LLAMA_1B, max(rows, 8), 2048, techniques), Device("cpu", gpu, 999 * GIB))
         )
         found[name] = {"gib": max(seen.peak.values()) / GIB, "seconds": step_seconds(seen, rates)}
     return found
@@ -129,7 +126,7 @@ def _data_sheet(gpu: str) -> Rates:
 SHARED = {
     "data_parallel: all have all": "{data_parallel: {}}",
     "zero1: states shared out": "{data_parallel: {}, zero1: {}}",
-    "fsdp, reshard: false: gradients too": "{fsdp: {reshard: false}}",
+    "fsdp, reshard_after_forward: false: gradients too": "{fsdp: {reshard_after_forward: false}}",
     "fsdp: weights too": "{fsdp: {}}",
 }
 
@@ -141,7 +138,7 @@ def states() -> dict[str, Any]:
         for world in (2, 4, 8):
             made = recipe("claims", LLAMA_1B, world, 2048, techniques)
             made = recipes.override(made, "techniques.chunked_loss={}", "techniques.activation_checkpointing={}")
-            seen = observe(made, vocabulary=None, device=Device("cpu", "any", 999 * GIB), world=world)
+            seen = observe(Request(made, Device("cpu", "any", 999 * GIB), world=world))
             kept = max(
                 sum(phase.get(what, 0.0) for what in ("parameters", "gradients", "optimizer"))
                 for phase in seen.categories.values()
@@ -157,15 +154,15 @@ QUALITY: dict[str, list[str]] = {
     "feed_forward gelu, equal parameters": ["techniques.feed_forward={activation: gelu}"],
     "feed_forward relu, equal parameters": ["techniques.feed_forward={activation: relu}"],
     "deep and thin: 6 layers of 160": [
-        "model.layers=6",
-        "model.width=160",
-        "model.heads=5",
-        "model.kv_heads=5",
-        "model.feed_forward=480",
+        "model.num_layers=6",
+        "model.hidden_size=160",
+        "model.num_heads=5",
+        "model.num_kv_heads=5",
+        "model.intermediate_size=480",
     ],
     "untied embeddings": ["model.tie_embeddings=false"],
-    "every head its own keys": ["model.kv_heads=4"],
-    "one key-value head": ["model.kv_heads=1"],
+    "every head its own keys": ["model.num_kv_heads=4"],
+    "one key-value head": ["model.num_kv_heads=1"],
 }
 
 # What is claimed of each against the demo (SwiGLU, tied, 2 of 4 key-value heads): a higher loss (+1), a lower one (-1), none that counts (0).
@@ -184,7 +181,7 @@ def quality(steps: int = 200, seeds: int = 3) -> dict[str, Any]:
     for name, settings in QUALITY.items():
         losses, made = [], {}
         for seed in range(1, seeds + 1):
-            made = _train([*settings, f"seed={seed}", f"stop.steps={steps}"])
+            made = _train([*settings, f"seed={seed}", f"stop.max_steps={steps}"])
             losses.append(made["validation_loss"])
             print(name, seed, f"{losses[-1]:.4f}", flush=True)
         found["rows"].append({"name": name, "losses": losses, "parameters": made["parameters"]})
@@ -213,9 +210,9 @@ def rope(steps: int = 430) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         run, model = Path(folder) / "run", Path(folder) / "model"
-        _train([f"stop.steps={steps}", "batch={size: 16, length: 128}"], run)
+        _train([f"stop.max_steps={steps}", "batch={size: 16, seq_len: 128}"], run)
         write(run, model)
-        settings = recipes.parse("name: rope\nmodel: {size: 1M}\nstop: {steps: 1}\ndata: {validation: 0.05}").data
+        settings = recipes.parse("name: rope\nmodel: {size: 1M}\nstop: {max_steps: 1}\ndata: {validation: 0.05}").data
         for length in (128, 256, 512, 1024):
             data = prepare(settings, length=length, seed=1, tokenizer=str(model))
             factor = length / 128
@@ -223,7 +220,7 @@ def rope(steps: int = 430) -> dict[str, Any]:
                 techniques = "{}" if kind == "none" else f"{{rope_scaling: {{kind: {kind}, factor: {factor}}}}}"
                 config = f", config: {{max_position_embeddings: {length}}}" if kind == "none" else ""
                 made = recipes.parse(
-                    f"name: rope\nmodel: {{path: {model}{config}}}\nbatch: {{size: 8, length: {length}}}\nstop: {{steps: 1}}\n"
+                    f"name: rope\nmodel: {{path: {model}{config}}}\nbatch: {{size: 8, seq_len: {length}}}\nstop: {{max_steps: 1}}\n"
                     f"techniques: {techniques}\nhardware: {{device: cpu}}"
                 )
                 b = build(made, vocabulary=len(data.tokenizer), device=Device("cpu", "this", 64 * GIB))

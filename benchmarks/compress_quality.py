@@ -118,7 +118,7 @@ class Bench:
             if taught:
                 techniques += f", distillation: {{teacher: {folder}, mixture: 1.0}}"
             recipe = recipes.parse(
-                f"model: {{path: {folder}}}\nbatch: {{size: {batch}, length: {length}}}\nstop: {{steps: {steps}}}\n"
+                f"model: {{path: {folder}}}\nbatch: {{size: {batch}, seq_len: {length}}}\nstop: {{max_steps: {steps}}}\n"
                 f"optimizer: {{lr: {lr}, weight_decay: 0}}\ntechniques: {{{_PLAIN}{techniques}}}"
             )
             made = build(recipe, vocabulary=None, device=probe("cpu"))

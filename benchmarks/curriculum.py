@@ -29,8 +29,8 @@ def run(name: str, seed: int, options: argparse.Namespace, folder: Path) -> dict
     out = folder / f"{name}-{seed}"
     settings = {
         "seed": seed,
-        "stop.steps": options.steps,
-        "batch.length": options.length,
+        "stop.max_steps": options.steps,
+        "batch.seq_len": options.length,
         "batch.size": options.rows,
         "evaluate.every": 0,
         "evaluate.baselines": "false",

@@ -52,7 +52,7 @@ ARMS = {
 def recipe_of(model: str, source: Path, technique: str, *, steps: int, lr: float, tokenizer: Path, seed: int) -> Recipe:
     return parse(
         f"name: distil\nseed: {seed}\nmodel: {model}\ndata: {{source: {source}, validation: 0.1, tokenizer: {tokenizer}, preflight: {{encoding: warn}}}}\n"
-        f"batch: {{size: {BATCH}, length: {LENGTH}}}\noptimizer: {{lr: {lr}}}\nstop: {{steps: {steps}}}\nevaluate: {{rows: {ROWS}}}\n"
+        f"batch: {{size: {BATCH}, seq_len: {LENGTH}}}\noptimizer: {{lr: {lr}}}\nstop: {{max_steps: {steps}}}\nevaluate: {{rows: {ROWS}}}\n"
         f"techniques: {{efficient_attention: {{}}, chunked_loss: {{}}{technique}}}"
     )
 
@@ -101,7 +101,7 @@ def main() -> None:
         student = sum(p.numel() for p in load_model(out).build.trained[0].parameters())
         told = parse(
             f"name: teacher\nmodel: {{path: {stories}}}\ndata: {{source: {source}, validation: 0.1, preflight: {{encoding: warn}}}}\n"
-            f"batch: {{size: {BATCH}, length: {LENGTH}}}\noptimizer: {{lr: 1.0e-9}}\nstop: {{steps: 1}}\nevaluate: {{rows: {ROWS}}}"
+            f"batch: {{size: {BATCH}, seq_len: {LENGTH}}}\noptimizer: {{lr: 1.0e-9}}\nstop: {{max_steps: 1}}\nevaluate: {{rows: {ROWS}}}"
         )
         teacher = float(train(told, out=folder / "teacher")["validation_loss"])
     plain = [s["validation_loss"] for s in found["labels alone"]]

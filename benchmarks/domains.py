@@ -130,9 +130,9 @@ def main() -> None:
                 "data.validation=0.05",
             ]
             settings += [
-                "batch={size: 8, length: 512}",
+                "batch={size: 8, seq_len: 512}",
                 "stop=null",
-                f"stop.steps={STEPS[name]}",
+                f"stop.max_steps={STEPS[name]}",
                 f"seed={options.seed}",
             ]
             settings += ["techniques.gradient_accumulation.steps=2"]

@@ -29,10 +29,10 @@ def drawn(count: int, seed: int) -> Iterator[list[str]]:
         techniques = _techniques(draw, family, rows, half)
         if not 1e10 < parameters * rows * length < WORK:
             continue
-        model = f"{{family: {family}, layers: {layers}, width: {width}, heads: {heads}, vocabulary: {vocabulary}}}"
+        model = f"{{family: {family}, num_layers: {layers}, hidden_size: {width}, num_heads: {heads}, vocab_size: {vocabulary}}}"
         yield [
             f"model={model}",
-            f"batch={{size: {rows}, length: {length}}}",
+            f"batch={{size: {rows}, seq_len: {length}}}",
             f"techniques={{{', '.join(techniques)}}}",
             *QUIET,
         ]

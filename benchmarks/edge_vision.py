@@ -20,8 +20,8 @@ import torch
 import transformers
 from PIL import Image
 
-from preheat.compress.pipeline import load_chain
-from preheat.compress.vision.pipeline import run_chain
+from preheat.compress.chain import load_chain
+from preheat.compress.pipeline import run_chain
 
 SIZE = 32
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # teacher, student

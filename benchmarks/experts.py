@@ -50,7 +50,7 @@ BALANCINGS = {
 
 def sizes(experts: int, layers: int, width: int) -> str:
     chosen, inner = SIZES[experts]
-    shape = f"layers: {layers}, width: {width}, heads: 4, kv_heads: 2, feed_forward: {round(inner * width)}, experts: {experts}, experts_per_token: {chosen}"
+    shape = f"num_layers: {layers}, hidden_size: {width}, num_heads: 4, num_kv_heads: 2, intermediate_size: {round(inner * width)}, num_experts: {experts}, num_experts_per_tok: {chosen}"
     return f"{{family: qwen3_moe, {shape}, vocabulary: 512, config: {{router_aux_loss_coef: 0}}}}"
 
 
@@ -58,7 +58,7 @@ def sizes(experts: int, layers: int, width: int) -> str:
 
 
 def prepared(experts: int, mode: str, rows: int, length: int) -> tuple[Build, Any]:
-    text = f"model: {sizes(experts, 4, 256)}\nbatch: {{size: {rows}, length: {length}}}\nstop: {{steps: 1}}\ntechniques: {{efficient_attention: {{}}, chunked_loss: {{}}, mixed_precision: {{mode: {mode}}}}}"
+    text = f"model: {sizes(experts, 4, 256)}\nbatch: {{size: {rows}, seq_len: {length}}}\nstop: {{max_steps: 1}}\ntechniques: {{efficient_attention: {{}}, chunked_loss: {{}}, mixed_precision: {{mode: {mode}}}}}"
     recipe = parse(text)
     model_build = build(recipe, vocabulary=512, device=probe("cpu"))
     batch = fake_batch(recipe, rows)
@@ -112,14 +112,14 @@ def recipe_of(
         model, technique = model.replace(", config: {router_aux_loss_coef: 0}", ""), f", expert_balancing: {how}"
     return parse(
         f"name: experts\nseed: {seed}\nmodel: {model}\ndata: {{source: {source}, validation: 0.1, tokenizer: {stories}, preflight: {{encoding: warn}}}}\n"
-        f"batch: {{size: 16, length: 128}}\noptimizer: {{lr: 0.002}}\nstop: {{steps: {options.steps}}}\nevaluate: {{rows: 128, baselines: false}}\n"
+        f"batch: {{size: 16, seq_len: 128}}\noptimizer: {{lr: 0.002}}\nstop: {{max_steps: {options.steps}}}\nevaluate: {{rows: 128, baselines: false}}\n"
         f"techniques: {{efficient_attention: {{}}, chunked_loss: {{}}{technique}}}"
     )
 
 
 def with_the_bias(run: Path, recipe: Recipe, stories: Path) -> float:
     """Validation loss as it were if evaluations routed by the bias."""
-    data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=str(stories))
+    data = prepare(recipe.data, length=recipe.batch.seq_len, seed=recipe.seed, tokenizer=str(stories))
     assert isinstance(data.validation, Rows)
     model_build = load_model(run).build
     for router in routers(model_build.trained[0]):

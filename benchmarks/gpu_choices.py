@@ -19,18 +19,17 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from preheat.core import Technique, registry
+from preheat.core import Numerics, Technique, registry
 from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
-from preheat.planning.search.candidates import Numerics, Space, candidate_problems, words
+from preheat.planning.search.candidates import Space, candidate_problems, describe_techniques
 from preheat.planning.search.search import search
 from preheat.planning.worker_pool import worker_pool
-from preheat.training.plan_request import Question, asked, hardware
-from preheat.training.session import vocabulary_of
+from preheat.training.plan_request import Subject, hardware, request_of, subject_of
 
 LEAST = 0.7
 """Share of the best that a search must reach."""
@@ -49,8 +48,8 @@ class Case:
     def name(self) -> str:
         return f"{self.model} {self.method}" + (f" on {self.devices}" if self.devices > 1 else "")
 
-    def question(self) -> Question:
-        return asked(self.model, method=self.method, batch_tokens=32768 * self.devices, devices=self.devices)
+    def subject(self) -> Subject:
+        return subject_of(self.model, method=self.method, batch_tokens=32768 * self.devices, devices=self.devices)
 
 
 CASES = (
@@ -97,14 +96,13 @@ class Choice:
 
 def searched(case: Case, gpu: str, seconds: float | None = None, allow: Numerics = "rounding") -> tuple[Choice, float]:
     """What `preheat plan` chooses, and the seconds that it took."""
-    question = case.question()
-    device, rates, in_use = hardware(gpu, question.recipe, case.devices)
-    space = Space(question.recipe, vocabulary_of(question.recipe), device, case.devices, allow, case.devices)
+    request = request_of(case.subject().recipe, gpu, world=case.devices, per_host=case.devices, count_rows=False)
+    space = Space(request, allow)
     begun = time.perf_counter()
     limit = seconds or (8.0 if case.devices == 1 else 50.0)
-    best = search(space, rates=rates, in_use=in_use, seconds=limit).best
+    best = search(space, seconds=limit).best
     techniques = frozenset(best.recipe.techniques)
-    return Choice(words(best.added, best.micro), best.plan, techniques), time.perf_counter() - begun
+    return Choice(describe_techniques(best.added, best.micro), best.plan, techniques), time.perf_counter() - begun
 
 
 def tried(case: Case) -> Iterator[tuple[Technique, ...]]:
@@ -131,25 +129,24 @@ def brute_force(
     case: Case, gpus: tuple[str, ...], tell: Callable[[str], None] = lambda words: None
 ) -> dict[str, Choice]:
     """The best of all that is tried on each GPU. Each is observed once, and what was observed serves all GPUs."""
-    question, kinds = case.question(), registry()
-    vocabulary = vocabulary_of(question.recipe)
-    observed_for, _, _ = hardware("H100", question.recipe, case.devices)
-    space = Space(question.recipe, vocabulary, observed_for, case.devices, "rounding", case.devices)
+    recipe, kinds = case.subject().recipe, registry()
+    request = request_of(recipe, "H100", world=case.devices, per_host=case.devices, count_rows=False)
+    space = Space(request, "rounding")
     best: dict[str, tuple[Choice, tuple[Technique, ...]]] = {}
 
     def attempt(settings: tuple[Technique, ...], more: tuple[Technique, ...], names: tuple[str, ...]) -> None:
-        recipe = space.having((*more, *settings))
-        if candidate_problems(space, recipe):
+        candidate = space.having((*more, *settings))
+        if candidate_problems(space, candidate):
             return
         began = time.perf_counter()
-        seen = observe_cached(recipe, vocabulary=vocabulary, device=observed_for, world=case.devices, how="few")
+        seen = observe_cached(candidate, how="few")
         cut = math.prod(t.micro_batch_count() for t in settings)
-        what = words((*more, *settings), question.recipe.batch.size // case.devices // cut)
+        what = describe_techniques((*more, *settings), recipe.batch.size // case.devices // cut)
         for gpu in names:
-            device, rates, in_use = hardware(gpu, recipe, case.devices)
-            plan = describe(recipe, seen, device=device, rates=rates, rows=None, in_use=in_use)
+            device, rates, in_use = hardware(gpu, candidate.recipe, case.devices)
+            plan = describe(replace(candidate, device=device, rates=rates, in_use=in_use), seen)
             if plan["fits"] and (gpu not in best or plan["tokens_per_second"] > best[gpu][0].speed):
-                best[gpu] = Choice(what, plan, frozenset(recipe.techniques)), settings
+                best[gpu] = Choice(what, plan, frozenset(candidate.recipe.techniques)), settings
         tell(f"{case.name}: {what}: {time.perf_counter() - began:.1f} s")
 
     attention, compiled, fused = (kinds[name]() for name in ("efficient_attention", "compile", "fused_operators"))

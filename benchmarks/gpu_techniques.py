@@ -32,12 +32,20 @@ from preheat.core import Technique, registry  # noqa: E402
 # name: model, rows, length. 8B: as many of its layers as fit with everything in fp32.
 SHAPES: dict[str, tuple[str, int, int]] = {
     "1B": (
-        "{layers: 16, width: 2048, heads: 32, kv_heads: 8, feed_forward: 8192, vocabulary: 128256, tie_embeddings: true}",
+        "{num_layers: 16, hidden_size: 2048, num_heads: 32, num_kv_heads: 8, intermediate_size: 8192, vocab_size: 128256, tie_embeddings: true}",
         4,
         2048,
     ),
-    "8B": ("{layers: 6, width: 4096, heads: 32, kv_heads: 8, feed_forward: 14336, vocabulary: 128256}", 2, 4096),
-    "tiny": ("{layers: 2, width: 64, heads: 4, kv_heads: 2, feed_forward: 128, vocabulary: 4096}", 4, 128),
+    "8B": (
+        "{num_layers: 6, hidden_size: 4096, num_heads: 32, num_kv_heads: 8, intermediate_size: 14336, vocab_size: 128256}",
+        2,
+        4096,
+    ),
+    "tiny": (
+        "{num_layers: 2, hidden_size: 64, num_heads: 4, num_kv_heads: 2, intermediate_size: 128, vocab_size: 4096}",
+        4,
+        128,
+    ),
 }
 # In this order; a rung may change the settings of one above it.
 LADDER: tuple[dict[str, dict[str, Any]], ...] = (
@@ -99,7 +107,7 @@ def main() -> int:
     for shape in options.shape:
         model, rows, length = SHAPES[shape]
         recipe = recipes.parse(
-            f"name: gpu-{shape}\nmodel: {model}\nbatch: {{size: {rows}, length: {length}}}\nstop: {{steps: {options.steps}}}\n"
+            f"name: gpu-{shape}\nmodel: {model}\nbatch: {{size: {rows}, seq_len: {length}}}\nstop: {{max_steps: {options.steps}}}\n"
             f"hardware: {{device: {options.device}}}"
         )
         with tempfile.TemporaryDirectory() as folder:

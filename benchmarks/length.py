@@ -44,7 +44,7 @@ def train(recipe: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[st
     if done.returncode:
         raise SystemExit(f"{recipe['name']}: {done.stderr.strip().splitlines()[-1]}")
     summary, found = json.loads(done.stdout), out / "evaluation.json"
-    if summary["steps"] < recipe["stop"]["steps"]:
+    if summary["steps"] < recipe["stop"]["max_steps"]:
         raise SystemExit(
             f"{recipe['name']}: ended by {summary['stopped']} after {summary['steps']} steps; the same command goes on"
         )
@@ -121,10 +121,10 @@ def extended(name: str, options: argparse.Namespace, folder: Path) -> dict[str, 
             "validation": 0.0,
             "preflight": {"encoding": "warn"},  # some stories have quotation marks that were decoded wrongly
         },
-        "batch": {"size": options.rows * options.length // length, "length": length},
+        "batch": {"size": options.rows * options.length // length, "seq_len": length},
         "optimizer": {"lr": options.lr, "weight_decay": 0.0},
-        "schedule": {"kind": "cosine", "warmup": 0.1, "floor": 0.05},
-        "stop": {"steps": options.steps},
+        "schedule": {"kind": "cosine", "warmup_ratio": 0.1, "min_lr_ratio": 0.05},
+        "stop": {"max_steps": options.steps},
         "evaluate": {
             "rows": 48 * options.length // length,
             "forgetting": str(folder / "others.jsonl"),
@@ -318,13 +318,13 @@ def words_of(length: int, options: argparse.Namespace) -> int:
 
 def lists_for(length: int, steps: int, options: argparse.Namespace, folder: Path) -> Path:
     """Words, template and lists of a run in rows of `length`, as many lists as all steps read, so that none is read twice: the rule is learnt, not the lists."""
-    from preheat.evaluation.needle import word_pieces
+    from preheat.evaluation.needle import word_tokens
 
     into = folder / f"lists-{length}"
     if (into / "words.jinja").is_file():  # which is written last
         return into
     into.mkdir(exist_ok=True)
-    words = word_pieces(vocabulary_of_words(into / "words", words_of(length, options)))
+    words = word_tokens(vocabulary_of_words(into / "words", words_of(length, options)))
     rng = np.random.default_rng(options.seed)
     sizes = pairs_in_order(
         length, round(1.03 * steps * max(length, options.rows * options.length)), rng, first=length == options.length
@@ -382,10 +382,10 @@ def told_by(model: Path, length: int, each: int) -> dict[str, Any]:
 def stage_recipe(length: int, steps: int, lists: Path, options: argparse.Namespace) -> dict[str, Any]:
     """A run in rows of `length`, with as many tokens a step at every length; its model is of the first, those after it go on from what was learnt."""
     model: dict[str, Any] = {
-        "layers": options.layers,
-        "width": options.width,
-        "heads": options.width // 32,
-        "feed_forward": 2 * options.width,
+        "num_layers": options.layers,
+        "hidden_size": options.width,
+        "num_heads": options.width // 32,
+        "intermediate_size": 2 * options.width,
         "tie_embeddings": True,
         # Biases of queries and keys: by them a head looks at the token before whatever stands there, which is half of what is to be learnt; without
         # them it is not found in as many steps. A large base: most of a head's frequencies hardly turn within a list, by which a key is known at
@@ -408,10 +408,10 @@ def stage_recipe(length: int, steps: int, lists: Path, options: argparse.Namespa
             "validation": 0.0,
             "preflight": {"end_token": "warn", "template_end": "warn"},  # an answer is one word, and no list has an end
         },
-        "batch": {"size": max(1, options.rows * options.length // length), "length": length},
+        "batch": {"size": max(1, options.rows * options.length // length), "seq_len": length},
         "optimizer": {"lr": options.lr, "weight_decay": 0.0},
-        "schedule": {"kind": "wsd", "warmup": 0.02, "decay": 0.2, "floor": 0.02},
-        "stop": {"steps": steps},
+        "schedule": {"kind": "wsd", "warmup_ratio": 0.02, "decay_ratio": 0.2, "min_lr_ratio": 0.02},
+        "stop": {"max_steps": steps},
         "evaluate": {"every": max(1, steps // 4), "rows": 64, "tasks": ["recall,each=16"]},
         "checkpoint": {"every": 250, "keep": 1},
         "techniques": {
@@ -442,7 +442,7 @@ def stage(length: int, before: Path | None, options: argparse.Namespace, folder:
         untrained["base"] = told_by(wider, length, 4)
         recipe["model"] = {"path": str(longer(before, lists / "words", length, folder / f"from-{length}", "none"))}
         recipe["optimizer"]["lr"] = options.lr / 2
-        recipe["schedule"] |= {"warmup": 0.1}
+        recipe["schedule"] |= {"warmup_ratio": 0.1}
         recipe["evaluate"] |= {"every": 0}
         del recipe["techniques"]["difficulty_curriculum"]
     summary, evaluation = train(recipe, folder)
@@ -497,7 +497,7 @@ def recall(options: argparse.Namespace) -> None:
     start, last = stages[0], stages[-1]
     found, (across, down, grid) = last["found"], grid_of(last["found"])
     accuracy = found["metrics"]["accuracy"]
-    steps = start["recipe"]["stop"]["steps"]
+    steps = start["recipe"]["stop"]["max_steps"]
     asked = found["rows"] // grid.size
     lines = [
         f"# Key-value recall up to {last['length']:,} tokens",
@@ -569,10 +569,10 @@ def one_row(form: str, length: int, text: Path, *, steps: int = 3, precision: st
     """A step of one row of one document: a model of about 15 million parameters, as the issue's CPU has it."""
     return {
         "name": f"{form.replace(' ', '-').replace(',', '')}-{length}",
-        "model": {"layers": 6, "width": 384, "heads": 6, "kv_heads": 2, "feed_forward": 1024, "vocabulary": 4096, "tie_embeddings": True},
-        "data": {"source": str(text), "text_files": "whole", "vocabulary": 4096, "packing": "stream", "validation": 0.0},
-        "batch": {"size": 1, "length": length},
-        "stop": {"steps": steps},
+        "model": {"num_layers": 6, "hidden_size": 384, "num_heads": 6, "num_kv_heads": 2, "intermediate_size": 1024, "vocab_size": 4096, "tie_embeddings": True},
+        "data": {"source": str(text), "text_files": "whole", "vocab_size": 4096, "packing": "stream", "validation": 0.0},
+        "batch": {"size": 1, "seq_len": length},
+        "stop": {"max_steps": steps},
         "techniques": {**({"mixed_precision": {"mode": "bf16"}} if precision == "bf16" else {}), "efficient_attention": {}, "activation_checkpointing": {}, "chunked_loss": {"rows": 1024}, **FORMS[form]},
     }  # fmt: skip
 
@@ -581,6 +581,7 @@ def memory(options: argparse.Namespace) -> None:
     """Counted bytes by a dry run on this CPU, high-water marks of real steps for the shorter rows, and what a plan says of H100s."""
     from preheat.hardware.probe import probe
     from preheat.planning.dry_run import observe
+    from preheat.planning.request import Request
     from preheat.recipe import parse
 
     rows: list[dict[str, Any]] = []
@@ -592,7 +593,7 @@ def memory(options: argparse.Namespace) -> None:
                 if form != "full" and length <= 1024:
                     continue
                 recipe = one_row(form, length, text)
-                seen = observe(parse(yaml.safe_dump(recipe)), vocabulary=4096, device=device)
+                seen = observe(Request(parse(yaml.safe_dump(recipe)), device, vocabulary=4096))
                 row = {"form": form, "length": length, "counted_gib": max(seen.peak.values()) / 2**30}
                 if length <= options.measured:
                     summary, _ = train(recipe, Path(name))
@@ -633,8 +634,8 @@ def planned(devices: int, length: int) -> dict[str, Any]:
         "name": f"far-{devices}-{length}",
         "model": {"preset": "llama-3-8b"},
         "data": {"source": "stdlib"},
-        "batch": {"size": 1, "length": length},
-        "stop": {"steps": 1},
+        "batch": {"size": 1, "seq_len": length},
+        "stop": {"max_steps": 1},
         "techniques": techniques,
     }
     with tempfile.TemporaryDirectory() as name:
@@ -643,12 +644,13 @@ def planned(devices: int, length: int) -> dict[str, Any]:
         from preheat.errors import PreheatError
         from preheat.hardware.catalogue import accelerator
         from preheat.planning.plan import plan
+        from preheat.planning.request import Request
         from preheat.planning.speed.roofline import Roofline
         from preheat.recipe import load
 
         roofline = Roofline(accelerator("H100"), 8)
         try:
-            made = plan(load(file), vocabulary=None, device=roofline.as_device, rates=roofline, world=devices)
+            made = plan(Request(load(file), roofline.as_device, world=devices, rates=roofline))
         except PreheatError as error:
             return {"devices": devices, "length": length, "why": str(error).splitlines()[0]}
     return {

@@ -27,12 +27,12 @@ from torch.nn.functional import cross_entropy
 
 from preheat.hardware import probe
 from preheat.hardware.cpu_allocator import install_heap
-from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, liger_logits, torch_logits, whole_logits
+from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, full_logits, liger_logits, torch_logits
 
 ROWS, PIECES, WIDTHS = 2048, 32_000, (288, 768)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
-    "plain": whole_logits,
+    "plain": full_logits,
     "ours 512": functools.partial(chunked_logits, rows=512),
     "ours 256": functools.partial(chunked_logits, rows=256),
     "torch 512": functools.partial(torch_logits, rows=512),

@@ -22,9 +22,11 @@ from typing import Any
 from drawn import drawn
 from drawn import settings as arguments
 
-LLAMA_15M = "{layers: 6, width: 288, heads: 6, feed_forward: 768, vocabulary: 32000, tie_embeddings: true}"
-LLAMA_110M = "{layers: 12, width: 768, heads: 12, feed_forward: 2048, vocabulary: 32000, tie_embeddings: true}"
-GPT2_124M = "{family: gpt2, layers: 12, width: 768, heads: 12, vocabulary: 50304}"
+LLAMA_15M = (
+    "{num_layers: 6, hidden_size: 288, num_heads: 6, intermediate_size: 768, vocab_size: 32000, tie_embeddings: true}"
+)
+LLAMA_110M = "{num_layers: 12, hidden_size: 768, num_heads: 12, intermediate_size: 2048, vocab_size: 32000, tie_embeddings: true}"
+GPT2_124M = "{family: gpt2, num_layers: 12, hidden_size: 768, num_heads: 12, vocab_size: 50304}"
 LEAN = "mixed_precision: {mode: bf16_weights}, chunked_loss: {}, efficient_attention: {}"
 
 # name, model, rows, length, techniques, steps
@@ -46,7 +48,7 @@ RECIPES = [
     ("gpt2 124M plain fp32, 8 rows", GPT2_124M, 8, 512, "{}", 3),
     (
         "qwen3 60M bf16, selective",
-        "{family: qwen3, layers: 10, width: 512, heads: 8, kv_heads: 4, feed_forward: 1536, vocabulary: 32000, tie_embeddings: true}",
+        "{family: qwen3, num_layers: 10, hidden_size: 512, num_heads: 8, num_kv_heads: 4, intermediate_size: 1536, vocab_size: 32000, tie_embeddings: true}",
         16,
         256,
         "{mixed_precision: {}, activation_checkpointing: {mode: selective}, efficient_attention: {}, chunked_loss: {}}",
@@ -55,7 +57,7 @@ RECIPES = [
     ("gpt2 124M lean", GPT2_124M, 8, 512, f"{{{LEAN}}}", 3),
     (
         "llama 50M, 1,024 tokens, bf16",
-        "{layers: 8, width: 640, heads: 10, vocabulary: 16384}",
+        "{num_layers: 8, hidden_size: 640, num_heads: 10, vocab_size: 16384}",
         4,
         1024,
         "{mixed_precision: {}, efficient_attention: {}}",
@@ -69,11 +71,11 @@ def listed() -> list[tuple[str, list[str]]]:
     made = []
     for name, model, size, length, techniques, steps in RECIPES:
         settings = [
-            f"stop.steps={steps}",
+            f"stop.max_steps={steps}",
             "evaluate={rows: 8}",
             "checkpoint={}",
             "sample={}",
-            f"batch={{size: {size}, length: {length}}}",
+            f"batch={{size: {size}, seq_len: {length}}}",
         ]
         settings += [f"model={model}"] if model else []
         settings += [f"techniques={techniques}"] if techniques else []
@@ -90,7 +92,7 @@ def main() -> None:
     chosen = listed()
     if options.drawn:
         more = drawn(options.drawn, options.seed)
-        chosen = [(f"drawn {n}", [*settings, "stop.steps=6"]) for n, settings in enumerate(more, 1)]
+        chosen = [(f"drawn {n}", [*settings, "stop.max_steps=6"]) for n, settings in enumerate(more, 1)]
     rows: list[dict[str, Any]] = []
     for name, settings in chosen:
         with tempfile.TemporaryDirectory() as folder:

@@ -51,8 +51,8 @@ def stories(data: Path, folder: Path) -> Recipe:
     source.write_text("\n".join(json.dumps({"text": part}) for part in re.split(r"\n(?=Once upon a time)", text)))
     return recipes.parse(
         f"name: stories260K\nmodel: {{path: {data / 'stories260K-hf'}}}\n"
-        f"data: {{source: {source}, validation: 0.1, preflight: {{encoding: warn}}}}\nbatch: {{size: {BATCH}, length: {LENGTH}}}\n"
-        "optimizer: {lr: 1.0e-3, weight_decay: 0.0}\nstop: {steps: 1}\n"
+        f"data: {{source: {source}, validation: 0.1, preflight: {{encoding: warn}}}}\nbatch: {{size: {BATCH}, seq_len: {LENGTH}}}\n"
+        "optimizer: {lr: 1.0e-3, weight_decay: 0.0}\nstop: {max_steps: 1}\n"
         "techniques: {efficient_attention: {}, chunked_loss: {}}"
     )
 
@@ -65,7 +65,7 @@ def of_run(run: Path, folder: Path) -> tuple[Recipe, int]:
     steps = checkpoint.read_progress(found).step
     huggingface.write(run, folder / "whole")
     data = replace(recipe.data, tokenizer=str(run / "tokenizer"))
-    tokens = steps * recipe.batch.size * recipe.batch.length
+    tokens = steps * recipe.batch.size * recipe.batch.seq_len
     if recipe.optimizer.lr != "auto":  # what a new model learns fast by unlearns a trained one
         recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=recipe.optimizer.lr / 4))
     return replace(recipe, data=data, model=Model(path=str(folder / "whole")), parallel=recipes.Parallel()), tokens
@@ -159,7 +159,7 @@ def main() -> None:
             optimizer=replace(recipe.optimizer, lr=options.lr) if options.lr else recipe.optimizer,
         )
         prepared = prepare(
-            recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=str(recipe.data.tokenizer or whole)
+            recipe.data, length=recipe.batch.seq_len, seed=recipe.seed, tokenizer=str(recipe.data.tokenizer or whole)
         )
         rows, vocabulary = prepared.validation, len(prepared.tokenizer)
         assert isinstance(rows, Rows)
@@ -171,7 +171,7 @@ def main() -> None:
             "",
             f"`python benchmarks/pruning.py {'--run RUN ' if options.run else ''}--share {options.share:g} --recover {options.recover:g} "
             f"--seed {options.seed}{' --distil' if options.distil else ''}`: {recipe.name}, perplexity on {len(rows)} held-out rows of "
-            f"{recipe.batch.length} tokens; recovery reads {tokens:,} tokens ({options.recover:.0%} of {trained:,}) at lr {recipe.optimizer.lr}, by "
+            f"{recipe.batch.seq_len} tokens; recovery reads {tokens:,} tokens ({options.recover:.0%} of {trained:,}) at lr {recipe.optimizer.lr}, by "
             f"{'distillation from the whole model' if options.distil else 'labels'}. Importance over {CALIBRATION} rows. torch {torch.__version__}.",
             "",
             "| model | parameters | perplexity | right after | recovered | against whole | plain transformers, difference of logits |",

@@ -81,8 +81,9 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
     from preheat.core import conflicts_of
     from preheat.engine.builder import context_of
     from preheat.models import hf
-    from preheat.planning.layer_extrapolation import observe_few
+    from preheat.planning.layer_extrapolation import observe_few_layers
     from preheat.planning.plan import describe
+    from preheat.planning.request import Request
 
     config, by_hand = hf.configure(recipe, None), kernels_of_their_own(row)
     eights, bits = by_hand, 4 if row["precision"].startswith("nvfp4") else 8
@@ -95,7 +96,7 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
             eights = True
         problems = conflicts_of(recipe.techniques.values(), context_of(recipe, config, device))
         if not problems:
-            seen = observe_few(recipe, vocabulary=None, device=device)
+            seen = observe_few_layers(Request(recipe, device))
             if eights:
                 seen = replace(seen, kernels=Counter({_in_bits(k, bits): n for k, n in seen.kernels.items()}))
             if by_hand and roofline.device.generation == "hopper":
@@ -104,7 +105,7 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
                 idle = (whole(row, "pp") - 1) / (micro_batches_of(row, mesh_of(row)[2]) * whole(row, "vpp"))
                 seen = replace(seen, idle=idle)
             seen = replace(seen, compiled=compiled(row))
-            return describe(recipe, seen, device=device, rates=roofline, rows=None, in_use=0), recipe
+            return describe(Request(recipe, device, rates=roofline, in_use=0), seen), recipe
     raise Open("; ".join(map(str, problems)))
 
 
@@ -396,7 +397,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
                 continue
             if "activation_checkpointing" in more and row["activation_checkpointing"] == "none":
                 continue  # the row says so
-            beside = ["optimizer.clip=0"] if "optimizer_in_backward" in more else []
+            beside = ["optimizer.max_grad_norm=0"] if "optimizer_in_backward" in more else []
             if "activation_checkpointing" in more and "tensor_parallel" in recipe.techniques:
                 beside.append("techniques.tensor_parallel.regather=false")  # what is computed again is gathered again
             recipe = override(recipe, *beside, *(f"techniques.{name}={value}" for name, value in more.items() if value))

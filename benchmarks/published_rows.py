@@ -97,7 +97,7 @@ def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
         size = re.search(r"(\d+(?:\.\d+)?)\s*([BbM])\b", re.sub(r"(\d)b(\d)\b", r"\1.\2b", row["model"]))  # 7b1: 7.1b
         if size is None:
             raise Open("neither the model's sizes nor a name that is known")
-        return {"size": f"{size[1]}{size[2].upper()}", "vocabulary": vocabulary}, {}
+        return {"size": f"{size[1]}{size[2].upper()}", "vocab_size": vocabulary}, {}
     width, layers = whole(row, "hidden"), whole(row, "layers")
     heads = whole(row, "heads", max(1, width // 128))
     kv_heads = whole(row, "kv_heads", heads)
@@ -120,14 +120,14 @@ def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     made = {
         "family": "llama",
-        "layers": layers,
-        "width": width,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "feed_forward": inner if matrices == 3 else inner * 2 // 3,
-        "vocabulary": vocabulary,
+        "num_layers": layers,
+        "hidden_size": width,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "intermediate_size": inner if matrices == 3 else inner * 2 // 3,
+        "vocab_size": vocabulary,
         "tie_embeddings": ends == 1,
-        "positions": max(whole(row, "seq_len", LENGTH), LENGTH),
+        "max_positions": max(whole(row, "seq_len", LENGTH), LENGTH),
     }
     if width % heads:
         raise Open(f"{heads} heads do not divide a width of {width}")
@@ -147,7 +147,11 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
     made: dict[str, Any] = {}
     if rest > 1 or context > 1:
         if stage >= 2 and (shard > 1 or replicate == 1):
-            made["fsdp"] = {"reshard": stage == 3, "gather": "bf16", "reduce": "last" if pipeline > 1 else "each"}
+            made["fsdp"] = {
+                "reshard_after_forward": stage == 3,
+                "gather": "bf16",
+                "reduce": "last" if pipeline > 1 else "each",
+            }
             if replicate > 1 and shard > 1:
                 made["fsdp"]["replicate"] = replicate
             if row["cpu_offload"] == "params":
@@ -288,7 +292,7 @@ def adapted(row: Row) -> dict[str, str]:
     words = re.search(r"LoRA on (all|[a-z]+(?:,[a-z]+)*)\b", row["notes"])
     said = words[1] if words else "q,v" if row["method"] == "lora" else "all"
     maps = [_MAPS[word] for word in said.split(",") if word in _MAPS]
-    return {"targets": rf".*\.({'|'.join(maps)})"} if maps else {}
+    return {"target_modules": rf".*\.({'|'.join(maps)})"} if maps else {}
 
 
 def micro_batches_of(row: Row, shares: int) -> int:
@@ -320,9 +324,9 @@ def recipe_of(row: Row) -> Any:
     values = {
         "name": "published",
         "model": model,
-        "batch": {"size": micro * shares * steps, "length": whole(row, "seq_len", LENGTH)},
-        "stop": {"steps": 1},
-        "optimizer": {"clip": 0.0 if "optimizer_in_backward" in techniques else 1.0},
+        "batch": {"size": micro * shares * steps, "seq_len": whole(row, "seq_len", LENGTH)},
+        "stop": {"max_steps": 1},
+        "optimizer": {"max_grad_norm": 0.0 if "optimizer_in_backward" in techniques else 1.0},
         "parallel": {"devices": devices},
         "techniques": techniques,
     }

@@ -22,9 +22,9 @@ from preheat.engine.device import resolve_device
 from preheat.engine.step import gradients, update
 
 RECIPE = """
-model: {layers: 6, width: 288, heads: 6, vocabulary: 32000, tie_embeddings: true}
-batch: {size: 4, length: 128}
-stop: {steps: 100}
+model: {num_layers: 6, hidden_size: 288, num_heads: 6, vocab_size: 32000, tie_embeddings: true}
+batch: {size: 4, seq_len: 128}
+stop: {max_steps: 100}
 checkpoint: {every: 3, keep: 1, asynchronous: false}
 hardware: {threads: 1}
 techniques: {chunked_loss: {rows: 512}, efficient_attention: {}}
@@ -50,7 +50,7 @@ def round_of(b: Build, saving: Saving | None, number: int) -> tuple[float, float
     """Seconds of some steps after a checkpoint was begun, with that; and how long it held them."""
     start = time.perf_counter()
     if saving is not None:
-        saving.begin(checkpoint.Progress(step=number))
+        saving.save(checkpoint.Progress(step=number))
     held = time.perf_counter() - start
     for _ in range(STEPS):
         step(b)

@@ -73,8 +73,8 @@ def ours(name: str, folder: Path, examples: list[tuple[list[int], int]], steps: 
 
     install_heap()  # as before every run of `preheat train`
     recipe = recipes.parse(
-        f"model: {{path: {folder / 'model'}}}\nbatch: {{size: 4, length: {LENGTH}}}\nstop: {{steps: {steps}}}\n"
-        f"optimizer: {{lr: {LR}, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0, clip: 1.0}}\ntechniques: {OURS[name]}"
+        f"model: {{path: {folder / 'model'}}}\nbatch: {{size: 4, seq_len: {LENGTH}}}\nstop: {{max_steps: {steps}}}\n"
+        f"optimizer: {{lr: {LR}, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0, max_grad_norm: 1.0}}\ntechniques: {OURS[name]}"
     )
     made = build(recipe, vocabulary=32000, device=probe("cpu"))
     clock.tick()

@@ -65,13 +65,13 @@ def compared(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     model: Any = opened.build.trained[0]
     cast(model, DTYPES[dtype])
     ways: dict[str, tuple[Sample, Any]] = {
-        "plain": (Sample(tokens=options.tokens), None),
-        f"lookup {options.lookup}": (Sample(tokens=options.tokens, lookup=options.lookup), None),
+        "plain": (Sample(max_new_tokens=options.tokens), None),
+        f"lookup {options.lookup}": (Sample(max_new_tokens=options.tokens, prompt_lookup_tokens=options.lookup), None),
     }
     if options.draft:
         draft = load_draft_model(options.draft, opened.tokenizer)
         cast(draft, DTYPES[dtype])
-        settings = Sample(tokens=options.tokens, draft=options.draft, draft_tokens=options.draft_tokens)
+        settings = Sample(max_new_tokens=options.tokens, draft_model=options.draft, draft_tokens=options.draft_tokens)
         ways[f"draft {options.draft_tokens}"] = (settings, draft)
     prompts = prompts_of(options.text.read_text(encoding="utf-8"), opened.tokenizer, options.count, options.length)
     stop = frozenset({opened.tokenizer.eos_token_id} - {None})

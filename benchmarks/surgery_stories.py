@@ -34,7 +34,7 @@ def recipe_of(
 ) -> Recipe:
     return parse(
         f"name: surgery\nseed: {seed}\nmodel: {model}\ndata: {{source: {source}, validation: 0.1, tokenizer: {tokenizer}, preflight: {{encoding: warn}}}}\n"
-        f"batch: {{size: {BATCH}, length: {LENGTH}}}\noptimizer: {{lr: {lr}, weight_decay: 0.0}}\nstop: {{steps: {steps}}}\n"
+        f"batch: {{size: {BATCH}, seq_len: {LENGTH}}}\noptimizer: {{lr: {lr}, weight_decay: 0.0}}\nstop: {{max_steps: {steps}}}\n"
         f"evaluate: {{rows: {ROWS}}}\ntechniques: {{efficient_attention: {{}}, chunked_loss: {{}}, {techniques}}}"
     )
 
@@ -109,11 +109,11 @@ def main() -> None:
 
         if options.part != "norms":
             row("stories260K, 4 key-value heads, unchanged", stories, "")
-            two = row("stories260K, 4 -> 2", stories, "grouped_queries: {kv_heads: 2}")
-            row("stories260K, 4 -> 1", stories, "grouped_queries: {kv_heads: 1}")
-            row("the model of the row 4 -> 2, 2 -> 1", two / "hf", "grouped_queries: {kv_heads: 1}")
+            two = row("stories260K, 4 -> 2", stories, "grouped_queries: {num_kv_heads: 2}")
+            row("stories260K, 4 -> 1", stories, "grouped_queries: {num_kv_heads: 1}")
+            row("the model of the row 4 -> 2, 2 -> 1", two / "hf", "grouped_queries: {num_kv_heads: 1}")
         if options.part != "heads":
-            sizes = "{family: gpt2, layers: 4, width: 64, heads: 4, vocabulary: 512, positions: 256}"
+            sizes = "{family: gpt2, num_layers: 4, hidden_size: 64, num_heads: 4, vocab_size: 512, max_positions: 256}"
             first = recipe_of(sizes, source, "", steps=options.first, lr=3e-3, tokenizer=stories, seed=0)
             train(first, out=folder / "gpt2")
             huggingface.write(folder / "gpt2", folder / "gpt2" / "hf")

@@ -59,8 +59,8 @@ def tokens(rows: list[Row], *, paired: bool) -> Tokens:
 def ours(model: Path, rows: list[Row], techniques: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Loss of each step, and the adapter's first values."""
     recipe = recipes.parse(
-        f"model: {{path: {model}}}\nbatch: {{size: {PAIRS}, length: {LENGTH}}}\nstop: {{steps: {steps}}}\n"
-        f"optimizer: {{lr: {LR}, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0, clip: 1.0}}\n"
+        f"model: {{path: {model}}}\nbatch: {{size: {PAIRS}, seq_len: {LENGTH}}}\nstop: {{max_steps: {steps}}}\n"
+        f"optimizer: {{lr: {LR}, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0, max_grad_norm: 1.0}}\n"
         f"techniques: {{chunked_loss: {{rows: 200}}, {techniques}}}"
     )
     made = build(recipe, vocabulary=512, device=probe("cpu"))

@@ -54,10 +54,10 @@ def run(
         "seed": seed,
         "model": {"path": str(model)},
         "data": source,
-        "batch": {"size": 16, "length": 256},
+        "batch": {"size": 16, "seq_len": 256},
         "optimizer": {"lr": rate, "weight_decay": 0.0},
-        "schedule": {"warmup": 0.05, "floor": 0.02},
-        "stop": {"steps": options.steps},
+        "schedule": {"warmup_ratio": 0.05, "min_lr_ratio": 0.02},
+        "stop": {"max_steps": options.steps},
         "evaluate": {"rows": 128},
     }
     recipe = folder / f"{method}-{seed}.yaml"
@@ -162,9 +162,9 @@ def _before(model: Path, source: dict[str, Any], folder: Path) -> float:
         "name": "before",
         "model": {"path": str(model)},
         "data": source,
-        "batch": {"size": 16, "length": 256},
+        "batch": {"size": 16, "seq_len": 256},
         "optimizer": {"lr": 1e-12, "weight_decay": 0.0},
-        "stop": {"steps": 1},
+        "stop": {"max_steps": 1},
         "evaluate": {"rows": 128},
     }
     recipe.write_text(json.dumps(values), encoding="utf-8")

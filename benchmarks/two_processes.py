@@ -23,13 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-MODEL = "{family: llama, layers: 6, width: 288, heads: 6, feed_forward: 768, tie_embeddings: true}"
+MODEL = "{family: llama, num_layers: 6, hidden_size: 288, num_heads: 6, intermediate_size: 768, tie_embeddings: true}"
 FAST = "{mixed_precision: {mode: bf16}, chunked_loss: {rows: 512}, efficient_attention: {}}"
 RECIPE = """name: m15
 model: {model}
-data: {{source: stdlib, vocabulary: 4096}}
-batch: {{size: {rows}, length: 256}}
-stop: {{steps: {steps}}}
+data: {{source: stdlib, vocab_size: 4096}}
+batch: {{size: {rows}, seq_len: 256}}
+stop: {{max_steps: {steps}}}
 evaluate: {{}}
 techniques: {techniques}
 hardware: {{device: cpu, threads: 1}}
@@ -111,7 +111,7 @@ def work(folder: Path, turns: int) -> None:
     dist.init_process_group("gloo")
     rank, rows, length = dist.get_rank(), 8, 256
     text = RECIPE.format(model=MODEL, steps=100, techniques="{fsdp: {}, efficient_attention: {}}", rows=16)
-    recipe = recipes.override(recipes.parse(text), "parallel.devices=2", "optimizer.clip=1.0")
+    recipe = recipes.override(recipes.parse(text), "parallel.devices=2", "optimizer.max_grad_norm=1.0")
     ours = build(recipe, vocabulary=4096, device=probe("cpu"))
     bare = LlamaForCausalLM(configure(recipe, 4096))
     for layer in bare.model.layers:

@@ -93,7 +93,7 @@ def main() -> None:
     draw = random.Random(options.seed)
     rows: list[dict[str, Any]] = []
     for n, values in enumerate(drawn(options.count, options.seed), 1):
-        values = [*values, "stop.steps=3"]
+        values = [*values, "stop.max_steps=3"]
         made = planned(values)
         low, high = made["peak_gib_interval"]
         limit = made["peak_gib"] * draw.uniform(0.5, 1.6)

@@ -259,7 +259,7 @@ def ablation_page() -> str:
             f"`{bench['command']}`",
             "",
         ]
-        lines += [f"- {verdict['words']}" for verdict in bench["verdicts"]]
+        lines += [f"- {verdict['message']}" for verdict in bench["verdicts"]]
         lines += [
             "",
             "| contender | tokens/s | times plain (least to most) | peak, MiB | start-up, s | loss | cosine |",

@@ -2,7 +2,7 @@
 
 from preheat import load_recipe, plan, train
 
-recipe = load_recipe("demo", ["stop.steps=50"])
+recipe = load_recipe("demo", ["stop.max_steps=50"])
 print(plan(recipe)["peak_gib"])
 train(recipe, out="runs/first")  # progress=False: no progress lines
 """
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from preheat.techniques.activation_checkpointing import checkpoint_layers
     from preheat.techniques.lora import add_lora
     from preheat.training.loop import train
-    from preheat.training.session import plan_here as plan
+    from preheat.training.plan_request import plan_here as plan
 
 _HOME = {
     "add_lora": ("preheat.techniques.lora", "add_lora"),
     "checkpoint_layers": ("preheat.techniques.activation_checkpointing", "checkpoint_layers"),
     "load_recipe": ("preheat.recipe", "load"),
-    "plan": ("preheat.training.session", "plan_here"),
+    "plan": ("preheat.training.plan_request", "plan_here"),
     "train": ("preheat.training.loop", "train"),
 }
 

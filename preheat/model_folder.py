@@ -124,7 +124,7 @@ def read_object(file: Path, knob: str) -> dict[str, Any]:
     except BadJson as error:
         line = f", line {error.line:,}" if error.line else ""
         raise RecipeError(
-            f"{knob}: {clean(file)}: is no JSON ({error.words}{line}); put back the model's own"
+            f"{knob}: {clean(file)}: is no JSON ({error.message}{line}); put back the model's own"
         ) from None
     if not isinstance(value, dict):
         raise RecipeError(

@@ -15,9 +15,9 @@ metrics.jsonl     one line per step (see `METRIC_KEYS`; also the objective's sco
 before.json       the evaluation before the first step, row by row: {texts, tasks}
 evaluation.json   the newest evaluation: {step, after, before, difference}, the last three of the form
                   {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
-events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated, out_of_memory, rung,
-                  stopping, notice, measured, sample, baseline, finished, failed; for out_of_memory and rung see
-                  training/recovery/fallback_log.py
+events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated,
+                  out_of_memory, fallback, stopping, notice, measured, sample, baseline, finished, failed; for
+                  out_of_memory and fallback see training/recovery/fallback_log.py
 samples.json      [{prompt, before, text}] (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer in transformers' format
@@ -65,10 +65,10 @@ __all__ = [
     "is_failure",
     "parse_json",
     "read_value",
-    "require_own",
+    "require_overwritable",
     "strict",
     "to_json",
-    "write_asked",
+    "write_user_file",
     "write_atomic",
     "write_generated",
 ]
@@ -130,7 +130,7 @@ PLAN_KEYS = {
         "how many times as long as by this machine's rates steps of earlier runs took, in the median of the "
         "last nine of 20 s and more: in the predicted seconds; 1 where fewer than three are known"
     ),
-    "gives_back": "whether a GPU's allocator must give back freed memory for it to fit, which takes time in each step",
+    "allocator_retries": "whether it fits only if a GPU's allocator frees cached memory in each step, which takes time",
     "heap": "why preheat's heap, whose memory is predicted, will not serve on this machine; None where it will",
     "watts": "of the device's board at most; None where none is known",
 }
@@ -198,13 +198,13 @@ class BadJson(ValueError):
     """Rejected JSON.
 
     Attributes:
-        words: the reason.
+        message: the reason.
         line: line of the text, from 1; 0 if the error belongs to no line.
     """
 
     def __init__(self, message: str, line: int = 0):
         super().__init__(message)
-        self.words, self.line = message, line
+        self.message, self.line = message, line
 
 
 def read_value(text: str | bytes, *, once: bool = False) -> Any:
@@ -295,7 +295,7 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
-def require_own(path: str | Path, marks: Sequence[str]) -> None:
+def require_overwritable(path: str | Path, marks: Sequence[str]) -> None:
     """Checks that writing to a path the user named loses nothing: the file is new, empty, or was written by preheat.
 
     Args:
@@ -328,26 +328,26 @@ def write_generated(path: str | Path, text: str, mark: str) -> Path:
         RunError: the file cannot be written, exists and was not written by preheat, or was edited since.
     """
     path = Path(path)
-    require_own(path, [mark])
+    require_overwritable(path, [mark])
     shebang, body = re.fullmatch(r"(#![^\n]*\n)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     if path.is_file() and (old := path.read_text(encoding="utf-8", errors="replace")):
         header = re.match(rf"(#![^\n]*\n)?{re.escape(mark)}(?: \((\w+)\))?\n", old)
         if header and header[2] and header[2] != _digest(old[header.end() :]):
             raise RunError(f"{path}: was edited since preheat wrote it; name another file, or remove this one")
-    return write_asked(path, f"{shebang or ''}{mark} ({_digest(body)})\n{body}")
+    return write_user_file(path, f"{shebang or ''}{mark} ({_digest(body)})\n{body}")
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
-def write_asked(
+def write_user_file(
     path: str | Path, text: str, *, marks: Sequence[str] = (), fix: str = "name a file in a folder that exists"
 ) -> Path:
     """Writes a file that the user named by `write_atomic` and returns its path.
 
     Args:
-        marks: see `require_own`; no check if empty.
+        marks: see `require_overwritable`; no check if empty.
         fix: advice at the end of the error message.
 
     Raises:
@@ -355,7 +355,7 @@ def write_asked(
     """
     path = Path(path)
     if marks:
-        require_own(path, marks)
+        require_overwritable(path, marks)
     try:
         write_atomic(path, text)
     except OSError as error:
@@ -534,18 +534,18 @@ _FILES: dict[str, dict[str, _Check]] = {
 _EVENTS: dict[str, _Check] = {
     "resumed": _has(step=_count),
     "checkpoint": _has(step=_count),
-    "rung": _both(
-        _has(step=_count, set=_list(_text), took=_list(_text)), _may_have(where=_text, peak_gib=_real, was_gib=_real)
+    "fallback": _both(
+        _has(step=_count, set=_list(_text), changed=_list(_text)), _may_have(cause=_text, peak_gib=_real, was_gib=_real)
     ),
     "out_of_memory": _has(
-        where=_text,
+        phase=_text,
         step=_count,
         rank=_count,
-        words=_text,
-        asked=_real,
+        message=_text,
+        requested=_real,
         room=_real,
-        beside=_number,
-        held=_map(_number),
+        overhead=_number,
+        in_use=_map(_number),
         allocator=_map(_number),
     ),
     "sample": _both(
@@ -614,7 +614,7 @@ class Reader:
             raise RunError(f"{self.path}: is not a run (it has no recipe.yaml)")
 
     @property
-    def words(self) -> list[str]:
+    def damage_notes(self) -> list[str]:
         """Damage found so far, one line per file."""
         return [f"{name}: {what}" for name, what in self.damaged.items()]
 
@@ -660,7 +660,7 @@ class Reader:
     def all_damaged(self) -> list[str]:
         """Reads every file of the run and returns the damage, one line per file."""
         _ = self.plan, self.environment, self.changes, self.evaluation, self.before, self.metrics(), self.events()
-        return self.words
+        return self.damage_notes
 
     @property
     def recipe_text(self) -> str:
@@ -680,8 +680,9 @@ class Reader:
             f"{file}: is damaged ({reason}); put back a whole copy of it, or train again into another folder"
         )
 
-    def recipe_shown(self) -> tuple[dict[str, Any], str]:
+    def raw_recipe(self) -> tuple[dict[str, Any], str]:
         """Returns the recipe as unchecked plain values and as text, for display; empty if it cannot be read."""
+        from preheat.recipe.former_names import current_names
         from preheat.recipe.yaml_io import compose
 
         text = ""
@@ -691,7 +692,7 @@ class Reader:
         except PreheatError as error:
             self.damaged["recipe.yaml"] = f"left out: {shorten(str(error), 200)}"
             return {}, text
-        return values if isinstance(values, dict) else {}, text
+        return current_names(values) if isinstance(values, dict) else {}, text
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -712,7 +713,7 @@ class Reader:
 
     @property
     def before(self) -> dict[str, Any]:
-        """The evaluation before the first step, as written by `evaluation.results.kept`; {} if there is none."""
+        """The evaluation before the first step, as written by `evaluation.results.serialize`; {} if there is none."""
         return self._json("before.json")
 
     @property
@@ -973,7 +974,7 @@ class Writer:
             with contextlib.suppress(OSError):  # the folder holds foreign files
                 folder.rmdir()
 
-    def take_back(self) -> None:
+    def remove_unstarted(self) -> None:
         """Removes a run that never started training, and its folder if this writer created it."""
         self._close_files()
         if (self.path / "recipe.yaml").exists() or not (self.path / MARK).exists():
@@ -996,7 +997,7 @@ class Writer:
         self.text(name, to_json(value, indent=1) + "\n")
 
     def folder(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Writes a folder of the run, filled by `write`, and lists its files in the mark for `take_back`."""
+        """Writes a folder of the run, filled by `write`, and lists its files in the mark for `remove_unstarted`."""
         temporary = self.path / f"{name}.writing"
         try:
             temporary.mkdir()
@@ -1055,7 +1056,7 @@ class Silent(Writer):
     def _append(self, name: str, value: Mapping[str, Any]) -> None:
         pass
 
-    def take_back(self) -> None:
+    def remove_unstarted(self) -> None:
         pass
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["clean", "percent", "quoted", "shorten"]
+__all__ = ["clean", "memory", "percent", "quoted", "shorten"]
 
 # Unsafe in a page or a terminal: control characters, direction overrides (they reorder the text behind them), and
 # lone surrogates.
@@ -25,6 +25,16 @@ def clean(text: Any) -> str:
         return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
     return _CONTROLS.sub(visible, str(text).replace("\r\n", "\n"))
+
+
+def memory(gib: float) -> str:
+    """Returns an amount of memory in GiB, or below 1 GiB in MiB.
+
+    Example:
+        >>> memory(1.5), memory(0.25)
+        ('1.50 GiB', '256 MiB')
+    """
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
 
 
 def percent(share: float) -> str:

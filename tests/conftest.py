@@ -113,10 +113,10 @@ def tiny(
     techniques: str = "{}", *, family: str = "llama", rows: int = 4, length: int = 32, more: str = ""
 ) -> recipes.Recipe:
     """A recipe of a model that takes a step in milliseconds."""
-    heads = "heads: 4" if family in ("gpt2", "t5") else "heads: 4, kv_heads: 2"
+    heads = "num_heads: 4" if family in ("gpt2", "t5") else "num_heads: 4, num_kv_heads: 2"
     return recipes.parse(
-        f"model: {{family: {family}, layers: 3, width: 32, {heads}, vocabulary: 96}}\n"
-        f"batch: {{size: {rows}, length: {length}}}\noptimizer: {{lr: 0.01}}\nstop: {{steps: 20}}\ntechniques: {techniques}\n{more}"
+        f"model: {{family: {family}, num_layers: 3, hidden_size: 32, {heads}, vocab_size: 96}}\n"
+        f"batch: {{size: {rows}, seq_len: {length}}}\noptimizer: {{lr: 0.01}}\nstop: {{max_steps: 20}}\ntechniques: {techniques}\n{more}"
     )
 
 
@@ -133,7 +133,7 @@ def uneven(
     tokens = torch.randint(vocabulary, (rows, length), generator=g)
     labels = torch.randint(examples.classes or vocabulary, (rows, length), generator=g)
     documents: list[tuple[int, ...]] = []
-    judged = examples.kind in ("pairs", "liked")
+    judged = examples.kind in ("pairs", "desirable")
     for row in range(rows):
         cut = (row * 7) % length
         if judged:  # two answers, then in all rows but the first padding
@@ -149,7 +149,7 @@ def uneven(
             labels[row, : (row * 5) % length] = -100
     positions = torch.stack([torch.cat([torch.arange(n) for n in d]) for d in documents])
     group = 2 if examples.kind == "pairs" else 1
-    liked = tuple((n % 2, 1) for n in range(rows)) if examples.kind == "liked" else ()
+    liked = tuple((n % 2, 1) for n in range(rows)) if examples.kind == "desirable" else ()
     weight = weight_of(labels, tuple(documents), group, liked)
     return Batch(
         tokens, labels, positions, MaskSpec(documents=tuple(documents)), weight, tuple(range(rows)), group, liked
@@ -163,7 +163,7 @@ def split(batch: Batch, sizes: list[int]) -> list[Batch]:
     out, start = [], 0
     for n in sizes:
         rows = slice(start, start + n)
-        labels, liked = batch.labels[rows], batch.liked[rows]
+        labels, liked = batch.labels[rows], batch.desirable[rows]
         mask = MaskSpec(documents=batch.mask.documents[rows] if batch.mask.documents else None)
         weight = weight_of(labels, mask.documents, batch.group, liked)
         out.append(

@@ -308,7 +308,7 @@ def _recipe(techniques: dict[str, dict[str, Any]], where: Where) -> Any:
     from tests.contract.settings import FAMILY, asked
 
     family = next((FAMILY[name] for name in techniques if name in FAMILY), "llama")
-    more = [] if where.tiny else ["model.width=256", "batch.length=128"]
+    more = [] if where.tiny else ["model.hidden_size=256", "batch.seq_len=128"]
     techniques = {name: _fitted(name, settings) for name, settings in techniques.items()}
     return recipes.override(
         tiny(family=family),
@@ -363,7 +363,7 @@ def _technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str,
     except RecipeError as error:
         raise Skip(f"no reference on a CPU: {error}") from None
     _copy_weights(expected, model)
-    batch = uneven(length=recipe.batch.length, examples=examples_of(recipe))
+    batch = uneven(length=recipe.batch.seq_len, examples=examples_of(recipe))
     loss, slopes = step(model, batch)
     loss_there, slopes_there = step(expected, batch)
     both = sorted(slopes.keys() & slopes_there.keys())
@@ -433,11 +433,11 @@ def _reads(model: Any, batch: Any, where: Where) -> str:
 RUN = """\
 name: check
 seed: 3
-model: {{layers: 2, width: {width}, heads: 4, kv_heads: 2, vocabulary: 300}}
-data: {{source: stdlib, vocabulary: 300, limit: 40, validation: 0.1}}
-batch: {{size: 8, length: 128}}
+model: {{num_layers: 2, hidden_size: {width}, num_heads: 4, num_kv_heads: 2, vocab_size: 300}}
+data: {{source: stdlib, vocab_size: 300, limit: 40, validation: 0.1}}
+batch: {{size: 8, seq_len: 128}}
 optimizer: {{lr: 0.01}}
-stop: {{steps: 8}}
+stop: {{max_steps: 8}}
 evaluate: {{rows: 16}}
 checkpoint: {{every: 4, keep: 9}}
 hardware: {{device: {device}}}
@@ -546,7 +546,7 @@ def _short(phase: str, where: Where) -> dict[str, Any]:
     figures = {
         "exit code": done.returncode,
         "out of memory": kinds.count("out_of_memory"),
-        "rungs": kinds.count("rung"),
+        "fallbacks": kinds.count("fallback"),
         "said": said[:200],
     }
     print(done.stderr, file=sys.stderr)

@@ -146,7 +146,7 @@ def _peer(task: str, run: Callable[..., peers.Taken], where: Where) -> dict[str,
     shape, rows, length, rungs = TASKS[task]
     recipe = _recipe(task, {}, where)
     train: Any = data_of(recipe).train
-    rows, length = recipe.batch.size, recipe.batch.length
+    rows, length = recipe.batch.size, recipe.batch.seq_len
     tokens = torch.stack([torch.as_tensor(train.row(n).tokens.astype("int64")) for n in range(STEPS * rows)])
     how = peers.Task(
         shape, "nf4" in str(rungs), "lora" in str(rungs), rows, length, STEPS, where.tiny, where.kind, where.folder

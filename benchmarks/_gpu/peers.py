@@ -68,8 +68,8 @@ def _config(task: Task) -> Any:
             "vocab_size": 4096,
         }
     else:
-        sizes = {"hidden_size": shape["width"], "num_hidden_layers": shape["layers"], "num_attention_heads": shape["heads"],
-                 "num_key_value_heads": shape["kv_heads"], "intermediate_size": shape["feed_forward"], "vocab_size": shape["vocabulary"]}  # fmt: skip
+        sizes = {"hidden_size": shape["hidden_size"], "num_hidden_layers": shape["num_layers"], "num_attention_heads": shape["num_heads"],
+                 "num_key_value_heads": shape["num_kv_heads"], "intermediate_size": shape["intermediate_size"], "vocab_size": shape["vocab_size"]}  # fmt: skip
     return LlamaConfig(
         **sizes, max_position_embeddings=task.length, tie_word_embeddings=bool(shape.get("tie_embeddings"))
     )

@@ -10,11 +10,11 @@ from _gpu.case import Where
 __all__ = ["SHAPES", "recipe_of"]
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "124M": {"family": "gpt2", "layers": 12, "width": 768, "heads": 12, "vocabulary": 50304},
-    "0.5B": {"family": "qwen2", "layers": 24, "width": 896, "heads": 14, "kv_heads": 2, "feed_forward": 4864, "vocabulary": 151936, "tie_embeddings": True},
-    "1B": {"layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "feed_forward": 8192, "vocabulary": 128256, "tie_embeddings": True},
-    "8B": {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "feed_forward": 14336, "vocabulary": 128256},
-    "8B, 8 layers": {"layers": 8, "width": 4096, "heads": 32, "kv_heads": 8, "feed_forward": 14336, "vocabulary": 128256},
+    "124M": {"family": "gpt2", "num_layers": 12, "hidden_size": 768, "num_heads": 12, "vocab_size": 50304},
+    "0.5B": {"family": "qwen2", "num_layers": 24, "hidden_size": 896, "num_heads": 14, "num_kv_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_embeddings": True},
+    "1B": {"num_layers": 16, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "tie_embeddings": True},
+    "8B": {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
+    "8B, 8 layers": {"num_layers": 8, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
 }  # fmt: skip
 """Those of GPT-2, Qwen2.5-0.5B, Llama-3.2-1B and Llama-3.1-8B."""
 
@@ -31,21 +31,21 @@ def recipe_of(
 
     model = dict(SHAPES[shape])
     if where.tiny:
-        heads = {} if model.get("family") == "gpt2" else {"kv_heads": 2}
+        heads = {} if model.get("family") == "gpt2" else {"num_kv_heads": 2}
         model = {
             "family": model.get("family", "llama"),
-            "layers": 2,
-            "width": 64,
-            "heads": 4,
-            "vocabulary": 4096,
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "vocab_size": 4096,
             **heads,
         }
         rows, length = min(rows, 4), min(length, 64)
     sections = {
         "model": json.dumps(model),
-        "data": "{source: stdlib, vocabulary: 4096, limit: 400}",
-        "batch": f"{{size: {rows}, length: {length}}}",
-        "stop": f"{{steps: {steps}}}",
+        "data": "{source: stdlib, vocab_size: 4096, limit: 400}",
+        "batch": f"{{size: {rows}, seq_len: {length}}}",
+        "stop": f"{{max_steps: {steps}}}",
         "hardware": f"{{device: {where.kind}}}",
         "techniques": json.dumps(techniques),
     } | more

@@ -21,7 +21,7 @@ from preheat.engine.step import gradients, update
 from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.probe import probe
 from preheat.recipe import Recipe, parse
-from preheat.training.lr_schedule import share_of_peak
+from preheat.training.lr_schedule import lr_factor
 
 
 def recipe_of(job: Job) -> Recipe:
@@ -30,16 +30,16 @@ def recipe_of(job: Job) -> Recipe:
         "name": "cpu-vs-peers",
         "seed": job.seed,
         "model": {"path": job.model},
-        "batch": {"size": job.batch, "length": job.length},
+        "batch": {"size": job.batch, "seq_len": job.length},
         "optimizer": {
             "lr": job.lr,
             "betas": list(job.betas),
             "eps": job.eps,
             "weight_decay": job.weight_decay,
-            "clip": job.clip,
+            "max_grad_norm": job.clip,
         },
-        "schedule": {"kind": "constant", "warmup": 0},
-        "stop": {"steps": job.steps},
+        "schedule": {"kind": "constant", "warmup_ratio": 0},
+        "stop": {"max_steps": job.steps},
         "hardware": {"device": "cpu"},
         "techniques": job.settings["techniques"],
     }
@@ -76,7 +76,7 @@ def main() -> None:
     losses: list[float] = []
     clock.tick()
     for step, batch in enumerate(batches(job, shape.micro)):
-        lr = peak_learning_rate(made) * share_of_peak(recipe.schedule, step, job.steps)
+        lr = peak_learning_rate(made) * lr_factor(recipe.schedule, step, job.steps)
         if lr != job.lr:
             raise RuntimeError(f"step {step}: learning rate {lr:g}, the job says {job.lr:g}")
         loss = gradients(made, batch)

@@ -20,7 +20,7 @@ from preheat.hardware.child_processes import ended_by, tethered
 from preheat.planning.search.result import falls_short
 from preheat.recipe import Recipe
 from preheat.run_dir import MEMORY_KEYS, claim, expected_memory, to_json, write_atomic
-from preheat.sanitize import percent
+from preheat.sanitize import memory, percent
 
 __all__ = ["Contender", "ablation", "bench", "chosen", "cosine_of", "speed_of", "take_turn", "verdicts"]
 
@@ -155,7 +155,7 @@ def _machine(recipe: Recipe) -> dict[str, Any]:
 
 def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
     """Plans each contender; marks those that do not fit or are rejected as failed."""
-    from preheat.training.session import plan_here
+    from preheat.training.plan_request import plan_here
 
     plans: list[dict[str, Any] | None] = []
     for c in contenders:
@@ -268,7 +268,7 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
             text = f"{name}: {'the recipe' if full['failed'] else 'without it the recipe'} did not run: {reason}"
             if not full["failed"] and not rest["fits"]:
                 text = f"{name} is needed: without it the recipe {rest['failed']}"
-            entries.append({"technique": name, "speed": None, "within_noise": None, "freed_gib": None, "words": text})
+            entries.append({"technique": name, "speed": None, "within_noise": None, "freed_gib": None, "message": text})
             continue
         ratios = [a / b for a, b in zip(full["speeds"], rest["speeds"], strict=False)]
         speed, freed = median(ratios), rest["peak_gib"] - full["peak_gib"]
@@ -280,7 +280,7 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
                 "speed": speed,
                 "within_noise": noise,
                 "freed_gib": freed,
-                "words": _words(name, speed, noise, freed, rest["peak_gib"], available),
+                "message": _words(name, speed, noise, freed, rest["peak_gib"], available),
             }
         )
     return entries
@@ -298,7 +298,7 @@ def _words(name: str, speed: float, noise: bool | None, freed: float, without: f
     elif noise is None:
         change = "no verdict on speed from one turn (--repeats 3 gives one)"
     small = abs(freed) < max(0.02 * without, 0.01)
-    size = f"{abs(freed):.2f} GiB" if abs(freed) >= 1 else f"{abs(freed) * 1024:.0f} MiB"
+    size = memory(abs(freed))
     space = "memory stays" if small else f"{'frees' if freed > 0 else 'takes'} {size}"
     if noise is False:
         text = f"{name} {change} and {space}" if not small else f"{name} {change}; {space} as it is"

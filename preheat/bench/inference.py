@@ -37,7 +37,7 @@ class InferenceContender:
     Attributes:
         name: name in tables.
         model: a path that `open_model` accepts.
-        settings: generation settings such as cache and speculative decoding; `tokens` is set by the benchmark.
+        settings: generation settings such as cache and speculative decoding; `max_new_tokens` is set by the benchmark.
         dtype: dtype to which the weights are cast; None: as the model is opened.
         engine: transformers uses its own model class and `generate`, greedy, without code of preheat.
     """
@@ -141,7 +141,7 @@ def bench_inference(
         for n, speech in enumerate(speeches):  # one after the other, because start-up is measured
             say(f"opening {speech.name}", n, len(speeches))
             settings = dataclasses.asdict(speech.settings)
-            del settings["tokens"], settings["prompts"]
+            del settings["max_new_tokens"], settings["prompts"]
             job = {"model": speech.model, "settings": settings, "dtype": speech.dtype, "engine": speech.engine}
             worker = stack.enter_context(
                 _Worker(speech, job | {"tokens": tokens, "cells": cells, "text": text}, folder)

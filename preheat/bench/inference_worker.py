@@ -44,7 +44,7 @@ class InferenceWorker:
         from preheat.recipe import Sample
 
         self.job, self.tokens = job, int(job["tokens"])
-        self.settings = Sample(**job["settings"], tokens=self.tokens)
+        self.settings = Sample(**job["settings"], max_new_tokens=self.tokens)
         opened = load_model(job["model"])
         self.device, self.tokenizer = opened.build.device, opened.tokenizer
         self.positions = opened.build.model.positions
@@ -54,7 +54,9 @@ class InferenceWorker:
             self.model = _plain(job, self.model.device)
         elif job["dtype"] is not None:
             _cast(self.model, job["dtype"])
-        self.draft = None if self.settings.draft is None else load_draft_model(self.settings.draft, self.tokenizer)
+        self.draft = (
+            None if self.settings.draft_model is None else load_draft_model(self.settings.draft_model, self.tokenizer)
+        )
         if self.draft is not None and job["dtype"] is not None:
             _cast(self.draft, job["dtype"])
         self.facts = facts(self.model.config)

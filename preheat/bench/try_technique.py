@@ -20,7 +20,7 @@ from preheat.core import Device, Phase, Technique, registry
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, check, dump
 from preheat.run_dir import MEMORY_KEYS, expected_memory
-from preheat.sanitize import percent
+from preheat.sanitize import memory, percent
 
 __all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "TrialOptions", "trial"]
 
@@ -52,7 +52,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(
-        Model(layers=2, width=128, heads=4, feed_forward=384),
+        Model(num_layers=2, hidden_size=128, num_heads=4, intermediate_size=384),
         8,
         "2 layers of 128: 0.4 M parameters and 1.0 M in embedding and head",
     ),
@@ -112,9 +112,9 @@ def _recipe(wish: TrialOptions, rows: int) -> Recipe:
         name="try",
         seed=1,
         model=SIZES[wish.model_size].model,
-        data=Data(source="stdlib", vocabulary=4096, limit=400),  # 400 files are enough text and take seconds to read
-        batch=Batch(size=rows, length=wish.seq_len),
-        stop=Stop(steps=100),
+        data=Data(source="stdlib", vocab_size=4096, limit=400),  # 400 files are enough text and take seconds to read
+        batch=Batch(size=rows, seq_len=wish.seq_len),
+        stop=Stop(max_steps=100),
         hardware=Hardware(memory=f"{most}B"),
     )
     check(recipe)
@@ -214,7 +214,7 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
         "batch": {"rows": wish.rows, "length": wish.seq_len, "accumulation_steps": wish.accumulation_steps},
         "steps": steps,
         "rows": rows,
-        "words": [summary for row in rows if (summary := _changed(row, rows))],
+        "verdicts": [summary for row in rows if (summary := _changed(row, rows))],
         "notes": [*_limits(wish), *more],
         "gpu": gpu,
         "seconds": time.monotonic() - start,
@@ -222,7 +222,7 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
 
 
 def _plan(group: _Group) -> None:
-    from preheat.training.session import plan_here
+    from preheat.training.plan_request import plan_here
 
     for c in group.contenders:
         try:
@@ -365,19 +365,20 @@ def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[
     No speed is predicted, and the context and workspaces of a GPU (about 0.5 GiB) are not included.
     """
     from preheat.planning.dry_run import observe
-    from preheat.training.session import vocabulary_of
+    from preheat.planning.request import Request
+    from preheat.training.plan_request import vocabulary_of
 
     flash = registry()["efficient_attention"](kernel="flash")  # type: ignore[call-arg]
     here = Device("cpu", "dry run", MEMORY)
     peaks: dict[str, float] = {}
-    vocabulary = vocabulary_of(plain)
+    request = Request(plain, here, vocabulary=vocabulary_of(plain))
     for c in group.contenders if group else []:
         named = {n: flash if n == "efficient_attention" else t for n, t in c.recipe.techniques.items() if n != "fp8"}
-        observation = observe(dataclasses.replace(c.recipe, techniques=named), vocabulary=vocabulary, device=here)
+        observation = observe(dataclasses.replace(request, recipe=dataclasses.replace(c.recipe, techniques=named)))
         peaks[c.name] = max(observation.peak.values()) / GIB
     notes = []
     if wish.benchmark or wish.technique == "zero":
-        observation = observe(plain, vocabulary=vocabulary, device=here)
+        observation = observe(request)
         at = observation.categories[Phase.UPDATE]
         shared = {1: ("optimizer",), 2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "parameters")}[
             wish.zero_stage
@@ -385,16 +386,12 @@ def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[
         one = sum(at[k] for k in ("optimizer", "gradients", "parameters"))
         eight = sum(at[k] / (8 if k in shared else 1) for k in ("optimizer", "gradients", "parameters"))
         notes.append(
-            f"dry run: weights, gradients and states take {_size(one)} of a GPU alone, {_size(eight)} of each of "
-            f"8 GPUs with ZeRO stage {wish.zero_stage}"
+            f"dry run: weights, gradients and states take {memory(one / GIB)} of a GPU alone, "
+            f"{memory(eight / GIB)} of each of 8 GPUs with ZeRO stage {wish.zero_stage}"
         )
         if wish.cpu_offload:
-            notes.append(f"dry run: offloading the states would free {_size(at['optimizer'])} of a single GPU")
+            notes.append(f"dry run: offloading the states would free {memory(at['optimizer'] / GIB)} of a single GPU")
     return peaks, notes
-
-
-def _size(count: float) -> str:
-    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
 
 
 def _with_and_without_zero(
@@ -402,10 +399,10 @@ def _with_and_without_zero(
 ) -> tuple[list[dict[str, Any]], int]:
     """Returns the rows of ZeRO and its baseline, each on several processes, and their steps within about `left`
     seconds."""
-    from preheat.training.session import plan_here
+    from preheat.training.plan_request import plan_here
 
     rows = wish.rows * PROCESSES
-    recipe = dataclasses.replace(plain, batch=Batch(size=rows, length=wish.seq_len))
+    recipe = dataclasses.replace(plain, batch=Batch(size=rows, seq_len=wish.seq_len))
     flash = {"efficient_attention": registry()["efficient_attention"](kernel="flash")}  # type: ignore[call-arg]
     one = plan_here(dataclasses.replace(plain, techniques=flash))
     names = (f"{PROCESSES} processes", f"zero, stage {wish.zero_stage}")

@@ -15,6 +15,7 @@ _BEGUN = time.perf_counter()  # before anything heavy is imported: start-up is m
 
 from collections.abc import Iterator  # noqa: E402
 from contextlib import closing  # noqa: E402
+from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -44,24 +45,26 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     from preheat.hardware.benchmark_rates import rates
     from preheat.hardware.gpu_memory import memory_peak
     from preheat.planning.dry_run import observe
-    from preheat.planning.plan import settled
-    from preheat.training.session import data_of, in_use, reset_memory_baseline
+    from preheat.planning.plan import resolve_auto
+    from preheat.planning.request import Request
+    from preheat.training.plan_request import data_of, in_use, row_count
+    from preheat.training.session import reset_memory_baseline
 
     recipe = recipes.parse(job["recipe"])
     device, threads = resolve_device(recipe)
     data = data_of(recipe)
     require_examples(recipe, data)
     pause = time.perf_counter()
+    request = Request(recipe, device, vocabulary=len(data.tokenizer))
     if any(isinstance(t, Searchable) and t.left_open(device) for t in recipe.techniques.values()):
-        measured, rows = rates(device, threads), len(data.train) if hasattr(data.train, "__len__") else None
-        recipe = settled(
-            recipe, vocabulary=len(data.tokenizer), device=device, rates=measured, rows=rows, in_use=in_use(device)
-        )
+        request = replace(request, rates=rates(device, threads), rows=row_count(data), in_use=in_use(device))
+        request = resolve_auto(request)
+        recipe = request.recipe
     # The dry run imports the modules of the techniques, so that their memory is not attributed to the steps.
-    observe(recipe, vocabulary=len(data.tokenizer), device=device)
+    observe(request)
     paused = time.perf_counter() - pause
     imports = reset_memory_baseline(device)
-    model_build = build(recipe, vocabulary=len(data.tokenizer), device=device)
+    model_build = build(recipe, vocabulary=request.vocabulary, device=device, source_config=request.source_config)
     lr = peak_learning_rate(model_build)
     shape = model_build.slot(Slot.BATCH_SHAPE)
     samples = job["steps"] * recipe.batch.size

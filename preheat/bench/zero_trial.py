@@ -91,7 +91,7 @@ def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
     torch.set_num_threads(job["threads"])
     world, recipe = job["world"], recipes.parse(job["recipe"])
     dist.init_process_group("gloo", init_method=f"file://{job['folder']}/store", rank=rank, world_size=world)
-    data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed)
+    data = prepare(recipe.data, length=recipe.batch.seq_len, seed=recipe.seed)
     imports = reset_memory_baseline(Device("cpu", "here", 0))
     model: Any = hf.build_on_meta(hf.configure(recipe, len(data.tokenizer)))
     materialize(model, torch.device("cpu"))
@@ -105,7 +105,7 @@ def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
         if stage
         else fused_adamw(groups, **settings, eps=1e-8)
     )
-    shape = Shape(recipe.batch.size, recipe.batch.length, recipe.batch.size // world)
+    shape = Shape(recipe.batch.size, recipe.batch.seq_len, recipe.batch.size // world)
     seconds, losses = [], []
     with closing(batches(data.train, seed=recipe.seed, committed=0, shape=lambda samples: shape)) as stream:
         for _ in range(job["steps"]):
@@ -124,12 +124,12 @@ def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
             loss.backward()
             del logits
             if stage:
-                optimizer.clip_grad_norm_(recipe.optimizer.clip)
+                optimizer.clip_grad_norm_(recipe.optimizer.max_grad_norm)
             else:
                 for p in model.parameters():
                     dist.all_reduce(p.grad)
                     p.grad.div_(world)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             mean = loss.detach() / world

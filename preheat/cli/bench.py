@@ -49,8 +49,8 @@ def bench(
             "--variant",
             metavar="KEY=VALUE,...",
             help=(
-                "With --inference: measure each model like this too: keys of sample (cache=int8, lookup=4, "
-                "draft=FOLDER), dtype=bf16, engine=transformers. May stand several times."
+                "With --inference: measure each model like this too: keys of sample (cache=int8, "
+                "prompt_lookup_tokens=4, draft_model=FOLDER), dtype=bf16, engine=transformers. May stand several times."
             ),
         ),
     ] = None,
@@ -134,22 +134,20 @@ def bench(
         return
     screen.print(_table(result["rows"], wide=screen.width >= 110))
     for verdict in result["verdicts"]:
-        screen.print(f"- {verdict['words']}", soft_wrap=True)
+        screen.print(f"- {verdict['message']}", soft_wrap=True)
     for row in result["rows"]:
         if row["failed"]:
             screen.print(f"{row['name']} was not run: {row['failed']}", soft_wrap=True)
     screen.print(f"report: {page}", soft_wrap=True)
 
 
-def _between(row: dict[str, Any]) -> str:
-    return f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}" if len(row["speeds"]) > 1 else "one turn"
-
-
 def _table(rows: list[dict[str, Any]], wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only the columns that the verdicts mention."""
     from rich.table import Table
 
-    from preheat.cli.views.console import memory, rate
+    from preheat.cli.views.console import rate
+    from preheat.report.bench_page import ratio_range
+    from preheat.sanitize import memory
 
     table = Table(box=None, pad_edge=False)
     table.add_column("contender", no_wrap=True)
@@ -163,7 +161,7 @@ def _table(rows: list[dict[str, Any]], wide: bool) -> Table:
         table.add_row(
             row["name"],
             rate(row["tokens_per_second"]),
-            f"{row['ratio']:.2f} ({_between(row)})",
+            f"{row['ratio']:.2f} ({ratio_range(row)})",
             memory(row["peak_gib"]),
             f"{row['loss']:.3f}",
             *(

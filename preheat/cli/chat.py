@@ -59,7 +59,7 @@ def chat(
 
     settings = generation.sampling(
         set or (),
-        tokens=tokens,
+        max_new_tokens=tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
@@ -159,9 +159,9 @@ def _answer(talk: Conversation, line: str) -> None:
             f"the oldest {answer.dropped} messages were dropped: with them the model's positions would not suffice"
         )
     positions = talk.opened.build.model.positions
-    if answer.written.ended == "context":
+    if answer.written.finish_reason == "context":
         generation.note(f"cut off: the model's {positions:,} positions end here; /reset begins anew")
-    elif answer.written.ended == "length":
+    elif answer.written.finish_reason == "length":
         generation.note(f"cut off after {watched.tokens:,} tokens; --tokens allows more")
     of = f" of {positions:,}" if positions else ""
     generation.note(

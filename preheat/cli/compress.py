@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,44 +103,39 @@ def compress(
     5`; `preheat compress my-model --method awq --set group=64 --data text.txt`; `preheat compress runs/demo --recipe
     edge`; an image classifier: `preheat compress my-mobilenet --recipe edge-vision --data images`
     """
-    from contextlib import nullcontext
-
     from transformers.utils.logging import disable_progress_bar
 
-    from preheat.cli.views.console import console
     from preheat.compress.atomic_folder import home_of
     from preheat.compress.compress import compress as run
     from preheat.compress.compress import read_variants, trained_for
-    from preheat.compress.pipeline import load_chain, run_chain
     from preheat.errors import RecipeError
     from preheat.models.image_classifiers import is_classifier
     from preheat.report.compress_page import write_compress
 
-    if is_classifier(Path(model)):
-        if recipe is None or data is None:
-            raise RecipeError(
-                f"MODEL: {model} is an image classifier: a chain of steps over it, and a folder of images by "
-                "class, say what is done; "
-                "preheat compress MODEL --recipe edge-vision --data IMAGES"
-            )
-        from preheat.cli.compress_vision import compress_vision
-
-        compress_vision(model, recipe, data, out, json=json)
-        return
-    home, step = home_of(model)
+    classifies_images = is_classifier(Path(model))
+    if classifies_images and (recipe is None or data is None):
+        raise RecipeError(
+            f"MODEL: {model} is an image classifier: a chain of steps over it, and a folder of images by "
+            "class, say what is done; "
+            "preheat compress MODEL --recipe edge-vision --data IMAGES"
+        )
+    home, step = (Path(model), "") if classifies_images else home_of(model)
     if recipe is not None:
+        from preheat.compress.chain import load_chain
+        from preheat.compress.pipeline import run_chain
+
         chain = load_chain(recipe)
         target = out or home / (chain.name + step)
         disable_progress_bar()
-        with nullcontext() if json else console(error=True).status("opening") as status:
+        with _progress(json=json) as say:
             result = run_chain(
                 model,
                 chain,
                 target,
                 data=data,
                 measured=measured or 64,
-                page=write_compress,
-                say=status.update if status is not None else lambda message: None,
+                page=(lambda folder: None) if classifies_images else write_compress,
+                say=say,
             )
         _show(result, target, json=json)
         return
@@ -155,7 +152,7 @@ def compress(
     disable_progress_bar()
     label = named[0].name if len(named) == 1 else "variants"
     target = out or home / f"compressed-{label}{step}"
-    with nullcontext() if json else console(error=True).status("opening") as status:
+    with _progress(json=json) as say:
         result = run(
             model,
             named,
@@ -167,9 +164,21 @@ def compress(
             within=0.02 if within is None else within,
             notes=notes,
             page=write_compress,
-            say=status.update if status is not None else lambda message: None,
+            say=say,
         )
     _show(result, target, json=json)
+
+
+@contextmanager
+def _progress(*, json: bool) -> Iterator[Callable[[str], None]]:
+    """Context manager that shows a line of progress, which the callback changes; nothing with --json."""
+    from preheat.cli.views.console import console
+
+    if json:
+        yield lambda message: None
+        return
+    with console(error=True).status("opening") as status:
+        yield status.update
 
 
 def _show(result: dict[str, Any], target: Path, *, json: bool) -> None:
@@ -180,10 +189,11 @@ def _show(result: dict[str, Any], target: Path, *, json: bool) -> None:
         emit(result)
         return
     screen = console()
-    screen.print(_table(result))
+    images = "chosen" not in result
+    screen.print(_image_table(result) if images else _table(result))
     for variant in result["variants"]:
         screen.print(f"{variant['name']}: {variant['what']}", soft_wrap=True, style="dim")
-    for note in result.get("said", ()):
+    for note in result.get("notes", ()):
         screen.print(f"note: {note}", soft_wrap=True)
     for export in result.get("exports", ()):
         screen.print(
@@ -193,10 +203,10 @@ def _show(result: dict[str, Any], target: Path, *, json: bool) -> None:
             ),
             soft_wrap=True,
         )
-    screen.print(
-        f"wrote {result['path']}; chosen as {result['chosen_because']}; all of it: {target / 'compress.html'}",
-        soft_wrap=True,
+    why, file = (
+        (result["data"], "compress.json") if images else (f"chosen as {result['chosen_because']}", "compress.html")
     )
+    screen.print(f"wrote {result['path']}; {why}; all of it: {target / file}", soft_wrap=True)
 
 
 def _list_methods() -> None:
@@ -232,5 +242,30 @@ def _table(result: dict[str, Any]) -> Table:
             f"{faster:.2f}",
             f"{1e3 * figures['first_token_seconds']:.1f}",
             style="bold" if name == result["chosen"] else None,
+        )
+    return table
+
+
+def _image_table(result: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for n, title in enumerate(
+        ("", "accuracy", "loss", "parameters", "MiB", "as before", "ms an image", "logits within")
+    ):
+        table.add_column(title, justify="right" if n else "left", no_wrap=n > 0, overflow="fold")
+    for name, figures, logits in [
+        ("before", result["before"], None),
+        *((step["name"], step["after"], step.get("logits")) for step in result["variants"]),
+    ]:
+        table.add_row(
+            name,
+            f"{figures['accuracy']:.1%}",
+            f"{figures['loss']:.4f}",
+            f"{figures['parameters']:,}",
+            f"{figures['bytes'] / 2**20:.2f}",
+            f"{figures['agreement']:.1%}" if "agreement" in figures else "",
+            f"{figures['milliseconds']:.2f}",
+            f"{logits['largest'] / max(logits['scale'], 1.0):.2g}" if logits else "",
         )
     return table

@@ -34,7 +34,7 @@ def data(
     from preheat.data.preview import preview
     from preheat.data.rows.example_kinds import require_examples
     from preheat.errors import DataError
-    from preheat.training.session import data_of
+    from preheat.training.plan_request import data_of
 
     prepared = data_of(chosen, refuse=False)
     shown = preview(prepared, rows=rows, seed=chosen.seed) | {"name": chosen.name}

@@ -47,14 +47,15 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.cli.views.console import memory, rate
+    from preheat.cli.views.console import rate
+    from preheat.sanitize import memory
 
     failure, parts = diagnosis["failure"], list[Any]()
     if failure:
-        requested = f" when {memory(failure['asked'] / 2**30)} more were asked for" if failure["asked"] else ""
-        head = f"out of memory in step {failure['step'] + 1}, {failure['where']}, on rank {failure['rank']}{requested}"
+        requested = f" when {memory(failure['requested'] / 2**30)} more were asked for" if failure["requested"] else ""
+        head = f"out of memory in step {failure['step'] + 1}, {failure['phase']}, on rank {failure['rank']}{requested}"
         filled = Table("what filled it", "", box=None, pad_edge=False, title=None)
-        for name, gib in sorted(diagnosis["held"].items(), key=lambda item: -item[1]):
+        for name, gib in sorted(diagnosis["in_use"].items(), key=lambda item: -item[1]):
             filled.add_row(f"{name} (activations and what lies between)" if name == "other" else name, memory(gib))
         parts += [Text(head, style="bold"), filled]
     else:
@@ -65,13 +66,13 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
             f"there are {memory(diagnosis['room_gib'])}"
         )
     )
-    for rung in diagnosis["rungs"]:
+    for rung in diagnosis["fallbacks"]:
         parts.append(
-            Text(f"resumed from step {rung['step']} with {', '.join(rung['took']) or 'the recipe as written'}")
+            Text(f"resumed from step {rung['step']} with {', '.join(rung['changed']) or 'the recipe as written'}")
         )
-    if diagnosis["ways"]:
+    if diagnosis["options"]:
         table = Table("ways out, the cheapest first", "peak", "s a step", "", box=None, pad_edge=False)
-        for way in diagnosis["ways"]:
+        for way in diagnosis["options"]:
             flags = " ".join(f"--set {item}" for item in way["set"])
             table.add_row(
                 flags,
@@ -83,7 +84,7 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
             table,
             Text(
                 f"preheat train {run}/recipe.yaml --out {run} --resume "
-                f"{' '.join(f'--set {item}' for item in diagnosis['ways'][0]['set'])}"
+                f"{' '.join(f'--set {item}' for item in diagnosis['options'][0]['set'])}"
             ),
         ]
     else:

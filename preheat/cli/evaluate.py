@@ -146,9 +146,9 @@ def evaluate(
 def _create_samples_file(samples: Path) -> None:
     """Creates or empties the samples file; raises RecipeError if an existing file is not one of ours."""
     from preheat.errors import RecipeError
-    from preheat.run_dir import require_own
+    from preheat.run_dir import require_overwritable
 
-    require_own(samples, ['{"task": '])
+    require_overwritable(samples, ['{"task": '])
     try:
         first = samples.open(encoding="utf-8", errors="replace").readline(1 << 20) if samples.is_file() else ""
         if first and not all(f'"{key}": ' in first for key in ("where", "context", "choices", "gold")):
@@ -193,7 +193,7 @@ def _evaluate_model(
     takes_base = any((Path(path) / name).is_file() for name in ("adapter_config.json", "recipe.yaml"))
     opened = load_model(path, base=base if takes_base else None, at_start=at_start)
     settings = recipe or opened.recipe
-    cut = length or settings.batch.length
+    cut = length or settings.batch.seq_len
     tokenizer = opened.tokenizer_folder
     micro = min(8, settings.batch.size)
     positions = opened.build.model.positions
@@ -211,7 +211,7 @@ def _evaluate_model(
                 opened.build, split_rows, micro=micro, limit=rows, sizes=sizes, objective=own
             )
             say("texts", len(results["texts"]), len(texts))
-        reach = length or max(settings.batch.length, min(positions, 2048))
+        reach = length or max(settings.batch.seq_len, min(positions, 2048))
         limits: dict[str, Any] = {"length": min(reach, positions or reach), "classes": opened.classes}
         scorer = Scorer(opened.build, opened.tokenizer, micro=micro, compiles=True, say=say, **limits)
         for task in tasks:
@@ -297,7 +297,7 @@ def _value(value: Mapping[str, Any] | None, *, signed: bool = False) -> str:
 def _notes(summary: Mapping[str, Any]) -> list[str]:
     notes = []
     for name, result in summary["texts"].items():
-        left = f"; {result['left']:,} more rows were not read (--rows)" if result["left"] else ""
+        left = f"; {result['unread_rows']:,} more rows were not read (--rows)" if result["unread_rows"] else ""
         cut = f"; {result['truncated']:,} examples lost their end (--length)" if result["truncated"] else ""
         notes.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} rows{left}{cut}")
     for name, result in summary["tasks"].items():

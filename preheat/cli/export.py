@@ -75,7 +75,7 @@ def export(
     from preheat.compress.export import registry
 
     disable_progress_bar()
-    target = out or registry.place_of(run, to, dtype)
+    target = out or registry.default_output(run, to, dtype)
     result = registry.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)
     if json:
         emit(result)

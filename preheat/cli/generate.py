@@ -35,7 +35,7 @@ def generate(
             "--file", help='Prompts, one a line; a .jsonl file holds {"prompt": ...} or {"messages": [...]} a line.'
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help=generation.HELP["tokens"])] = 64,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help=generation.HELP["max_new_tokens"])] = 64,
     temperature: generation.Temperature = 0.0,
     top_p: generation.TopP = 1.0,
     top_k: generation.TopK = 0,
@@ -69,7 +69,7 @@ def generate(
     prompts: list[Any] = list(prompt or []) + (read_prompts(file) if file is not None else [])
     settings = generation.sampling(
         set or (),
-        tokens=tokens,
+        max_new_tokens=tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
@@ -99,7 +99,7 @@ def generate(
                     "prompt": p,
                     "text": t.text,
                     "tokens": len(t.tokens),
-                    "ended": t.ended,
+                    "finish_reason": t.finish_reason,
                 }
                 for p, t in zip(prompts, generated, strict=True)
             ]

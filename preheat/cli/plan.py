@@ -1,20 +1,28 @@
-"""The `preheat plan` command."""
+"""The `preheat plan` command: plans a recipe unchanged, searches around it, plans serving, or sizes a model."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from preheat.cli.views.console import Json, Set
+from preheat.cli.views.output import passing
 
 if TYPE_CHECKING:
-    from preheat.training.plan_request import Question
+    from preheat.planning.request import Request
+    from preheat.planning.search.result import SearchResult
+    from preheat.recipe import Recipe
+    from preheat.training.plan_request import Subject
 
-__all__ = ["plan"]
+__all__ = ["finish", "plan", "recipe_text", "plan_as_written"]
+
+_SECONDS = {1: 8.0, 64: 50.0}  # {largest number of devices: seconds for the search}
+_MANY = 60.0  # seconds for the search on more devices
 
 
 def plan(
@@ -96,10 +104,9 @@ def plan(
     --nodes 8`. A recipe is planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
     """
     from preheat.cli.options.unused import name_unread
-    from preheat.cli.plan_modes import budget, searched, served, stated
 
     if compute_budget is not None:
-        budget(compute_budget, json)
+        _budget(compute_budget, json)
         return
     from preheat.errors import RecipeError
 
@@ -108,63 +115,66 @@ def plan(
     devices = (count or 1) * nodes
     per_host = count if nodes > 1 and count else min(devices, 8)
 
-    def question(method: str) -> Question:
-        return asked(what, set or [], method=method, length=length, batch_tokens=batch_tokens, devices=devices)
+    def subject(method: str) -> Subject:
+        return subject_of(what, set or [], method=method, length=length, batch_tokens=batch_tokens, devices=devices)
 
     gc.set_threshold(50_000)  # garbage collection would take a tenth of torch's import time
-    from preheat.training.plan_request import asked
+    from preheat.training.plan_request import request_of, subject_of
 
-    first = question(method or "full")
-    if first.given and method is not None:
+    first = subject(method or "full")
+    if first.from_user and method is not None:
         raise RecipeError(
             f"--method: {method}: a recipe says how it trains by its techniques; leave --method out, or name a model"
         )
-    if first.given:
+    if first.from_user:
         options = {"compute_budget": None, "inference": inference, "gpu": gpu}
         name_unread("plan", options, first.recipe, besides=("parallel.devices",) if devices > 1 else ())
     if inference:
-        served(first, gpu, devices, json)
+        _served(first.recipe, gpu, devices, json)
         return
-    if first.given and aim is None and allow is None:
-        result, page = stated(first, gpu, devices, per_host, price)
+    if first.from_user and aim is None and allow is None:
+        request = request_of(first.recipe, gpu, world=None if gpu is None else devices, per_host=per_host)
+        result, page = plan_as_written(request, devices, price)
     else:
-        others = {name: question(name) for name in ("lora", "qlora")} if method is None and not first.given else {}
-        limit = allow or ("exact" if first.given else "rounding")
-        result, page = searched(
-            first, others, gpu, devices, per_host, aim=aim or "fastest", allow=limit, price=price, quiet=json
+        request = request_of(first.recipe, gpu, world=devices, per_host=per_host, count_rows=first.from_user)
+        others = (
+            {name: subject(name).recipe for name in ("lora", "qlora")} if method is None and not first.from_user else {}
         )
+        limit = allow or ("exact" if first.from_user else "rounding")
+        result, page = _searched(request, others, aim=aim or "fastest", allow=limit, price=price, quiet=json)
     finish(result, page, first, out=out, html=html, json=json)
 
 
 def finish(
     result: dict[str, Any],
     page: Callable[[], dict[str, Any]],
-    question: Question,
+    subject: Subject,
     *,
     out: Path | None,
     html: Path | None,
     json: bool,
 ) -> None:
     """Writes the recipe and the page if requested, prints the plan, and exits with code 3 if it does not fit."""
-    from preheat.cli.plan_modes import recipe_text, write_recipe
     from preheat.cli.views.console import console, emit
-    from preheat.cli.views.plan_view import whole_picture
+    from preheat.cli.views.plan_view import plan_overview
 
     if out is not None:
-        write_recipe(result, question, out)
+        from preheat.run_dir import write_generated
+
+        write_generated(out, recipe_text(result, subject), "# written by preheat plan")
     if html is not None:
         from preheat.report.plan_page import write_plan
 
-        write_plan({**result, "figures": page(), "recipe_text": recipe_text(result, question)}, html)
+        write_plan({**result, "figures": page(), "recipe_text": recipe_text(result, subject)}, html)
     if json:
-        emit({**result, "absent": question.absent} if question.absent else result)
+        emit({**result, "absent": subject.absent} if subject.absent else result)
     else:
         screen = console()
-        screen.print(whole_picture(result, question.recipe.name))
-        if question.absent:
+        screen.print(plan_overview(result, subject.recipe.name))
+        if subject.absent:
             screen.print(
                 (
-                    f"{question.absent} is not here: planned by its built-in configuration; tokenizer, weights "
+                    f"{subject.absent} is not here: planned by its built-in configuration; tokenizer, weights "
                     "and data were not looked at"
                 ),
                 style="dim",
@@ -174,3 +184,175 @@ def finish(
                 screen.print(f"{label}: {path}", soft_wrap=True)
     if not result["fits"]:
         raise typer.Exit(3)
+
+
+def plan_as_written(
+    request: Request, devices: int, price: float | None
+) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    """Plans a recipe unchanged; returns (plan, function that computes the figures of its page)."""
+    from preheat.core import Tag
+    from preheat.planning.explain import explain, figures
+    from preheat.planning.plan import plan, resolve_auto
+    from preheat.planning.search.candidates import worst
+    from preheat.planning.search.max_context import longest_as_stated
+    from preheat.planning.search.result import EvaluatedPlan, SearchResult
+
+    as_written = request.recipe
+    request = resolve_auto(request)
+    recipe, prediction = request.recipe, plan(request)
+    added = tuple(recipe.techniques.values())
+    more: dict[str, Any] = {}
+    if any(Tag.EXTENDED_CONTEXT in t.provided() for t in added):  # also report the longest context that fits
+        more["longest_context"] = longest_as_stated(request)
+    result = SearchResult(EvaluatedPlan(recipe, prediction, worst(added), recipe.batch.size, ()))
+
+    def page() -> dict[str, Any]:
+        return figures(replace(result, evaluated=[result.best]), replace(request, world=devices))
+
+    more["settled"] = {
+        f"{name}.{key}": value
+        for name, t in recipe.techniques.items()
+        for key, value in vars(t).items()
+        if key != "on_gpu" and value != getattr(as_written.techniques[name], key)
+    }
+    return {**explain(result, devices=devices, price=price), "chosen": "the recipe as it is", **more}, page
+
+
+def _searched(
+    request: Request, others: Mapping[str, Recipe], *, aim: str, allow: str, price: float | None, quiet: bool
+) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    """Searches for the best recipe; if nothing fits, plans of other methods that do are added to the alternatives.
+
+    Args:
+        others: recipes of the same model to try in that case, by method.
+        quiet: do not print progress.
+    """
+    from preheat.planning.explain import explain, figures
+    from preheat.planning.observation_cache import observe_for_others
+    from preheat.planning.search.candidates import Space
+    from preheat.planning.search.max_context import longest
+    from preheat.planning.search.search import search
+    from preheat.planning.worker_pool import worker_pool
+
+    devices = request.devices
+    seconds = next((s for most, s in _SECONDS.items() if devices <= most), _MANY)
+
+    def tell(message: str) -> None:
+        if not quiet:
+            passing(f"dry run: {message}")
+
+    def search_for(request: Request, *, seconds: float = seconds, confirm: bool = True) -> SearchResult:
+        space = Space(request, allow)  # type: ignore[arg-type]
+        if aim == "longest-context":
+            return longest(space, seconds=seconds, confirm=confirm, tell=tell)
+        return search(space, aim=aim, seconds=seconds, confirm=confirm, tell=tell)  # type: ignore[arg-type]
+
+    with worker_pool(observe_for_others):
+        result = search_for(request)
+        if not quiet:
+            passing()
+        explained = explain(result, devices=devices, price=price)
+        if not explained["fits"]:
+            for name, other in others.items():
+                instead = search_for(replace(request, recipe=other), seconds=seconds / 2, confirm=False)
+                would = explain(instead, devices=devices, price=price)
+                if would["fits"]:
+                    keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost", "energy")
+                    metrics = {key: would[key] for key in keys}
+                    explained["alternatives"].append(
+                        {
+                            "what": f"--method {name}: {would['chosen']}",
+                            "recipe": would["recipe"]["techniques"],
+                            **metrics,
+                            "tradeoff": "trains an adapter" + (" on a base in 4 bits" if name == "qlora" else ""),
+                        }
+                    )
+
+    def page() -> dict[str, Any]:
+        return figures(result, request)
+
+    return explained, page
+
+
+def recipe_text(result: Mapping[str, Any], subject: Subject) -> str:
+    """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
+    from preheat.recipe.commented_yaml import brief
+
+    values = dict(result["recipe"])
+    if subject.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
+        values["model"] = {**values["model"], "path": subject.checkpoint}
+    return brief(values)
+
+
+def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:
+    """Prints weights, KV cache, rows that fit and peak speed for each combination of weight and cache format."""
+    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.plan_view import serving_picture
+    from preheat.hardware.rates import Rates
+    from preheat.planning.analytic import CACHES, cache_bytes, parameters_of, serving
+    from preheat.training.plan_request import hardware
+
+    config, total, ends = parameters_of(recipe)
+    device, rates, _ = hardware(gpu, recipe, devices)
+    if isinstance(rates, Rates):
+        bandwidth, peaks = rates.bandwidth, rates.peak_matrix_rate  # measured on this machine
+    else:
+        assert rates.device.bandwidth is not None
+        bandwidth, peaks = rates.device.bandwidth, rates.device.sustained()
+    length = recipe.batch.seq_len
+    rows = [
+        estimate
+        for cache_format in CACHES
+        for estimate in serving(
+            config,
+            total,
+            ends,
+            memory=device.memory,
+            length=length,
+            devices=devices,
+            bandwidth=bandwidth,
+            matrix_rate=peaks.get("bf16") or max(peaks.values()),
+            kept=cache_format,
+        )
+    ]
+    result = {
+        "model": recipe.name,
+        "device": {"kind": device.kind, "name": device.name, "memory_gib": device.memory / 2**30, "count": devices},
+        "parameters": total,
+        "length": length,
+        "cache_bytes_per_token": cache_bytes(config, length) / length,
+        "fits": any(s.rows for s in rows),
+        "formats": [
+            {
+                "weights": s.format,
+                "cache": s.cache_dtype,
+                "weights_gib": s.weights / 2**30,
+                "cache_gib_per_row": s.cache / 2**30,
+                "rows": s.rows,
+                "longest_context": s.longest,
+                "tokens_per_second_at_most": s.tokens_per_second,
+                "tokens_per_second_alone": s.alone,
+                "seconds_to_first_token": s.first_token,
+            }
+            for s in rows
+        ],
+    }
+    if json:
+        emit(result)
+    else:
+        console().print(serving_picture(result))
+    if not result["fits"]:
+        raise typer.Exit(3)
+
+
+def _budget(flops: float, json: bool) -> None:
+    """Prints the compute-optimal model size and tokens for a budget of FLOPs, by three approaches."""
+    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.plan_view import budget_picture
+    from preheat.planning.analytic import compute_optimal
+
+    approaches = [vars(o) for o in compute_optimal(flops)]
+    if json:
+        emit({"flops": flops, "approaches": approaches})
+    else:
+        console().print(budget_picture(flops, approaches))

@@ -99,8 +99,8 @@ def _finished(result: dict[str, Any], recipe: Recipe) -> Text:
     from rich.text import Text
 
     limits = {key: limit for key in ("tokens", "epochs", "hours") if (limit := getattr(recipe.stop, key))}
-    if recipe.stop.steps or not limits:
-        limits["steps"] = result["steps"]
+    if recipe.stop.max_steps or not limits:
+        limits["max_steps"] = result["steps"]
     later = " ".join(
         f"--set stop.{key}={2 * limit:g}" for key, limit in limits.items()
     )  # the first limit reached ends the run
@@ -125,7 +125,8 @@ def _summary(result: dict[str, Any]) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.cli.views.console import memory, rate
+    from preheat.cli.views.console import rate
+    from preheat.sanitize import memory
 
     table = Table("", "predicted", "measured", "difference", box=None, pad_edge=False)
     shown = (
@@ -174,32 +175,34 @@ def _dry_run(
     recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool
 ) -> None:
     """Checks the data and the run's folder and plans the recipe unchanged; exits with code 3 if it does not fit."""
-    from preheat.training.plan_request import asked, hardware
+    from preheat.training.plan_request import hardware, request_of, subject_of
 
     # Reports recipe errors before torch is imported, which takes seconds.
-    question = asked(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
-    from preheat.cli.plan import finish
-    from preheat.cli.plan_modes import stated
+    subject = subject_of(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
+    from preheat.cli.plan import finish, plan_as_written
     from preheat.cli.views.console import Alarms, console
     from preheat.errors import RecipeError
+    from preheat.models import configs
     from preheat.models.presets import require_weights
     from preheat.run_dir import check_folder
     from preheat.training.session import read_data
 
-    if not question.given:
+    if not subject.from_user:
         raise RecipeError(f"{recipe}: --dry-run takes a recipe; preheat plan takes a model, and writes one with --out")
-    check_folder(out or Path("runs") / question.recipe.name, resume=resume)
+    check_folder(out or Path("runs") / subject.recipe.name, resume=resume)
     if gpu is not None:
-        hardware(gpu, question.recipe, 1)  # reports an unknown GPU before the data is read
-    if question.absent is None:
-        require_weights(question.recipe)
-        data, _, _ = read_data(question.recipe, Alarms())
+        hardware(gpu, subject.recipe, 1)  # reports an unknown GPU before the data is read
+    if subject.absent is None:
+        require_weights(subject.recipe)
+        data, _, _ = read_data(subject.recipe, configs.source(subject.recipe), Alarms())
         if not json:
             rows = f"{len(data.train):,} rows" if hasattr(data.train, "__len__") else "a stream of rows"
-            console().print(f"data: {data.source}, {rows} of {question.recipe.batch.length:,} tokens")
-    devices = question.recipe.parallel.devices or 1
-    result, page = stated(question, gpu, devices, min(devices, 8), None)
-    finish(result, page, question, out=None, html=None, json=json)
+            console().print(f"data: {data.source}, {rows} of {subject.recipe.batch.seq_len:,} tokens")
+    devices = subject.recipe.parallel.devices or 1
+    world = None if gpu is None else devices
+    request = request_of(subject.recipe, gpu, world=world, per_host=min(devices, 8))
+    result, page = plan_as_written(request, devices, None)
+    finish(result, page, subject, out=None, html=None, json=json)
 
 
 def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json: bool, typed: Sequence[str]) -> None:
@@ -277,8 +280,8 @@ def train(
 ) -> None:
     """Trains a recipe, and ends with predicted beside measured and a report.
 
-    Example: `preheat train demo --set stop.steps=50 --out runs/first`, and after a crash the same with `--resume`. On
-    several devices: `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, whose
+    Example: `preheat train demo --set stop.max_steps=50 --out runs/first`, and after a crash the same with `--resume`.
+    On several devices: `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, whose
     jobs `preheat launch` writes. Would it run? `preheat train demo --dry-run`.
     """
     from preheat import recipe as recipes

@@ -77,7 +77,8 @@ def try_(
     from contextlib import nullcontext
 
     from preheat.bench.try_technique import TrialOptions, trial
-    from preheat.cli.views.console import console, emit, memory, rate
+    from preheat.cli.views.console import console, emit, rate
+    from preheat.sanitize import memory
 
     names = technique.replace("-", "_")
     wish = TrialOptions(
@@ -121,7 +122,7 @@ def try_(
                 ),
                 soft_wrap=True,
             )
-    for line in result["words"]:
+    for line in result["verdicts"]:
         screen.print(f"- {line}", soft_wrap=True)
     for line in result["notes"]:
         screen.note(line)
@@ -130,7 +131,8 @@ def try_(
 def _table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
-    from preheat.cli.views.console import memory, rate
+    from preheat.cli.views.console import rate
+    from preheat.sanitize import memory
 
     zero = any("optimizer_gib" in row for row in result["rows"])
     titles = ["contender", "tokens/s", "times", "peak", "loss", "cosine", *(["states"] if zero else []), "on a GPU"]

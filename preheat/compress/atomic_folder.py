@@ -28,7 +28,7 @@ class Unwritable(RunError):
     """A folder cannot be written.
 
     Attributes:
-        why: the reason, without the folder's name.
+        reason: the reason, without the folder's name.
     """
 
     def __init__(self, out: Path, why: str):
@@ -36,7 +36,7 @@ class Unwritable(RunError):
             f"{out}: cannot be written ({why}); nothing of it was left; free some room or name another folder "
             "with --out"
         )
-        self.why = why
+        self.reason = why
 
 
 class NewFolder:
@@ -114,7 +114,7 @@ class NewFolder:
         except OSError as failure:
             error = failure
         self._remove()
-        why = error.why if isinstance(error, Unwritable) else why_unwritable(error)
+        why = error.reason if isinstance(error, Unwritable) else why_unwritable(error)
         if why:
             raise Unwritable(self.out, why) from None
 

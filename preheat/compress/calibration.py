@@ -63,7 +63,7 @@ class Inputs:
     largest: Tensor
     tokens: int = 0
 
-    def see(self, x: Tensor) -> None:
+    def add(self, x: Tensor) -> None:
         x = x.detach().reshape(-1, x.shape[-1]).float()
         self.gram.addmm_(x.t(), x)
         torch.maximum(self.largest, x.abs().amax(dim=0), out=self.largest)
@@ -97,7 +97,7 @@ class Layer:
                     inputs[name] = Inputs(
                         torch.zeros(width, width, device=x.device), torch.zeros(width, device=x.device)
                     )
-                inputs[name].see(x)
+                inputs[name].add(x)
 
             return hook
 

@@ -29,12 +29,12 @@ class Texts:
     Attributes:
         calibration: [1, length] tokens each.
         held_out: rows for an evaluation.
-        words: a description of their source.
+        description: a description of their source.
     """
 
     calibration: list[Tensor]
     held_out: Any  # Rows or _RowSubset
-    words: str
+    description: str
 
 
 def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int | None) -> Texts:
@@ -53,7 +53,7 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
     from preheat.evaluation.perplexity import rows_of_text
 
     recipe, positions = opened.recipe, opened.build.model.positions
-    cut = min(length or recipe.batch.length, positions or (1 << 30))
+    cut = min(length or recipe.batch.seq_len, positions or (1 << 30))
     if data is not None:
         all_of = rows_of_text(
             recipe.data, data, knob="--data", length=cut, seed=recipe.seed, tokenizer=opened.tokenizer_folder

@@ -141,7 +141,9 @@ def trained_for(source: str | Path) -> list[Variant]:
     technique: Any = recipes.parse(Reader(source).recipe_text, where=str(file)).techniques.get("quantization_aware")
     if technique is None:
         return []
-    return [Variant("int4", methods()["int4"](**dataclasses.asdict(technique)))]
+    settings = dataclasses.asdict(technique)
+    settings["group"] = settings.pop("group_size")
+    return [Variant("int4", methods()["int4"](**settings))]
 
 
 def compress(
@@ -175,12 +177,12 @@ def compress(
         measured: maximum number of held-out rows.
         within: the smallest variant whose perplexity rises by at most this fraction is chosen.
         turns: timed turns per model.
-        notes: further notes for `said`.
+        notes: further notes for `notes`.
         page: called with the folder before it is renamed, to write a page from its compress.json.
         say: progress callback.
 
     Returns:
-        {path, bytes, before, after, max_logit_difference, chosen, variants: [...], said: [notes]}; the top-level
+        {path, bytes, before, after, max_logit_difference, chosen, variants: [...], notes: [...]}; the top-level
         figures are those of the chosen variant. `bytes` is the size of its weight files; `before` and `after` count
         the bytes of the weights with everything that is not quantized in bf16.
 
@@ -208,13 +210,13 @@ def compress(
         folders = [root if len(variants) == 1 else root / variant.name for variant in variants]
         for variant, folder in zip(variants, folders, strict=True):
             folder.mkdir(exist_ok=True)
-            row, timed[variant.name] = _one(variant, opened, before, folder, say)
+            row, timed[variant.name] = _compress_variant(variant, opened, before, folder, say)
             figures.append(row)
         say("timing")
         before.time(figures, timed, turns=turns)
         warning = unfinished(source, opened.step)
         for row, variant, folder in zip(figures, variants, folders, strict=True):
-            text = model_card.write(
+            text = model_card.of_compressed(
                 row,
                 source=str(source),
                 texts=texts,
@@ -225,7 +227,7 @@ def compress(
             (folder / "README.md").write_text(text, encoding="utf-8")
         choice = _chosen(figures, within)
         summary = summed(out if len(figures) == 1 else out / choice[0], figures, choice, str(source), texts)
-        summary["said"] = once([warning, *(note for row in figures for note in row["notes"]), *notes])
+        summary["notes"] = once([warning, *(note for row in figures for note in row["notes"]), *notes])
         (root / "compress.json").write_text(to_json(summary, indent=1), encoding="utf-8")
         page(root)
     return summary
@@ -264,7 +266,9 @@ def _require(opened: LoadedModel, variants: Sequence[Variant], source: Any) -> N
         raise RecipeError("\n".join(problems))
 
 
-def _one(variant: Variant, opened: LoadedModel, before: Baseline, folder: Path, say: Say) -> tuple[dict[str, Any], Any]:
+def _compress_variant(
+    variant: Variant, opened: LoadedModel, before: Baseline, folder: Path, say: Say
+) -> tuple[dict[str, Any], Any]:
     """Applies one variant, writes and reopens it, and compares; returns its figures, and the model to time."""
     from preheat.ops.quantization.serialization import quantized_modules
 
@@ -294,7 +298,7 @@ def _one(variant: Variant, opened: LoadedModel, before: Baseline, folder: Path, 
         "detail": change.detail,
         "notes": notes,
         "quantized": quantized,
-        "bytes": sum(p.stat().st_size for p in folder.glob("*.safetensors")),
+        "bytes": save_load.weight_bytes(folder),
         **row,
     }
     return row, timed
@@ -329,7 +333,7 @@ def summed(
         "chosen": chosen["name"],
         "chosen_because": choice[1],
         "source": source,
-        "texts": texts.words,
+        "texts": texts.description,
         "calibration_rows": len(texts.calibration),
         "variants": list(figures),
     }

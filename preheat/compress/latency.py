@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from preheat.models.layerwise import plainly
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Speed", "speeds"]
+__all__ = ["Speed", "in_turns", "speeds"]
+
+Timing = TypeVar("Timing")
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,24 @@ def speeds(models: Mapping[str, Any], prompt: Tensor, *, tokens: int = 32, turns
         >>> speeds({"before": a, "after": b}, torch.tensor([[1, 2, 3]]))["after"].decode            # doctest: +SKIP
         161.2
     """
-    timings: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+
+    def timing(model: Any) -> tuple[float, float]:
+        with plainly(model):
+            return _once(model, prompt, tokens)
+
+    timings = in_turns({name: partial(timing, model) for name, model in models.items()}, turns)
+    return {name: _median(prompt.shape[1], measured) for name, measured in timings.items()}
+
+
+def in_turns(runs: Mapping[str, Callable[[], Timing]], turns: int) -> dict[str, list[Timing]]:
+    """Calls each of `runs` once per turn, so that machine load affects all alike; the first turn is warmup."""
+    timings: dict[str, list[Timing]] = {name: [] for name in runs}
     for turn in range(turns + 1):
-        for name, model in models.items():
-            with plainly(model):
-                timing = _once(model, prompt, tokens)
+        for name, run in runs.items():
+            timing = run()
             if turn:
                 timings[name].append(timing)
-    return {name: _median(prompt.shape[1], measured) for name, measured in timings.items()}
+    return timings
 
 
 def _once(model: Any, prompt: Tensor, tokens: int) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from preheat.hardware.child_processes import ended_by, tethered
 from preheat.ops.quantization.grids import Groups
 from preheat.run_dir import to_json
 
-__all__ = ["Found", "python_of", "run", "unpacked"]
+__all__ = ["QuantizedWeights", "python_of", "run", "unpacked"]
 
 VARIABLE = "PREHEAT_LLM_COMPRESSOR"
 _INSTALL = (
@@ -33,7 +33,7 @@ _INSTALL = (
 
 
 @dataclass(frozen=True)
-class Found:
+class QuantizedWeights:
     """Quantized weights from llm-compressor.
 
     Attributes:
@@ -45,7 +45,7 @@ class Found:
     version: str
 
 
-def run(model: Any, rows: Sequence[Tensor], request: Mapping[str, Any], python: str | None) -> Found:
+def run(model: Any, rows: Sequence[Tensor], request: Mapping[str, Any], python: str | None) -> QuantizedWeights:
     """Returns the codes of the requested linear maps; copies llm-compressor's values into all other weights, in place.
 
     Args:
@@ -97,7 +97,7 @@ def python_of(python: str | None) -> tuple[str, str]:
     return executable, f"python: {named} has no llm-compressor; {_INSTALL}" if check.returncode else ""
 
 
-def _read(folder: Path, model: Any, request: Mapping[str, Any]) -> Found:
+def _read(folder: Path, model: Any, request: Mapping[str, Any]) -> QuantizedWeights:
     from safetensors.torch import load_file
 
     stored: dict[str, Tensor] = {}
@@ -122,7 +122,7 @@ def _read(folder: Path, model: Any, request: Mapping[str, Any]) -> Found:
         for name, weight in stored.items():
             own[name].copy_(weight)
     version = json.loads((folder / "version.json").read_text(encoding="utf-8"))
-    return Found(maps, str(version))
+    return QuantizedWeights(maps, str(version))
 
 
 def unpacked(packed: Tensor, bits: int, inputs: int) -> Tensor:

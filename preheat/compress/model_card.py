@@ -1,23 +1,78 @@
-"""Model card of a compressed model: method, source, data and measurements."""
+"""Model cards (README.md): of compressed models, of exports, and of the steps of image classifiers' chains.
+
+Each kind of card hands its sections to `_card`, which adds the front matter and what had to be left out of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from preheat import recipe as recipes
 from preheat.compress.front_matter import front_matter
+from preheat.recipe.paths import published
+from preheat.run_dir import Reader
 
 if TYPE_CHECKING:
     from preheat.compress.calibration_text import Texts
 
-__all__ = ["write"]
+__all__ = ["of_compressed", "of_image_step", "version_of", "write_export"]
+
+_USES = {
+    ".onnx": (
+        'import onnxruntime\nsession = onnxruntime.InferenceSession("model.onnx")\nscores, = session.run(None, '
+        '{"pixel_values": pixels.numpy()})'
+    ),
+    ".pte": (
+        "from executorch.runtime import Runtime\nforward = "
+        'Runtime.get().load_program("model.pte").load_method("forward")\nscores, = forward.execute((pixels,))  # '
+        "one image"
+    ),
+    "": (
+        "from transformers import AutoModelForImageClassification\nscores = "
+        'AutoModelForImageClassification.from_pretrained(".")(pixels).logits'
+    ),
+}
+_IMAGE = (
+    'from transformers import AutoImageProcessor\npixels = AutoImageProcessor.from_pretrained(".", '
+    'backend="pil")(image, return_tensors="pt")["pixel_values"]\n'
+)
 
 
-def write(
+def _card(
+    source: str | Path,
+    title: str,
+    sections: Iterable[str],
+    *,
+    library: str,
+    pipeline: str,
+    relation: str = "quantized",
+    tags: Sequence[str] = (),
+    closing: str = "",
+) -> str:
+    """Returns a card in Markdown; the arguments that are not listed are those of `front_matter`.
+
+    Args:
+        title: the heading.
+        sections: paragraphs, lists, tables; empty ones are left out.
+        closing: begins the last paragraph, before what was left out of the front matter.
+    """
+    front = front_matter(source, library=library, pipeline=pipeline, relation=relation, tags=tags)
+    last = " ".join(filter(None, (closing, front.left_out)))
+    return "\n\n".join(filter(None, (front.yaml, f"# {title}", *sections, last))) + "\n"
+
+
+def _table(rows: Sequence[Sequence[str]], rule: str = "---") -> str:
+    """Returns a table in Markdown with the first row as its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0].replace("|  |", "| |"), "|" + f"{rule}|" * len(rows[0]), *lines[1:]])
+
+
+def of_compressed(
     row: Mapping[str, Any], *, source: str, texts: Texts, reads: bool, quantized: bool, said: Sequence[str] = ()
 ) -> str:
-    """Returns a card in Markdown.
+    """Returns the card of a compressed model: method, source, data and measurements.
 
     Args:
         row: figures of a variant, from `compress.compress`.
@@ -27,47 +82,232 @@ def write(
         quantized: True if the weights are in a format that only preheat reads.
         said: further notes.
     """
-    from importlib.metadata import version
-
     before, after = row["before"], row["after"]
     low, high = after["perplexity_interval"]
     between = f" (95 % of bootstrap resamples: {low:.4f} to {high:.4f})" if low is not None else ""
     settings = ", ".join(f"{key} {value!r}" for key, value in row["settings"].items()) or "none"
     rows = texts.calibration
     calibration = f"{len(rows)} rows of {rows[0].shape[1]} tokens" if reads else "not looked at by this method"
-    ratio = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
-    library = "preheat" if quantized else "transformers"
-    notes = "".join(f"Note: {note}.\n\n" for note in said)
-    front = front_matter(source, library=library, pipeline="text-generation", tags=("compressed", row["method"]))
-    return f"""{front.yaml}
+    speeds = [figures["decode_tokens_per_second"] for figures in (before, after)]
+    first = [1e3 * figures["first_token_seconds"] for figures in (before, after)]
+    name = Path(source).name
+    sections = [
+        f"What: {row['what']}.{' ' + row['detail'] + '.' if row['detail'] else ''}",
+        f"From: `{name}`, adapters merged, in fp32. Settings: {settings}.",
+        *(f"Note: {note}." for note in said),
+        f"Calibration: {calibration}. Data: {texts.description}.",
+        _table(
+            [
+                ("", "before", "after"),
+                (
+                    "perplexity on held-out text",
+                    f"{before['perplexity']:.4f}",
+                    f"{after['perplexity']:.4f} ({row['perplexity_rise']:+.2%})",
+                ),
+                ("loss, nats a token", f"{before['loss']:.4f}", f"{after['loss']:.4f}"),
+                ("weights", f"{before['bytes']:,} bytes in bf16", f"{after['bytes']:,} bytes"),
+                (
+                    "decoding, one row, tokens/s",
+                    f"{speeds[0]:.1f} in bf16",
+                    f"{speeds[1]:.1f} ({speeds[1] / speeds[0]:.2f}x)",
+                ),
+                (
+                    f"first token after {after['prompt_tokens']} tokens, ms",
+                    f"{first[0]:.1f} in bf16",
+                    f"{first[1]:.1f}",
+                ),
+            ]
+        ),
+        f"Measured: perplexity over {after['tokens']:,} held-out tokens in {after['rows']} rows{between}, before in "
+        "the precision that it was trained in.\n"
+        "Times are medians of turns taken alternately with the same model in bf16, by transformers' own forward with "
+        "a KV cache, on the machine that\n"
+        f"wrote this. Logits differ by at most {row['max_logit_difference']:.3g} (largest {row['largest_logit']:.3g}), "
+        "and the likeliest token is the\n"
+        f"same at {row['top_1_agreement']:.1%} of the places. What was written was opened again and gave the very "
+        "logits that it gave in memory.",
+    ]
+    return _card(
+        source,
+        f"{name}, compressed by {row['method']}",
+        sections,
+        library="preheat" if quantized else "transformers",
+        pipeline="text-generation",
+        tags=("compressed", row["method"]),
+        closing=(
+            'Use: `preheat generate FOLDER --prompt "…"`, `preheat eval FOLDER --data TEXT`. '
+            f"Written by {version_of('preheat')}."
+        ),
+    )
 
-# {Path(source).name}, compressed by {row["method"]}
 
-What: {row["what"]}.{" " + row["detail"] + "." if row["detail"] else ""}
+def of_image_step(summary: Mapping[str, Any], number: int, folder: Path) -> str:
+    """Returns the card of one step of an image classifier's chain: method, source, images and measurements.
 
-From: `{Path(source).name}`, adapters merged, in fp32. Settings: {settings}.
+    Args:
+        summary: of the chain, see `vision.steps.ImageSteps`.
+        number: index of the step in it.
+        folder: that the step wrote.
+    """
+    steps = summary["variants"][: number + 1]
+    # Exports do not change the model, so earlier exports are not among the steps that led to this one.
+    steps = [s for s in steps[:-1] if "logits" not in s] + [steps[-1]]
+    suffix = next((file.suffix for file in folder.glob("model.*") if file.suffix in _USES), "")
+    models = [("before", summary["before"]), *((s["method"], s["after"]) for s in steps)]
+    comparison = ""
+    if (difference := steps[-1].get("logits")) is not None:
+        comparison = (
+            f"Against the model that it was made from, over {difference['images']} calibration images: "
+            f"scores differ by at most {difference['largest']:.3g} "
+            f"(largest {difference['scale']:.3g}), by {difference['mean']:.3g} in the mean; the first class "
+            f"is the same at {difference['agreement']:.1%}."
+        )
+    name = Path(summary["source"]).resolve().name
+    sections = [
+        f"From the image classifier `{name}`:",
+        "\n".join(f"{n}. {step['method']}: {step['what']}." for n, step in enumerate(steps, 1)),
+        f"Images: {summary['data']}.",
+        _table(
+            [
+                ("", "accuracy", "loss", "parameters", "bytes", "as before", "ms an image"),
+                *(
+                    (
+                        method,
+                        f"{figures['accuracy']:.1%}",
+                        f"{figures['loss']:.4f}",
+                        f"{figures['parameters']:,}",
+                        f"{figures['bytes']:,}",
+                        f"{figures['agreement']:.1%}" if "agreement" in figures else "",
+                        f"{figures['milliseconds']:.2f}",
+                    )
+                    for method, figures in models
+                ),
+            ]
+        ),
+        "Accuracy, loss (nats an image) and the share with the same first class as before are of the held-out images; "
+        "times are medians of turns taken\n"
+        "alternately, one image at a time, on the machine that wrote this: models in eager PyTorch, files in their own "
+        "runtime.",
+        comparison,
+        f"Use:\n\n```\n{_IMAGE}{_USES[suffix]}\n```",
+    ]
+    return _card(
+        summary["source"],
+        f"{name}: {steps[-1]['method']}",
+        sections,
+        library={".onnx": "onnx", ".pte": "executorch"}.get(suffix, "transformers"),
+        pipeline="image-classification",
+        relation="quantized" if suffix else "finetune",
+        closing=f"Written by {version_of('preheat')}.",
+    )
 
-{notes}Calibration: {calibration}. Data: {texts.words}.
 
-| | before | after |
-|---|---|---|
-| perplexity on held-out text | {before["perplexity"]:.4f} | {after["perplexity"]:.4f} ({row["perplexity_rise"]:+.2%}) |
-| loss, nats a token | {before["loss"]:.4f} | {after["loss"]:.4f} |
-| weights | {before["bytes"]:,} bytes in bf16 | {after["bytes"]:,} bytes |
-| decoding, one row, tokens/s | {before["decode_tokens_per_second"]:.1f} in bf16 | \
-{after["decode_tokens_per_second"]:.1f} ({ratio:.2f}x) |
-| first token after {after["prompt_tokens"]} tokens, ms | {1e3 * before["first_token_seconds"]:.1f} in bf16 | \
-{1e3 * after["first_token_seconds"]:.1f} |
+def write_export(
+    folder: Path,
+    run: str | Path,
+    summary: Mapping[str, Any],
+    *,
+    title: str,
+    use: str,
+    library: str,
+    pipeline: str = "text-generation",
+) -> None:
+    """Writes the card of an export: source run, data, comparison and usage.
 
-Measured: perplexity over {after["tokens"]:,} held-out tokens in {after["rows"]} rows{between}, before in the \
-precision that it was trained in.
-Times are medians of turns taken alternately with the same model in bf16, by transformers' own forward with a KV \
-cache, on the machine that
-wrote this. Logits differ by at most {row["max_logit_difference"]:.3g} (largest {row["largest_logit"]:.3g}), and the \
-likeliest token is the
-same at {row["top_1_agreement"]:.1%} of the places. What was written was opened again and gave the very logits that \
-it gave in memory.
+    Args:
+        folder: of the export, while it is written.
+        run: the exported run, whose recipe, data and metrics are included; or a model's or an adapter's folder.
+        summary: result of the writer.
+        title: the format and dtype, as in "GGUF, q8_0".
+        use: a command or a few lines of Python that use it.
+        library: the library that loads it, by the hub's name.
+        pipeline: the hub's name of the task.
+    """
+    sections = [
+        "\n".join(_origin(Path(run), summary)),
+        "## Compared with the model it came from",
+        _compared(summary),
+        f"Note: {summary['note']}." if summary["note"] else "",
+        f"## Use\n\n```\n{use}\n```",
+    ]
+    text = _card(
+        run,
+        f"{Path(run).resolve().name}: {title}",
+        sections,
+        library=library,
+        pipeline=pipeline,
+        relation="adapter" if library == "peft" else "quantized",
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
-Use: `preheat generate FOLDER --prompt "…"`, `preheat eval FOLDER --data TEXT`. Written by preheat \
-{version("preheat")}. {front.left_out}
-"""
+
+def version_of(package: str) -> str:
+    """Returns a package and its version, as in "onnxruntime 1.32.0"."""
+    from importlib.metadata import version
+
+    import preheat
+
+    return f"{package} {preheat.__version__ if package == 'preheat' else version(package)}"
+
+
+def _origin(run: Path, summary: Mapping[str, Any]) -> list[str]:
+    merged = f", {summary['merged']} adapters merged" if summary.get("merged") else ""
+    run = run.parent.parent if run.parent.name == "checkpoints" else run
+    if not (run / "recipe.yaml").is_file():
+        return [f"Written by preheat from the folder `{run.resolve().name}`{merged}."]
+    reader = Reader(run)
+    lines = [f"Written by preheat from the run `{run.resolve().name}`{merged}.", "", "## Trained", ""]
+    for technique, changes in reader.changes.items():
+        lines += [f"- {technique}: {change['what']}" for change in changes]
+    lines += _data(reader) + _measured(reader)
+    text = recipes.dump(published(recipes.parse(reader.recipe_text, where=str(run / "recipe.yaml"))))
+    return [*lines, "", "The recipe:", "", "```yaml", text.strip(), "```"]
+
+
+def _data(run: Reader) -> list[str]:
+    data = run.data
+    if "source" not in data:
+        return []
+    sizes = (data.get("counts") or {}).get("train") or {}
+    complete = "tokens" in sizes and "documents" in sizes
+    count = f", {sizes['documents']:,} documents, {sizes['tokens']:,} tokens to train on" if complete else ""
+    template = f"; chat template {data['template']}" if data.get("chat") and "template" in data else ""
+    return [f"- data: {data['source']}{count}{template}"]
+
+
+def _measured(reader: Reader) -> list[str]:
+    metrics, evaluations = reader.metrics(), reader.evaluations()
+    lines = []
+    if metrics:
+        last = metrics[-1]
+        tokens = f" and {last['tokens']:,} tokens" if last.get("tokens") is not None else ""
+        lines.append(f"- after {last['step']:,} steps{tokens}: training loss {last['loss']:.4f} nats a token")
+    losses = [
+        (line["step"], line["validation_loss"]) for line in evaluations if line.get("validation_loss") is not None
+    ]
+    if losses:
+        lines.append(f"- validation loss {losses[-1][1]:.4f} at step {losses[-1][0]:,}")
+    environment = reader.environment
+    device, torch = (
+        (environment.get(part) or {}).get(key) for part, key in (("machine", "device"), ("versions", "torch"))
+    )
+    if device and torch:
+        lines.append(f"- on {device}, with torch {torch}")
+    return lines
+
+
+def _compared(summary: Mapping[str, Any]) -> str:
+    """Returns a table with `verify.figures`."""
+    before, after = summary["before"]["perplexity"], summary["after"]["perplexity"]
+    rows = [
+        ("positions compared", f"{summary['tokens']:,}, of prose, code, arithmetic and JSON"),
+        (
+            "largest difference of a logit",
+            f"{summary['max_logit_difference']:.3g} (largest logit {summary['largest_logit']:.3g})",
+        ),
+        ("mean difference of a logit", f"{summary['mean_logit_difference']:.3g}"),
+        ("same most likely token", f"{summary['top1_agreement']:.1%} of positions"),
+    ]
+    if before is not None:
+        rows.append((f"perplexity on {summary['perplexity_of']}", f"{before:.5g} before, {after:.5g} after"))
+    return f"Read back by {summary['read_by']}:\n\n" + _table([("", ""), *rows], " --- ")

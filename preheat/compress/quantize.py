@@ -22,7 +22,7 @@ __all__ = [
     "keep_high",
     "quantize",
     "quantize_by_inputs",
-    "told",
+    "describe_precision",
     "weights_and_bits",
 ]
 
@@ -100,7 +100,7 @@ def quantize(
     for name, module in quantized.items():
         put_in(model, name, module)
     keep_high(model, excluded, settings.high, tied=tied)
-    return told(model, list(quantized), description)
+    return describe_precision(model, list(quantized), description)
 
 
 def quantize_by_inputs(
@@ -130,7 +130,9 @@ def quantize_by_inputs(
             for name, statistics in _inputs_of(model, remaining, rows).items():
                 put_in(model, name, make(name, remaining[name], statistics))
     keep_high(model, excluded, settings.high, tied=tied)
-    return told(model, list(chosen), f"{description}; {len(rows)} rows of {rows[0].shape[1]} tokens looked at")
+    return describe_precision(
+        model, list(chosen), f"{description}; {len(rows)} rows of {rows[0].shape[1]} tokens looked at"
+    )
 
 
 def _inputs_of(model: PreTrainedModel, maps: dict[str, nn.Module], rows: Sequence[Tensor]) -> dict[str, Inputs]:
@@ -170,7 +172,7 @@ def keep_high(model: PreTrainedModel, excluded: set[str], high: str, *, tied: bo
             ends[1].codes, ends[1].scales = ends[0].codes, ends[0].scales
 
 
-def told(model: PreTrainedModel, names: Sequence[str], description: str) -> Change:
+def describe_precision(model: PreTrainedModel, names: Sequence[str], description: str) -> Change:
     """Returns a summary: average bits per weight of the quantized maps with scales, and the precision of the rest."""
     from preheat.models.hf import embedding
     from preheat.ops.quantization.serialization import form_of, quantized_modules

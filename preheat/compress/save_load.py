@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from preheat.inference.load import LoadedModel
 
-__all__ = ["finish", "write_model"]
+__all__ = ["finish", "weight_bytes", "write_model"]
 
 WEIGHTS = "model.safetensors"
 
@@ -74,3 +74,8 @@ def write_model(model: Any, opened: LoadedModel, folder: Path, *, method: str, d
     model.set_attn_implementation(attention)
     model.config.use_cache = use_cache
     return [*ends.notes, *([note] if note else [])]
+
+
+def weight_bytes(folder: Path) -> int:
+    """Returns the bytes of a folder's weight files."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -17,17 +17,17 @@ from preheat.model_folder import beginning
 from preheat.models.generation.config import ends_of, read_generation
 from preheat.sanitize import quoted
 
-__all__ = ["Ends", "end_texts", "name_ends", "require_same_tokens"]
+__all__ = ["EndTokens", "end_texts", "name_ends", "require_same_tokens"]
 
 
 @dataclass
-class Ends:
+class EndTokens:
     """End-of-text tokens of a model.
 
     Attributes:
         tokenizer: to be saved; for a chat model its EOS token is the end of a turn.
         tokens: all tokens that end a text.
-        turn: the token that ends an assistant's turn; None: no chat model, or its turns end in no token.
+        end_of_turn: the token that ends an assistant's turn; None: no chat model, or its turns end in no token.
         notes: messages for the user.
         chats: True if the model was trained on chats, rendered by the tokenizer's template.
         string: the string that ends an answer if no token does; else ''.
@@ -35,13 +35,13 @@ class Ends:
 
     tokenizer: Any
     tokens: list[int]
-    turn: int | None
+    end_of_turn: int | None
     notes: list[str]
     chats: bool
     string: str = ""
 
 
-def name_ends(model: Any, opened: LoadedModel) -> Ends:
+def name_ends(model: Any, opened: LoadedModel) -> EndTokens:
     """Sets BOS, EOS and padding tokens in the config and the generation settings, in place.
 
     Values stated by the base are kept; a new model gets the tokenizer's. Generation also stops at the tokenizer's own
@@ -71,7 +71,7 @@ def name_ends(model: Any, opened: LoadedModel) -> Ends:
         model.config.eos_token_id = turn
         ends = [turn, *(n for n in ends if n != turn)]  # readers that support a single EOS take the first
     settings.eos_token_id = ends if len(ends) > 1 else ends[0]
-    return Ends(tokenizer, ends, turn, notes + turn_notes, opened.template is not None, string)
+    return EndTokens(tokenizer, ends, turn, notes + turn_notes, opened.template is not None, string)
 
 
 def _end_turns(opened: LoadedModel) -> tuple[Any, int | None, str, list[str]]:

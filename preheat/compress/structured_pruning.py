@@ -14,7 +14,7 @@ import torch
 
 from preheat.errors import RecipeError
 from preheat.models.conversions import slicing
-from preheat.models.conversions.slicing import Kept, Sizes
+from preheat.models.conversions.slicing import KeptIndices, Sizes
 from preheat.models.hf import anatomy
 from preheat.models.layerwise import hooked, loss, matrix, plainly, run, skipping
 from preheat.ops.pruning_scores import added, blocks, highest, influence, moments
@@ -34,8 +34,8 @@ __all__ = [
     "measure",
     "pruned",
     "require_skipped",
-    "shares",
-    "told",
+    "sizes_for_fractions",
+    "describe_change",
 ]
 
 
@@ -151,14 +151,14 @@ def _influence_hooks(model: PreTrainedModel) -> tuple[list[_Mean], list[Any]]:
     return means, [(layer, record(mean)) for layer, mean in zip(anatomy(model).layers, means, strict=True)]
 
 
-def chosen(importance: Importance, current: Sizes, wanted: Sizes) -> Kept:
+def chosen(importance: Importance, current: Sizes, wanted: Sizes) -> KeptIndices:
     """Selects the most important parts for the target sizes: layers and residual dimensions globally, heads and
     channels per layer.
 
     Key-value heads are scored by the sum of their query heads, and keep all of them. If fewer query heads per key-value
     head are wanted, the query heads of each group compete with each other.
     """
-    selection = Kept()
+    selection = KeptIndices()
     if wanted.layers < current.layers:
         selection = replace(selection, layers=highest(importance.layers, wanted.layers))
     if wanted.hidden < current.hidden:
@@ -202,7 +202,9 @@ def pruned(model: PreTrainedModel, importance: Importance, wanted: Sizes, *, ref
     return smaller
 
 
-def _refit(model: PreTrainedModel, smaller: PreTrainedModel, selection: Kept, products: Mapping[str, Tensor]) -> None:
+def _refit(
+    model: PreTrainedModel, smaller: PreTrainedModel, selection: KeptIndices, products: Mapping[str, Tensor]
+) -> None:
     """Refits the maps of the smaller model that read heads and channels, in place."""
     before, indices = slicing.origin(model, selection), slicing.Indices(model, selection)
     for what in ("heads", "channels"):
@@ -223,7 +225,7 @@ def heads_at_once(current: Sizes) -> int:
     return current.heads // current.kv_heads if current.kv_heads > 1 else 1
 
 
-def shares(
+def sizes_for_fractions(
     current: Sizes, config: Any, *, heads: float = 1.0, channels: float = 1.0, hidden: float = 1.0, multiple: int = 8
 ) -> Sizes:
     """Returns the sizes nearest to the given fractions: heads in key-value groups, channels and hidden dimensions in
@@ -248,7 +250,7 @@ def shares(
     return wanted
 
 
-def told(old: Sizes, new: Sizes, before: int, after: int) -> str:
+def describe_change(old: Sizes, new: Sizes, before: int, after: int) -> str:
     """Describes the change of the sizes."""
     pairs = [
         ("layers", old.layers, new.layers),

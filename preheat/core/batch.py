@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from preheat.core.vision import Images
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from preheat.core.json_types import StateDict
 
 __all__ = ["Batch", "LossSum", "MaskSpec", "RowLoss", "Shape", "Stateful"]
 
@@ -38,7 +40,7 @@ class MaskSpec:
 class Shape:
     """Rows of the next global batch, their length, and the rows of a micro-batch.
 
-    For shorter rows, `rows` is ceil(full rows * batch.length / length).
+    For shorter rows, `rows` is ceil(full rows * batch.seq_len / length).
     """
 
     rows: int
@@ -60,9 +62,9 @@ class Batch:
         weight: divisor of the mean loss, on the host: trained labels, or examples if the objective compares them.
         rows: numbers of the data rows, for messages and for `rerun`.
         group: consecutive sequences per example: 2 for preference pairs, the preferred one first.
-        liked: for each row, and each of its sequences without the padding, 1 if the answer was liked and 0 if not; ():
-            unknown.
-        beside: [rows, length, ...] each, per-token tensors that a technique added.
+        desirable: for each row, and each of its sequences without the padding, 1 if the answer was liked and 0 if not;
+            (): unknown.
+        aligned: [rows, length, ...] each, per-token tensors that a technique added.
         hidden: [rows, length, width], the output of the previous pipeline stage, used instead of token embeddings.
         images: of all rows, if the model reads images; None: there is nothing for its vision tower to do.
     """
@@ -74,9 +76,9 @@ class Batch:
     weight: int
     rows: tuple[int, ...] = ()
     group: int = 1
-    liked: tuple[tuple[int, ...], ...] = ()
+    desirable: tuple[tuple[int, ...], ...] = ()
     hidden: Tensor | None = None
-    beside: tuple[Tensor, ...] = ()
+    aligned: tuple[Tensor, ...] = ()
     images: Images | None = None
 
 
@@ -100,6 +102,6 @@ class RowLoss(Protocol):
 
 
 class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> StateDict: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: StateDict) -> None: ...

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-__all__ = ["LARGEST", "Bound", "Count", "Long", "NonNegative", "Positive", "Seed", "Share", "Whole"]
+__all__ = ["LARGEST", "Bound", "Count", "Long", "NonNegative", "Positive", "Seed", "Fraction", "NonNegativeInt"]
 
 # Bounds, as pydantic metadata: enforced at the YAML boundary only. A plain class keeps pydantic out of this import.
 
@@ -35,11 +35,11 @@ class Bound:
 
 
 Count = Annotated[int, Bound(1)]
-Whole = Annotated[int, Bound(0)]
+NonNegativeInt = Annotated[int, Bound(0)]
 Long = Annotated[int, Bound(1, 10**15)]
 """A count of tokens, steps or documents of a whole run."""
 Seed = Annotated[int, Bound(0, 2**32 - 1)]
 """A seed for any random generator (numpy's limit)."""
 Positive = Annotated[float, Bound(0, open_low=True)]
 NonNegative = Annotated[float, Bound(0)]
-Share = Annotated[float, Bound(0, 1)]
+Fraction = Annotated[float, Bound(0, 1)]

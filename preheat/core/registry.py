@@ -154,7 +154,7 @@ def incompatibilities(techniques: Iterable[Technique], tags: frozenset[Tag]) -> 
     provided = {t.name(): t.provided() for t in chosen}
     for t in chosen:
         name = t.name()
-        for slot in sorted(t.owned()):
+        for slot in sorted(t.claimed()):
             if slot in owner:
                 text = f"owns the slot '{slot}', which {owner[slot]} owns already; leave one out"
                 problems.append(Problem(name, ProblemCode.SLOT_TAKEN, text))

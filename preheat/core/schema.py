@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from preheat.core.field_types import Bound, Count, Long, NonNegative, Positive, Share, Whole
+from preheat.core.field_types import Bound, Count, Fraction, Long, NonNegative, NonNegativeInt, Positive
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
@@ -39,23 +39,23 @@ class Model:
     shape: Literal["balanced", "deep"] = "balanced"
     """With `size`: balanced (width 64 times the depth), or deep and thin (20 times), which suits models below a billion
     parameters."""
-    layers: Annotated[int, Bound(1, 4096)] | None = None
+    num_layers: Annotated[int, Bound(1, 4096)] | None = None
     """Number of transformer layers of a new model."""
-    width: Annotated[int, Bound(1, 2**20)] | None = None
+    hidden_size: Annotated[int, Bound(1, 2**20)] | None = None
     """Hidden size of a new model."""
-    heads: Annotated[int, Bound(1, 2**14)] | None = None
+    num_heads: Annotated[int, Bound(1, 2**14)] | None = None
     """Query heads of a new model."""
-    kv_heads: Annotated[int, Bound(1, 2**14)] | None = None
-    """Key-value heads of a new model (grouped queries); as many as `heads` by default."""
-    feed_forward: Annotated[int, Bound(1, 2**22)] | None = None
+    num_kv_heads: Annotated[int, Bound(1, 2**14)] | None = None
+    """Key-value heads of a new model (grouped queries); as many as `num_heads` by default."""
+    intermediate_size: Annotated[int, Bound(1, 2**22)] | None = None
     """Inner width of the feed-forward block of a new model; with experts, of each expert."""
-    experts: Annotated[int, Bound(1, 2**14)] | None = None
+    num_experts: Annotated[int, Bound(1, 2**14)] | None = None
     """Experts per layer of a new qwen3_moe or mixtral; 8 by default."""
-    experts_per_token: Annotated[int, Bound(1, 2**14)] | None = None
+    num_experts_per_tok: Annotated[int, Bound(1, 2**14)] | None = None
     """Experts per token; 2 by default."""
-    positions: Annotated[int, Bound(1, 2**27)] | None = None
+    max_positions: Annotated[int, Bound(1, 2**27)] | None = None
     """Longest sequence of a new model; the batch's length by default."""
-    vocabulary: Annotated[int, Bound(1, 2**24)] | None = None
+    vocab_size: Annotated[int, Bound(1, 2**24)] | None = None
     """Rows of the embedding of a new model; the tokenizer's size by default."""
     tie_embeddings: bool | None = None
     """Share one matrix between embedding and head; the family's convention by default."""
@@ -78,11 +78,9 @@ class Data:
     (.txt, .py, .jsonl, .json, .parquet, .csv), or a `datasets` name. Several as a list of these or of {source, weight,
     layout, columns, text, prompt, completion, subset, split, limit, text_files}: a weight of 2 reads its documents
     twice per epoch, 0.5 reads half of them."""
-    layout: Literal["auto", "text", "prompt", "alpaca", "sharegpt", "messages", "preference", "unpaired", "classes"] = (
-        "auto"
-    )
+    layout: Literal["auto", "text", "prompt", "alpaca", "sharegpt", "messages", "preference", "kto", "classes"] = "auto"
     """Format of a row: text; prompt (and completion); alpaca (instruction, input, output); sharegpt (conversations of
-    from and value); messages (role and content, tool calls); preference (chosen, rejected); unpaired (an answer and
+    from and value); messages (role and content, tool calls); preference (chosen, rejected); kto (an answer and
     whether it was liked); classes (text and label). auto: detected from the fields, and reported."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Column names in the file for the layout's fields, e.g. {messages: dialog} or {text: clause, label: kind}."""
@@ -112,7 +110,7 @@ class Data:
     """Read the source during training instead of tokenizing all of it first."""
     tokenizer: str | None = None
     """A tokenizer folder; the model's own by default; with neither, a BPE is trained on the data."""
-    vocabulary: Annotated[int, Bound(258, 2**22)] = 4096
+    vocab_size: Annotated[int, Bound(258, 2**22)] = 4096
     """Vocabulary size of the BPE that is trained if there is no tokenizer."""
     packing: Literal["auto", "stream", "whole"] = "auto"
     """`stream` splits documents at row ends; `whole` never splits an example and pads. auto: stream for plain text,
@@ -126,7 +124,7 @@ class Data:
     text_files: Literal["cut", "whole"] = "cut"
     """For .txt files of more than 64 KB: cut: split at blank lines into documents of about 4 KB, which can be shuffled
     and split; whole: one document, as long contexts need."""
-    longer: Literal["split", "refuse"] = "split"
+    overlong: Literal["split", "refuse"] = "split"
     """Handling of documents longer than a row. split: plain text continues in the next row, an example is truncated
     (preflight: truncated); refuse: the run does not start (exit code 4). Counted either way."""
     validation: str | float = 0.02
@@ -160,7 +158,7 @@ class Batch:
 
     size: Annotated[int, Bound(1, 2**24)] = 32
     """Rows (packed sequences) per optimizer step, over all micro-batches and devices: the global batch."""
-    length: Annotated[int, Bound(2, 2**24)] = 256
+    seq_len: Annotated[int, Bound(2, 2**24)] = 256
     """Tokens per row."""
 
 
@@ -170,13 +168,13 @@ class Optimizer:
 
     lr: Literal["auto"] | Positive = "auto"
     """Peak learning rate; auto: from the model's size (see models/size_dial.py)."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of the moving averages of the gradients and of their squares."""
     eps: Positive = 1e-8
     """Added to the denominator."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay, on matrices only (not on norms and biases)."""
-    clip: NonNegative = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Maximum gradient norm; larger gradients are scaled down. 0: no clipping."""
 
 
@@ -186,11 +184,11 @@ class Schedule:
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
     """cosine; wsd: warmup, stable, linear decay; constant after warmup."""
-    warmup: Share = 0.02
+    warmup_ratio: Fraction = 0.02
     """Fraction of the run in which the rate rises from 0."""
-    decay: Share = 0.2
+    decay_ratio: Fraction = 0.2
     """wsd only: fraction of the run at the end in which the rate falls."""
-    floor: Share = 0.1
+    min_lr_ratio: Fraction = 0.1
     """Final rate, as a fraction of the peak."""
 
 
@@ -198,7 +196,7 @@ class Schedule:
 class Stop:
     """When to stop; the first limit reached counts."""
 
-    steps: Long | None = None
+    max_steps: Long | None = None
     """Optimizer steps."""
     tokens: Long | None = None
     """Tokens read."""
@@ -212,11 +210,11 @@ class Stop:
 class Evaluate:
     """Validation during the run; the loss is always evaluated at the end, and at the start of a pretrained model."""
 
-    every: Whole = 0
+    every: NonNegativeInt = 0
     """Steps between evaluations; 0: only at the end."""
     rows: Count = 256
     """Maximum number of validation rows, and of rows of `forgetting` and of each task."""
-    micro: Count | None = None
+    micro_batch_size: Count | None = None
     """Maximum number of rows at a time; by default a training micro-batch."""
     tasks: tuple[str, ...] = ()
     """Tasks to measure with each evaluation, including the one before the first step: names or files, as in `preheat
@@ -231,7 +229,7 @@ class Evaluate:
 class Checkpoint:
     """How often to save checkpoints."""
 
-    every: Whole = 0
+    every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only at the end (and on SIGTERM or Ctrl-C)."""
     keep: Count = 2
     """Number of most recent checkpoints to keep."""
@@ -271,7 +269,7 @@ class Parallel:
     engine: Literal["native", "deepspeed"] = "native"
     """native: PyTorch's own, as defined by techniques; deepspeed: DeepSpeed's ZeRO instead of data_parallel, fsdp and
     zero1 (needs `pip install preheat[deepspeed]`)."""
-    zero: Literal[1, 2, 3] = 1
+    zero_stage: Literal[1, 2, 3] = 1
     """With engine deepspeed: shard optimizer states (1), gradients too (2), weights too (3)."""
     timeout: Annotated[float, Bound(0, 10**7, open_low=True)] = 600.0
     """Seconds that a process waits for the others before it reports where each of them is and exits."""
@@ -286,16 +284,16 @@ class Sample:
     rows: Annotated[int, Bound(0, 256)] = 0
     """Also answer the questions of this many validation rows, for data that has answers (chats, prompts); each is shown
     next to the row's own answer."""
-    tokens: Annotated[int, Bound(1, 2**24)] = 64
+    max_new_tokens: Annotated[int, Bound(1, 2**24)] = 64
     """Maximum number of tokens for each."""
     temperature: NonNegative = 0.0
     """0: the likeliest token each time; 1: the model's distribution; in between, likelier tokens are preferred."""
     top_p: Annotated[float, Bound(0, 1, open_low=True)] = 1.0
     """Sample from the likeliest tokens that together have this probability (Holtzman et al. 2020, arXiv:1904.09751); 1:
     all."""
-    top_k: Whole = 0
+    top_k: NonNegativeInt = 0
     """Sample from this many of the likeliest tokens; 0: all."""
-    min_p: Share = 0.0
+    min_p: Fraction = 0.0
     """Sample from tokens with at least this fraction of the likeliest one's probability (Nguyen et al. 2024,
     arXiv:2407.01082); 0: all."""
     repetition_penalty: Positive = 1.0
@@ -308,12 +306,12 @@ class Sample:
     window: Annotated[int, Bound(2)] | None = None
     """Each token sees at most this many last tokens, itself included, and the cache keeps no more: changes the text
     once it is longer; null: the model's own."""
-    draft: str | None = None
+    draft_model: str | None = None
     """A smaller model with the same tokenizer (a run or a folder) that proposes tokens, which the model verifies
     several at a time: the same greedy text."""
     draft_tokens: Annotated[int, Bound(1, 1024)] = 4
     """Tokens that the draft proposes at a time."""
-    lookup: Annotated[int, Bound(1, 1024)] | None = None
+    prompt_lookup_tokens: Annotated[int, Bound(1, 1024)] | None = None
     """Propose this many tokens at a time by looking up what followed the previous occurrence of the last tokens: the
     same greedy text, without a draft."""
     compile: bool | Literal["auto"] = "auto"
@@ -329,14 +327,14 @@ class Sample:
         return "static" if self.compile is True else "dynamic"
 
     @property
-    def wanted(self) -> bool:
+    def is_active(self) -> bool:
         """Returns True if a run generates samples."""
         return bool(self.prompts or self.rows)
 
     @property
     def speculates(self) -> bool:
         """Returns True if tokens are proposed and then verified."""
-        return self.draft is not None or self.lookup is not None
+        return self.draft_model is not None or self.prompt_lookup_tokens is not None
 
 
 @functools.cache

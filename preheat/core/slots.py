@@ -16,7 +16,7 @@ class Stage(IntEnum):
     ADAPT = 2
     FAKE_QUANTIZE = 3
     KERNEL = 4
-    SPLIT = 5
+    PIPELINE_SPLIT = 5
     PARALLEL = 6
     CHECKPOINT = 7
     COMPILE = 8
@@ -33,11 +33,12 @@ class Slot(StrEnum):
     ROW_LOSS = "row_loss"  #        RowLoss: (logits [n, vocabulary], *aligned [n]) -> Tensor [n]
     OVER_LOGITS = "over_logits"  #  (hidden, head, row_loss, *aligned) -> Tensor, the sum of the row losses
     OBJECTIVE = "objective"  #      (batch, hidden, over_logits) -> LossSum
-    FORWARD = "forward"  #          (part, run) -> run(): every access to the weights of a part goes through here
+    # (part, run) -> run(): every access to the weights of a part goes through here, where FSDP gathers them
+    UNSHARD_SCOPE = "unshard_scope"
     # (part, batch) -> (sum of the losses, or hidden states if the part has no head; metrics)
-    PART_FORWARD = "part_forward"
+    STAGE_LOSS = "stage_loss"
     # (build, batch) -> LossSum, through all parts; with several parts for evaluation only
-    WHOLE_FORWARD = "whole_forward"
+    MODEL_LOSS = "model_loss"
     FORWARD_BACKWARD = "forward_backward"  # (build, batches, global_weight) -> LossSum
     CLIP = "clip"  #                (build) -> norm, a tensor
     UPDATE = "update"  #            (build, norm) -> finite, a tensor

@@ -24,6 +24,9 @@ from preheat.core.vision import Vision
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from transformers import PretrainedConfig
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = [
     "Build",
@@ -120,7 +123,7 @@ class Technique(ABC):
     supports_encoder_decoder: ClassVar[bool] = False
     """True if it supports models with an encoder and has been tested with them."""
 
-    def owned(self) -> frozenset[Slot]:
+    def claimed(self) -> frozenset[Slot]:
         """Returns the slots of `owns` that these settings use."""
         return self.owns
 
@@ -162,7 +165,7 @@ class Technique(ABC):
             raise TypeError(f"{other.__module__} has a technique of the name {cls.name()} already; rename the module")
         _REGISTRY[cls.name()] = cls
 
-    def configure(self, config: Any, recipe: Recipe) -> Any:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> PretrainedConfig | None:
         """Changes the model's transformers configuration in place, before it is checked and the model is created.
 
         Returns:
@@ -234,7 +237,7 @@ class Searchable(Technique):
         """Returns True if a plan (`resolve_auto`) or a search chooses the settings on such a device."""
         return False
 
-    def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], JsonObject]) -> Technique:
         """Returns the technique with its `auto` settings resolved by a dry run.
 
         Args:
@@ -366,14 +369,14 @@ class BuildState:
         step: optimizer steps committed so far.
         accumulation: micro-batches in a global batch.
         events: what techniques did during a step, {kind, ...} each: the loop writes them to the run, and prints their
-            `words` if present.
+            `message` if present.
         counters: host-side counters of techniques (e.g. recompilations) by name: a key of each step's metrics.
     """
 
     saved: dict[str, Stateful] = field(default_factory=dict)
     step: int = 0
     accumulation: int = 1
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[JsonObject] = field(default_factory=list)
     counters: dict[str, Callable[[], int]] = field(default_factory=dict)
 
 
@@ -448,7 +451,7 @@ class Build:
     def owner(self, slot: Slot) -> str:
         return self._slots[slot][0]
 
-    def own(self, slot: Slot, function: Callable[..., Any], owner: str) -> None:
+    def claim(self, slot: Slot, function: Callable[..., Any], owner: str) -> None:
         """Installs `function` in a slot for `owner`. The engine's default ('plain') may be replaced, once."""
         current = self._slots.get(slot)
         if current is not None and current[0] not in ("plain", owner):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Share"]
+__all__ = ["TpStyle"]
 
 
-class Share(StrEnum):
+class TpStyle(StrEnum):
     """The role of a module under tensor parallelism."""
 
     BLOCK = "block"  # attention or feed-forward: takes an unsharded input
@@ -17,8 +17,8 @@ class Share(StrEnum):
     ROWS_SPLIT = "rows split"  # the same for unsharded inputs, of which each device takes its shard
     ROWS_SUMMED = "rows summed"  # as rows, but results stay unsharded on each device
     HEADS = "heads"  # a norm over each local head: the gradients of its weight are partial
-    WHOLE = "whole"  # inside a block, and replicated
-    WHOLE_CUT = "whole, then cut"  # the same, with results that go to the residual stream
+    REPLICATED = "whole"  # inside a block, and replicated
+    REPLICATED_THEN_SPLIT = "whole, then cut"  # the same, with results that go to the residual stream
     BETWEEN = "between"  # between blocks: a norm over the residual stream
     LAST = "last"  # the final norm
     EMBEDDING = "embedding"

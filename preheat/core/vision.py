@@ -59,7 +59,7 @@ class Images:
     """The images of a micro-batch, in the order of their tokens in its rows.
 
     They are a separate field of `Batch`: patches are not tokens (four of them make one), rows have different numbers of
-    them, and the vision tower reads those of all rows at once, so neither `beside` nor `hidden` can hold them.
+    them, and the vision tower reads those of all rows at once, so neither `aligned` nor `hidden` can hold them.
     Everything that the tower derives from the images' sizes is computed with the batch: a step reads no size back from
     the device.
 
@@ -68,8 +68,8 @@ class Images:
         taps, shares: [patches, 4]: the rows of the learned positions around a patch (int64), and their interpolation
             weights (fp32).
         grid: [patches, 2] int64, each patch's row and column in its image.
-        places: [tokens of images] int64, their positions in the flattened batch. Fewer than the tower's features if a
-            micro-batch without images has a blank one as a stand-in: ranks that shard weights must all run the tower.
+        positions: [tokens of images] int64, their positions in the flattened batch. Fewer than the tower's features if
+            a micro-batch without images has a blank one as a stand-in: ranks that shard weights must all run the tower.
         sizes: on the host, patches of each image.
     """
 
@@ -77,7 +77,7 @@ class Images:
     taps: Tensor
     shares: Tensor
     grid: Tensor
-    places: Tensor
+    positions: Tensor
     sizes: tuple[int, ...]
 
     def pin_memory(self) -> Images:
@@ -85,6 +85,6 @@ class Images:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Images:
         patches, taps, shares, grid, places = map(
-            change, (self.patches, self.taps, self.shares, self.grid, self.places)
+            change, (self.patches, self.taps, self.shares, self.grid, self.positions)
         )
         return Images(patches, taps, shares, grid, places, self.sizes)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from preheat.data.packing import IGNORED, Rows
-from preheat.data.rows.file_readers import expanded, parse_json, read_lines, shown
+from preheat.data.rows.file_readers import display_path, expanded, parse_json, read_lines
 from preheat.errors import DataError
 from preheat.sanitize import quoted
 
@@ -61,7 +61,7 @@ def _keys(count: int, seed: int, turn: int) -> np.ndarray:
 
 def by_length(rows: Rows) -> np.ndarray:
     """Returns [rows], the mean over a row's tokens of the length of their document, in tokens."""
-    return _of_documents(rows, np.diff(rows.tokens.ends, prepend=0).astype(np.float64))
+    return _of_documents(rows, np.diff(rows.tokens.offsets, prepend=0).astype(np.float64))
 
 
 def by_rarity(rows: Rows) -> np.ndarray:
@@ -112,7 +112,7 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
             f"techniques.difficulty_curriculum.scores: {path}: {problem}; write one finite number for each "
             "document or row"
         )
-    documents = len(rows.tokens.ends)
+    documents = len(rows.tokens.offsets)
     if len(scores) == documents:
         return _of_documents(rows, scores)
     if len(scores) == len(rows):
@@ -143,7 +143,7 @@ def _read(path: Path) -> np.ndarray:
     for number, line in read_lines(path):
         if not line.strip():
             continue
-        where = f"techniques.difficulty_curriculum.scores: {shown(path)}:{number}"
+        where = f"techniques.difficulty_curriculum.scores: {display_path(path)}:{number}"
         value = parse_json(line.strip(), where) if path.suffix == ".jsonl" else line
         try:
             scores.append(float(value["score"] if isinstance(value, dict) else value))

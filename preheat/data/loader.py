@@ -243,16 +243,19 @@ def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
     numbers, rows = zip(*numbered, strict=True)
     tokens, labels, positions = (torch.stack([torch.from_numpy(row[part]) for row in rows]) for part in range(3))
     documents, group = tuple(row.documents for row in rows), rows[0].group
-    liked = tuple(row.liked for row in rows) if rows[0].liked else ()
-    weight = weight_of(labels, documents, group, liked)
-    batch = _Pinnable(tokens, labels, positions, MaskSpec(documents=documents), weight, numbers, group, liked)
+    desirable = tuple(row.desirable for row in rows) if rows[0].desirable else ()
+    weight = weight_of(labels, documents, group, desirable)
+    batch = _Pinnable(tokens, labels, positions, MaskSpec(documents=documents), weight, numbers, group, desirable)
     if rows[0].eye is not None:
         batch.images = gathered(rows[0].eye, [image for row in rows for image in row.images], tokens)
     return batch
 
 
 def weight_of(
-    labels: torch.Tensor, documents: tuple[tuple[int, ...], ...] | None, group: int, liked: tuple[tuple[int, ...], ...]
+    labels: torch.Tensor,
+    documents: tuple[tuple[int, ...], ...] | None,
+    group: int,
+    desirable: tuple[tuple[int, ...], ...],
 ) -> int:
     """Returns the number of items that a batch's loss is averaged over; arguments as in `Batch`, on the host.
 
@@ -263,7 +266,7 @@ def weight_of(
     if group > 1:
         assert documents is not None, "sequences that are compared have their lengths beside them"
         return sum(len(row) // group for row in documents)
-    return sum(map(len, liked)) if liked else int((labels != IGNORED).sum())
+    return sum(map(len, desirable)) if desirable else int((labels != IGNORED).sum())
 
 
 class _Keyed(Dataset[Any]):
@@ -408,10 +411,10 @@ def _as_it_is(value: Any) -> Any:
 def _start_worker(_: int) -> None:
     # DataLoader's workers check that their parent is alive, but that is the fork server, which lives as long as they
     # do: after `kill -9` of the main process both would stay forever.
-    threading.Thread(target=_end_with_main, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_main() -> None:
+def _exit_with_parent() -> None:
     main = multiprocessing.parent_process()
     assert main is not None
     main.join()

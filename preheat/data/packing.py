@@ -33,7 +33,7 @@ class RowData(NamedTuple):
         labels: [length] int64; label t is the token at t + 1, or -100 at the end of a document, in prompts and padding.
         positions: [length] int64, from 0 in each document of the row; [length, 3] if documents may hold images.
         documents: lengths of the documents in the row; their sum is `length`.
-        group, liked: as in `preheat.core.Batch`, for this row.
+        group, desirable: as in `preheat.core.Batch`, for this row.
         images: images of the row, in order.
         eye: image processor; None for text-only models.
     """
@@ -43,7 +43,7 @@ class RowData(NamedTuple):
     positions: np.ndarray
     documents: tuple[int, ...]
     group: int = 1
-    liked: tuple[int, ...] = ()
+    desirable: tuple[int, ...] = ()
     images: tuple[ImageRef, ...] = ()
     eye: ImageProcessor | None = None
 
@@ -59,18 +59,18 @@ class Tokens:
 
     Attributes:
         ids: [tokens] unsigned integers.
-        ends: [sequences] int64, end of each sequence in `ids`.
-        trained: [tokens] uint8, 1 for tokens that are trained on; None for all.
+        offsets: [sequences] int64, end of each sequence in `ids`.
+        loss_mask: [tokens] uint8, 1 for tokens that are trained on; None for all.
         labels: [sequences] int64; if no token is trained, the class of each sequence, trained at its last position;
-            else 1 for liked and 0 for disliked answers. None without labels.
+            else 1 for desirable and 0 for undesirable answers. None without labels.
         group: sequences per example, which are adjacent in a row: 2 if they are compared.
         images: images of the documents; None for text-only models.
         folder, side: place on disk, if stored: worker processes open the files instead of receiving a copy.
     """
 
     ids: np.ndarray
-    ends: np.ndarray
-    trained: np.ndarray | None = None
+    offsets: np.ndarray
+    loss_mask: np.ndarray | None = None
     labels: np.ndarray | None = None
     group: int = 1
     images: ImageTable | None = None
@@ -96,7 +96,7 @@ class Tokens:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.folder is not None:
             return Tokens.open, (self.folder, self.side, self.group)
-        return Tokens, (self.ids, self.ends, self.trained, self.labels, self.group, self.images)
+        return Tokens, (self.ids, self.offsets, self.loss_mask, self.labels, self.group, self.images)
 
     @functools.cached_property
     def examples(self) -> ExampleKind:
@@ -105,8 +105,8 @@ class Tokens:
             return ExampleKind("pairs")
         if self.labels is None or not len(self.labels):
             return ExampleKind()
-        if self.trained is not None and self.trained.any():
-            return ExampleKind("liked")
+        if self.loss_mask is not None and self.loss_mask.any():
+            return ExampleKind("desirable")
         return ExampleKind("classes", int(self.labels.max()) + 1)
 
     def targets(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
@@ -116,16 +116,16 @@ class Tokens:
         """
         if self.examples.kind == "classes":
             return np.ones(len(starts), np.int64)
-        if self.trained is None or not len(starts):
+        if self.loss_mask is None or not len(starts):
             return np.maximum(stops - starts - 1, 0)
         bounds = np.stack([np.minimum(starts + 1, stops), stops], axis=1).ravel()
-        inside = bounds[bounds < len(self.trained)]  # reduceat sums to the end after the last bound
+        inside = bounds[bounds < len(self.loss_mask)]  # reduceat sums to the end after the last bound
         sums: np.ndarray = np.zeros(len(bounds), np.int64)
-        sums[: len(inside)] = np.add.reduceat(self.trained, inside, dtype=np.int64)
+        sums[: len(inside)] = np.add.reduceat(self.loss_mask, inside, dtype=np.int64)
         return np.where(stops > starts + 1, sums[::2], 0)
 
     def starts(self) -> np.ndarray:
-        return np.concatenate([np.zeros(1, np.int64), self.ends[:-1]]) if len(self.ends) else self.ends
+        return np.concatenate([np.zeros(1, np.int64), self.offsets[:-1]]) if len(self.offsets) else self.offsets
 
 
 @dataclass
@@ -168,7 +168,7 @@ class Rows:
         if self.packing == "stream" or len(self._bounds) > 1:
             return
         group = self.tokens.group
-        sizes = np.diff(self.tokens.ends, prepend=0)
+        sizes = np.diff(self.tokens.offsets, prepend=0)
         together = sizes.reshape(-1, group).sum(axis=1)
         used = np.minimum(sizes, np.repeat(np.where(together > self.length, self.length // group, self.length), group))
         starts = self.tokens.starts()
@@ -176,7 +176,7 @@ class Rows:
             for n in np.intersect1d(np.flatnonzero(used < sizes), self.tokens.images.of):
                 used[n], _ = self.tokens.images.room(n, self.tokens.ids[starts[n] : starts[n] + sizes[n]], int(used[n]))
         room = (self.tokens.targets(starts, starts + used).reshape(-1, group) > 0).all(axis=1)
-        usable = np.flatnonzero(room) if self.tokens.trained is not None else np.arange(len(together))
+        usable = np.flatnonzero(room) if self.tokens.loss_mask is not None else np.arange(len(together))
         self.no_room = len(together) - len(usable)
         self.truncated = int((together[usable] > self.length).sum())
         self._used = used
@@ -205,7 +205,7 @@ class Rows:
     @property
     def trained_total(self) -> int:
         """Number of labels in all rows."""
-        starts, ends = self.tokens.starts(), self.tokens.ends
+        starts, ends = self.tokens.starts(), self.tokens.offsets
         if self.packing == "stream":
             last = len(self) * self.length  # the token after the last position is its label
             inside = starts < last
@@ -217,7 +217,7 @@ class Rows:
         table = self.tokens.images
         if table is None or not len(table.of) or not len(self) or self.packing == "stream":
             return 0, 0
-        total = len(self.tokens.ends)
+        total = len(self.tokens.offsets)
         per = [np.bincount(table.of, weights, total)[self._order] for weights in (None, table.grids.prod(axis=1))]
         images, patches = (np.add.reduceat(counts, self._bounds[:-1]) for counts in per)
         row = int(np.argmax(patches))
@@ -229,9 +229,9 @@ class Rows:
             sequences = self._order[self._bounds[index] : self._bounds[index + 1]]
             return sequences, self._used[sequences]
         start, stop = index * self.length, min((index + 1) * self.length, len(self.tokens.ids))
-        first = int(np.searchsorted(self.tokens.ends, start, side="right"))
-        last = int(np.searchsorted(self.tokens.ends, stop, side="left"))
-        ends = np.minimum(self.tokens.ends[first : last + 1], stop)
+        first = int(np.searchsorted(self.tokens.offsets, start, side="right"))
+        last = int(np.searchsorted(self.tokens.offsets, stop, side="left"))
+        ends = np.minimum(self.tokens.offsets[first : last + 1], stop)
         return np.arange(first, last + 1), np.diff(ends, prepend=start)
 
     def row(self, index: int) -> RowData:
@@ -249,13 +249,13 @@ class Rows:
         tokens[:size] = span[:size]
         labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
         labels[: len(span) - 1] = span[1:]
-        first = int(np.searchsorted(self.tokens.ends, start, side="right"))  # the document of position `start`
-        last = int(np.searchsorted(self.tokens.ends, stop, side="left"))  # the document of position `stop - 1`
-        ends = np.asarray(self.tokens.ends[first : last + 1])
+        first = int(np.searchsorted(self.tokens.offsets, start, side="right"))  # the document of position `start`
+        last = int(np.searchsorted(self.tokens.offsets, stop, side="left"))  # the document of position `stop - 1`
+        ends = np.asarray(self.tokens.offsets[first : last + 1])
         inside = ends[ends <= stop] - start
         labels[inside - 1] = IGNORED
-        if self.tokens.trained is not None:
-            labels[: len(span) - 1][self.tokens.trained[start + 1 : start + len(span)] == 0] = IGNORED
+        if self.tokens.loss_mask is not None:
+            labels[: len(span) - 1][self.tokens.loss_mask[start + 1 : start + len(span)] == 0] = IGNORED
         cuts = dict.fromkeys([*inside.tolist(), size, self.length])
         return _row(tokens, labels, np.diff(list(cuts), prepend=0))
 
@@ -263,22 +263,22 @@ class Rows:
         tokens: np.ndarray = np.full(self.length, self.pad, np.int64)
         labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
         sizes, at, kind = [], 0, self.tokens.examples.kind
-        liked, images, table = [], list[ImageRef](), self.tokens.images
+        desirable, images, table = [], list[ImageRef](), self.tokens.images
         mrope: np.ndarray = np.empty((self.length, 3), np.int64)
         for n in self._order[self._bounds[index] : self._bounds[index + 1]]:
-            start, size = int(self.tokens.ends[n - 1]) if n else 0, int(self._used[n])
+            start, size = int(self.tokens.offsets[n - 1]) if n else 0, int(self._used[n])
             ids = np.asarray(self.tokens.ids[start : start + size]).astype(np.int64)
             tokens[at : at + size] = ids
-            if kind == "liked":
-                liked.append(int(self.tokens.labels[n]))  # type: ignore[index]
+            if kind == "desirable":
+                desirable.append(int(self.tokens.labels[n]))  # type: ignore[index]
             if kind == "classes":
                 labels[at + size - 1] = self.tokens.labels[n]  # type: ignore[index]
             else:
                 labels[at : at + size - 1] = ids[1:]
-                if self.tokens.trained is not None:
-                    labels[at : at + size - 1][self.tokens.trained[start + 1 : start + size] == 0] = IGNORED
+                if self.tokens.loss_mask is not None:
+                    labels[at : at + size - 1][self.tokens.loss_mask[start + 1 : start + size] == 0] = IGNORED
             if table is not None:
-                _, image_count = table.room(n, np.asarray(self.tokens.ids[start : self.tokens.ends[n]]), size)
+                _, image_count = table.room(n, np.asarray(self.tokens.ids[start : self.tokens.offsets[n]]), size)
                 images += table.within(n)[:image_count]
                 mrope[at : at + size] = mrope_positions(ids, table.within(n)[:image_count], table.eye.vision)
             sizes.append(size)
@@ -286,7 +286,7 @@ class Rows:
         if at < self.length:
             sizes.append(self.length - at)
             mrope[at:] = np.arange(self.length - at)[:, None]
-        packed = _row(tokens, labels, np.array(sizes))._replace(group=self.tokens.group, liked=tuple(liked))
+        packed = _row(tokens, labels, np.array(sizes))._replace(group=self.tokens.group, desirable=tuple(desirable))
         return packed if table is None else packed._replace(positions=mrope, images=tuple(images), eye=table.eye)
 
 
@@ -314,7 +314,7 @@ def cut(
         >>> [(p.tokens.tolist(), p.documents) for p in cut([row], 4)]
         [([0, 1, 2, 3], (4,)), ([4, 5, 6, 7], (4,)), ([8, 9, 0, 0], (2, 2))]
     """
-    assert not any(row.group > 1 or row.liked or row.eye for row in rows), (
+    assert not any(row.group > 1 or row.desirable or row.eye for row in rows), (
         "answers that are judged as a whole, and images, are not cut"
     )
     tokens, labels = (np.concatenate([row[part] for row in rows])[skip:] for part in (0, 1))

@@ -94,7 +94,7 @@ CHECKS = {
     ),
     "embedding": Check("tokens beyond the model's embedding", "use the model's own tokenizer"),
     "truncated": Check(
-        "examples longer than batch.length, whose answers are cut", "raise batch.length or shorten the rows", 0.10
+        "examples longer than batch.seq_len, whose answers are cut", "raise batch.seq_len or shorten the rows", 0.10
     ),
     "validation": Check(
         "rows of the file to validate on that stand in the training data", "take them out of one", drops=True
@@ -120,13 +120,13 @@ def refuse_unknown(settings: Mapping[str, str]) -> None:
 class Findings:
     """Findings of the checks: {check: {"count", "of", "rows": [[where, message], ...]}}."""
 
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    by_check: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, check: str, where: str, message: str, count: int = 1, of: int | None = None) -> None:
         """Adds a finding. `of` is the total that `count` refers to, by default `judge`'s number of rows."""
         assert check in CHECKS, check
         message = shorten(message, LONGEST)  # it may quote names and values of the row
-        entry = self.found.setdefault(check, {"count": 0, "of": of, "rows": []})
+        entry = self.by_check.setdefault(check, {"count": 0, "of": of, "rows": []})
         entry["count"] += count
         if len(entry["rows"]) < SHOWN:
             entry["rows"].append([where, message])
@@ -148,7 +148,7 @@ class Verdict(NamedTuple):
     """Messages of findings that block training, and of those that only warn."""
 
     blocked: list[str]
-    told: list[str]
+    warnings: list[str]
 
     def refuse(self) -> None:
         """Raises DataError with one line per blocking finding, if there is one."""
@@ -160,14 +160,14 @@ def judge(found: Mapping[str, Mapping[str, Any]], settings: Mapping[str, str], r
     """Divides findings into errors and warnings by a recipe's `data.preflight`.
 
     Args:
-        found: `Findings.found`.
+        found: `Findings.by_check`.
         settings: check -> block or warn.
         rows: number of rows read.
 
     Example:
         >>> findings = Findings()
         >>> findings.add("equal_answers", "a.jsonl:3", "'chosen' and 'rejected' are equal")
-        >>> judge(findings.found, {}, rows=20).blocked[0][:56]
+        >>> judge(findings.by_check, {}, rows=20).blocked[0][:56]
         "a.jsonl:3: 'chosen' and 'rejected' are equal (check equa"
     """
     blocked, warned = [], []

@@ -30,7 +30,7 @@ __all__ = [
     "check_prompts",
     "check_template",
     "check_tokens",
-    "places_of",
+    "locate_documents",
     "refuse_longer",
 ]
 
@@ -93,11 +93,11 @@ class _Noting(Template):
     def of(cls, template: Template) -> _Noting:
         return cls(template.text, template.name, template.variables, template.special, template.with_tools)
 
-    def pieces(
+    def spans(
         self, messages: Sequence[Message], tools: Any = None, train_on: TrainOn = "assistant"
     ) -> tuple[TextSpan, ...]:
         self.given.append((messages, tools, train_on))
-        return super().pieces(messages, tools, train_on)
+        return super().spans(messages, tools, train_on)
 
 
 _ANSWER = "zqANSWERqz"
@@ -125,7 +125,7 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
     for n in dict.fromkeys((*turns[:1], *turns[-1:])):
         try:
             prompt = template.prompt(messages[:n], tools)
-            pieces = Template.pieces(template, messages[: n + 1], tools, train_on)
+            pieces = Template.spans(template, messages[: n + 1], tools, train_on)
         except DataError:
             continue  # the template requires more; faults then show in the row
         text = "".join(piece.text for piece in pieces)
@@ -198,10 +198,10 @@ def check_tokens(
     length: int,
 ) -> None:
     """Checks the counts and tokens of the whole corpus."""
-    documents, source = values["documents"], sources[0].words
+    documents, source = values["documents"], sources[0].description
     kind = sources[0].layout.kind
     if not values["labels"] and values["dropped"].get("untrained"):
-        findings.found.pop("untrained", None)
+        findings.by_check.pop("untrained", None)
         findings.add("masked", source, "not one token of all rows is trained on", of=1)
     elif not values["ends"] and values["labels"] and kind not in ("classes",):
         if encoder.pad == encoder.end:
@@ -221,7 +221,7 @@ def check_tokens(
             findings.add(
                 "near_validation", where, "stands in the training data, but for case, punctuation or spaces", count=0
             )
-        finding = findings.found.get("near_validation")
+        finding = findings.by_check.get("near_validation")
         if finding:
             finding |= {"count": values["near_count"], "of": documents["validation"]}
     if len(cut):
@@ -230,12 +230,12 @@ def check_tokens(
             findings.add(
                 "truncated", where, f"is longer than a row of {length} tokens, so that its answer is cut", count=0
             )
-        finding = findings.found.get("truncated")
+        finding = findings.by_check.get("truncated")
         if finding:
             finding |= {"count": len(cut), "of": documents["train"]}
 
 
-def places_of(
+def locate_documents(
     streams: Sequence[Stream], wanted: Sequence[tuple[int, int]], *, held: bool
 ) -> dict[tuple[int, int], str]:
     """Returns the file and row of documents, by reading the sources again until all are found.
@@ -293,25 +293,25 @@ def refuse_longer(rows: Mapping[str, Rows], folder: Path, streams: Sequence[Stre
     for side, of in rows.items():
         longer = longer_than_a_row(of)
         if len(longer):
-            sizes, marks = np.diff(of.tokens.ends, prepend=0), np.load(folder / f"{side}-marks.npy")
+            sizes, marks = np.diff(of.tokens.offsets, prepend=0), np.load(folder / f"{side}-marks.npy")
             (where,) = _wheres(streams, {int(marks[longer[0] // of.tokens.group])}, held=side == "validation")
             raise DataError(
-                f"{where}: has {int(sizes[longer[0]]):,} tokens and batch.length is {of.length:,} "
+                f"{where}: has {int(sizes[longer[0]]):,} tokens and batch.seq_len is {of.length:,} "
                 f"({len(longer):,} of {len(sizes):,} documents are longer; "
-                "data.longer: refuse); raise batch.length, shorten them, or set data.longer: split"
+                "data.overlong: refuse); raise batch.seq_len, shorten them, or set data.overlong: split"
             )
 
 
 def longer_than_a_row(rows: Rows) -> np.ndarray:
     """Returns the indices of sequences longer than a row."""
-    return np.flatnonzero(np.diff(rows.tokens.ends, prepend=0) > rows.length)
+    return np.flatnonzero(np.diff(rows.tokens.offsets, prepend=0) > rows.length)
 
 
 def cut_answers(rows: Rows) -> np.ndarray:
     """Returns the indices of examples that lose trained tokens, since they are longer than a row (`whole`)."""
     tokens = rows.tokens
-    if rows.packing == "stream" or not len(tokens.ends) or tokens.labels is not None:
+    if rows.packing == "stream" or not len(tokens.offsets) or tokens.labels is not None:
         return np.zeros(0, np.int64)
     starts = tokens.starts()
-    wanted, used = tokens.targets(starts, tokens.ends), tokens.targets(starts, starts + rows._used)
+    wanted, used = tokens.targets(starts, tokens.offsets), tokens.targets(starts, starts + rows._used)
     return np.flatnonzero((wanted > used).reshape(-1, tokens.group).any(axis=1))

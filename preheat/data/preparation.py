@@ -63,7 +63,7 @@ class PreparedData:
         fingerprint: content hash of everything that decides the rows; checkpoints carry it.
         layout: layout of the rows, of the first source if there are several.
         classes: names of the classes, in order; empty without classes.
-        told: warnings of the checks, one line each.
+        warnings: warnings of the checks, one line each.
         blocked: errors of the checks, if `prepare` was called with `refuse=False`.
         streams: the sources, to read them again.
     """
@@ -76,7 +76,7 @@ class PreparedData:
     fingerprint: str
     layout: Layout
     classes: tuple[str, ...] = ()
-    told: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     blocked: list[str] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
 
@@ -85,13 +85,13 @@ class PreparedData:
         template = self.layout.template
         return {
             "source": self.source,
-            "layout": self.layout.words,
+            "layout": self.layout.description,
             "layout_kind": self.layout.kind,
             "layout_reason": self.layout.reason,
             "template": template.name.removeprefix("template ") if template else None,
             "classes": list(self.classes),
             "counts": self.counts,
-            "preflight": self.told,
+            "preflight": self.warnings,
             "fingerprint": self.fingerprint,
         }
 
@@ -119,7 +119,7 @@ def prepare(
         length: tokens in a row; not part of the cache key.
         seed: seed of streamed sources, whose rows are shuffled block by block.
         tokenizer: folder of the model's own tokenizer, used if `data.tokenizer` is not set. Without either, a
-            byte-level BPE of `data.vocabulary` tokens is trained on the training documents.
+            byte-level BPE of `data.vocab_size` tokens is trained on the training documents.
         add_tokens: special tokens to add to the tokenizer.
         cache: folder for tokens and trained tokenizers; by default $PREHEAT_CACHE or ~/.cache/preheat.
         progress: called regularly with the current activity, the items done, and their total (None if unknown).
@@ -140,129 +140,271 @@ def prepare(
     """
     refuse_unknown(data.preflight)
     root, say = cache or cache_folder(), progress or (lambda what, done, total: None)
-    name, key = (data.tokenizer, "data.tokenizer") if data.tokenizer else (tokenizer, "the model's tokenizer")
+    opened = _open_sources(data, tokenizer, add_tokens, vision, processor, knob)
+    say("reading validation" if opened.validation else "reading", 0, None)
+    encoding = _prepare_encoding(data, opened, root, say)
+    # A streamed source is too large or too remote to tokenize first: training does that as it reads.
+    if data.streaming:
+        return _stream(data, opened, encoding, length=length, seed=seed)
+    packed = _tokenize_and_pack(opened, encoding, root, say, length=length, partial=partial)
+    verdict, cut = _check_rows(data, opened, encoding, packed, embedding=embedding, refuse=refuse, knob=knob)
+    values, layout = packed.values, opened.sources[0].layout
+    counts = {
+        "read": values["read"],
+        "dropped": values["dropped"],
+        "sources": values["sources"],
+        "repeated": any(source.weight > 1 for source in opened.sources),
+    } | {
+        side: _counts(rows) | {"cut": len(cut[side]), "duplicates": values["duplicates"][side]}
+        for side, rows in packed.rows.items()
+    }
+    description = "; ".join(source.description for source in opened.sources) + (
+        f"; validation: {opened.validation.description}" if opened.validation else ""
+    )
+    # `seed` is not part of it: the loader, not the rows, decides the order of samples.
+    fingerprint = digest(FORMAT, sorted(packed.files.items()), length, opened.packing, encoding.encoder.pad)
+    return PreparedData(
+        encoding.tokenizer,
+        packed.rows["train"],
+        packed.rows["validation"],
+        description,
+        counts,
+        fingerprint,
+        layout,
+        layout.classes,
+        warnings=[*opened.notes, *verdict.warnings],
+        blocked=verdict.blocked,
+        streams=packed.streams,
+    )
+
+
+@dataclass
+class _Opened:
+    """The opened sources, and what the settings mean for them.
+
+    Attributes:
+        tokenizer: None if one is to be trained on the sources.
+        images: the model's image processor; None for a text-only model.
+        share: fraction of the documents that goes to validation; 0 if validation has a source of its own.
+    """
+
+    sources: list[Source]
+    validation: Source | None
+    tokenizer: PreTrainedTokenizerFast | None
+    images: ImageProcessor | None
+    packing: Literal["stream", "whole"]
+    share: float
+    notes: list[str]
+
+
+@dataclass
+class _Encoding:
+    """The way from documents to tokens.
+
+    Attributes:
+        ends: tokens that end a text or a turn.
+        content: content hash of the sources and their split.
+        findings: findings of the checks that need no tokens.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    encoder: Encoder
+    ends: list[int]
+    split: Split
+    content: str
+    findings: Findings
+
+
+@dataclass
+class _Packed:
+    """Tokens of all documents, from the cache, packed into rows.
+
+    Attributes:
+        folder: the cache entry.
+        values, files: counts of the cache entry, and the checksums of its files.
+        rows: {"train": rows, "validation": rows}.
+    """
+
+    folder: Path
+    values: dict[str, Any]
+    files: dict[str, Any]
+    streams: list[Stream]
+    findings: Findings
+    rows: dict[str, Rows]
+
+
+def _open_sources(
+    data: Data,
+    model_tokenizer: str | None,
+    add_tokens: Sequence[str],
+    vision: Vision | None,
+    processor: Mapping[str, Any] | None,
+    knob: str,
+) -> _Opened:
+    """Opens the tokenizer and all sources, and rejects settings that do not suit their layouts.
+
+    This comes first, so that a setting that cannot work fails before the documents are read.
+    """
+    name, key = (data.tokenizer, "data.tokenizer") if data.tokenizer else (model_tokenizer, "the model's tokenizer")
     if data.streaming and name is None:
         raise DataError(
             "data.streaming: a tokenizer cannot be trained on data that is read while training; set "
             "data.tokenizer to a folder"
         )
-    own = load_tokenizer(name, knob=key, add_tokens=add_tokens) if name is not None else None
+    tokenizer = load_tokenizer(name, knob=key, add_tokens=add_tokens) if name is not None else None
     notes = [f"{key} {name}: {why}; tokenizer.json is read as it is"] if name and (why := read_as_it_is(name)) else []
-    eye = None
-    if vision is not None:
-        if own is None:
-            raise DataError("data.tokenizer: a model that reads images has tokens for them; use its own tokenizer")
-        if data.streaming:
-            raise DataError(
-                "data.streaming: is for text alone so far; set data.streaming: false for a model that reads images"
-            )
-        eye = ImageProcessor.of(vision, processor or {}, data.image_pixels, own)
-    sources = _open(data, own, eye, knob)
-    notes += [f"{source.words}: not read: {source.left}" for source in sources if source.left]
-    validation_source = (
-        open_source(data.parts()[0][0], validation=True, tokenizer=own, eye=eye)
-        if isinstance(data.validation, str)
-        else None
-    )
-    if validation_source is not None:
-        validation_source = replace(
-            validation_source, layout=replace(validation_source.layout, classes=sources[0].layout.classes)
-        )
-    share = 0.0 if isinstance(data.validation, str) else float(data.validation)
-    paired = any(source.paired for source in sources)
-    packing: Literal["stream", "whole"] = ("whole" if paired else "stream") if data.packing == "auto" else data.packing
-    if packing == "stream" and eye is not None and any(s.paired for s in sources):
-        raise DataError("data.packing: stream cuts examples, and those with images must stay whole; use whole or auto")
-    if packing == "stream" and sources[0].layout.kind in ("preference", "unpaired", "classes"):
-        raise DataError(
-            f"data.packing: stream cuts examples, and rows of the layout {sources[0].layout.kind} must "
-            "stay whole; use whole or auto"
-        )
+    images = _image_processor(data, tokenizer, vision, processor) if vision is not None else None
+    sources = _open_with_common_classes(data, tokenizer, images, knob)
+    notes += [f"{source.description}: not read: {source.left}" for source in sources if source.left]
+    validation, share = None, 0.0
+    if isinstance(data.validation, str):
+        validation = open_source(data.parts()[0][0], validation=True, tokenizer=tokenizer, eye=images)
+        # A class must have the same number on both sides, even if validation lacks some of the classes.
+        validation = replace(validation, layout=replace(validation.layout, classes=sources[0].layout.classes))
+    else:
+        share = float(data.validation)
+    packing = _packing(data, sources, images)
+    return _Opened(sources, validation, tokenizer, images, packing, share, notes)
 
-    say("reading validation" if validation_source else "reading", 0, None)
-    split = Split(
-        share,
-        frozenset(content_hash(d) for d in validation_source.read() if d.sequences)
-        if validation_source
-        else frozenset(),
-    )
-    content = digest(
-        FORMAT, [source.key() for source in sources], share, validation_source.key() if validation_source else ""
-    )
-    if own is None:
-        own = _trained(root, content, sources, split, data.vocabulary, say)
-    encoder = Encoder(own)
+
+def _image_processor(
+    data: Data, tokenizer: PreTrainedTokenizerFast | None, vision: Vision, processor: Mapping[str, Any] | None
+) -> ImageProcessor:
+    if tokenizer is None:
+        raise DataError("data.tokenizer: a model that reads images has tokens for them; use its own tokenizer")
+    if data.streaming:
+        raise DataError(
+            "data.streaming: is for text alone so far; set data.streaming: false for a model that reads images"
+        )
+    return ImageProcessor.of(vision, processor or {}, data.image_pixels, tokenizer)
+
+
+def _packing(data: Data, sources: Sequence[Source], images: ImageProcessor | None) -> Literal["stream", "whole"]:
+    """Returns the packing: `auto` keeps prompts with their answers in one row, and cuts plain text at row ends."""
+    paired, kind = any(source.paired for source in sources), sources[0].layout.kind
+    packing: Literal["stream", "whole"] = ("whole" if paired else "stream") if data.packing == "auto" else data.packing
+    if packing == "stream" and images is not None and paired:
+        raise DataError("data.packing: stream cuts examples, and those with images must stay whole; use whole or auto")
+    if packing == "stream" and kind in ("preference", "kto", "classes"):
+        raise DataError(
+            f"data.packing: stream cuts examples, and rows of the layout {kind} must stay whole; use whole or auto"
+        )
+    return packing
+
+
+def _prepare_encoding(data: Data, opened: _Opened, root: Path, say: Progress) -> _Encoding:
+    """Decides the split and the tokenizer, which it trains if there is none, and checks template and prompts."""
+    sources, validation = opened.sources, opened.validation
+    # Documents of the validation source are left out of training by their content.
+    held_out = frozenset(content_hash(d) for d in validation.read() if d.sequences) if validation else frozenset()
+    split = Split(opened.share, held_out)
+    content = digest(FORMAT, [source.key() for source in sources], opened.share, validation.key() if validation else "")
+    # After the split: a tokenizer is trained on the training side only, so that validation stays unseen.
+    tokenizer = opened.tokenizer or _trained(root, content, sources, split, data.vocab_size, say)
+    encoder = Encoder(tokenizer)
     template = next((s.layout.template for s in sources if s.layout.template), None)
-    ends, findings = _ends(own, template), Findings()
+    ends, findings = _ends(tokenizer, template), Findings()
     check_template(sources, template, findings)
     check_prompts(sources, encoder, findings)
-    if template is not None and own.chat_template != template.text and not isinstance(own.chat_template, dict):
-        own.chat_template = template.text  # so that generation renders prompts as in training
+    if (
+        template is not None
+        and tokenizer.chat_template != template.text
+        and not isinstance(tokenizer.chat_template, dict)
+    ):
+        tokenizer.chat_template = template.text  # so that generation renders prompts as in training
+    return _Encoding(tokenizer, encoder, ends, split, content, findings)
 
-    if data.streaming:
-        return _stream(
-            data, sources[0], validation_source, split, encoder, own, length, seed, packing, content, findings, notes
-        )
 
-    streams = streams_of(sources, validation_source, split)
-    entry_name = f"tokens-{digest(content, encoder.key, ends)}"
+def _tokenize_and_pack(
+    opened: _Opened, encoding: _Encoding, root: Path, say: Progress, *, length: int, partial: bool
+) -> _Packed:
+    """Tokenizes all documents, or finds their tokens in the cache, and packs them into rows of `length` tokens.
+
+    Only tokens are cached, not rows, so that another `length` needs no second tokenizing.
+    """
+    encoder, ends = encoding.encoder, encoding.ends
+    streams = streams_of(opened.sources, opened.validation, encoding.split)
+    entry_name = f"tokens-{digest(encoding.content, encoder.key, ends)}"
 
     def build(folder: Path) -> dict[str, Any]:
-        return tokenize(folder, root / f".partial-{entry_name}", streams, encoder, ends, say, eye)
+        return tokenize(folder, root / f".partial-{entry_name}", streams, encoder, ends, say, opened.images)
 
     folder, content_entry = entry(root, entry_name, build)
     values = content_entry["values"]
-    findings = Findings(merged(findings.found, values["found"]))
-    train, validation = (
-        Rows(Tokens.open(folder, side, values["group"]), length, packing, encoder.pad, partial=partial)
+    rows: dict[str, Rows] = {
+        side: Rows(Tokens.open(folder, side, values["group"]), length, opened.packing, encoder.pad, partial=partial)
         if values["documents"][side]
         else _none(length)
         for side in SIDES
+    }
+    findings = Findings(merged(encoding.findings.by_check, values["found"]))
+    return _Packed(folder, values, content_entry["files"], streams, findings, rows)
+
+
+def _check_rows(
+    data: Data,
+    opened: _Opened,
+    encoding: _Encoding,
+    packed: _Packed,
+    *,
+    embedding: int | None,
+    refuse: bool,
+    knob: str,
+) -> tuple[Verdict, dict[str, Any]]:
+    """Judges the tokens by `data.preflight`; returns the verdict and the examples of each side that lose an answer.
+
+    Raises:
+        DataError: a check found an error (unless `refuse` is False), or a side that is needed has no row.
+    """
+    train, validation, values, findings = (
+        packed.rows["train"],
+        packed.rows["validation"],
+        packed.values,
+        packed.findings,
     )
-    cut = {"train": cut_answers(train), "validation": cut_answers(validation)}
-    check_tokens(values, findings, encoder, streams, sources, folder, cut["train"], embedding, length)
-    verdict = judge(findings.found, data.preflight, values["read"])
+    cut = {side: cut_answers(rows) for side, rows in packed.rows.items()}
+    check_tokens(
+        values,
+        findings,
+        encoding.encoder,
+        packed.streams,
+        opened.sources,
+        packed.folder,
+        cut["train"],
+        embedding,
+        train.length,
+    )
+    verdict = judge(findings.by_check, data.preflight, values["read"])
+    # Without a document to train on `_refuse_empty` would raise in any case; the findings say why none is left.
     if refuse or not values["documents"]["train"]:
         verdict.refuse()
-    _refuse_empty(sources, validation_source, share, values)
+    _refuse_empty(opened.sources, opened.validation, opened.share, values)
     _require_rows(
-        train, "training data" if knob == "data.source" else knob, "add text, or use shorter rows (batch.length)"
+        train, "training data" if knob == "data.source" else knob, "add text, or use shorter rows (batch.seq_len)"
     )
-    if share or validation_source:
-        _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
-    if data.longer == "refuse":
-        refuse_longer({"train": train, "validation": validation}, folder, streams)
-    counts = {
-        "read": values["read"],
-        "dropped": values["dropped"],
-        "sources": values["sources"],
-        "repeated": any(source.weight > 1 for source in sources),
-    } | {
-        side: _counts(rows) | {"cut": len(cut[side]), "duplicates": values["duplicates"][side]}  # type: ignore[index]
-        for side, rows in (("train", train), ("validation", validation))
-    }
-    fingerprint = digest(FORMAT, sorted(content_entry["files"].items()), length, packing, encoder.pad)
-    description = "; ".join(source.words for source in sources) + (
-        f"; validation: {validation_source.words}" if validation_source else ""
-    )
-    layout = sources[0].layout
-    verdicts = {"told": [*notes, *verdict.told], "blocked": verdict.blocked}
-    return PreparedData(
-        own, train, validation, description, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts
-    )
+    if opened.share or opened.validation:
+        _require_rows(validation, "validation data", "raise data.validation or lower batch.seq_len")
+    if data.overlong == "refuse":
+        refuse_longer(packed.rows, packed.folder, packed.streams)
+    return verdict, cut
 
 
-def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: ImageProcessor | None, knob: str) -> list[Source]:
+def _open_with_common_classes(
+    data: Data, tokenizer: PreTrainedTokenizerFast | None, images: ImageProcessor | None, knob: str
+) -> list[Source]:
     """Opens all sources and gives them the same classes."""
-    sources = [open_source(part, tokenizer=own, weight=weight, eye=eye, knob=knob) for part, weight in data.parts()]
+    sources = [
+        open_source(part, tokenizer=tokenizer, weight=weight, eye=images, knob=knob) for part, weight in data.parts()
+    ]
+    # A class must have the same number in all sources, even if some of them lack it.
     first = sources[0].layout
     names = sorted({name for source in sources for name in source.layout.classes})
     for n, source in enumerate(sources):
-        special = {"preference", "unpaired", "classes"}
+        special = {"preference", "kto", "classes"}
         if source.layout.kind != first.kind and special & {source.layout.kind, first.kind}:
             raise DataError(
-                f"data.source.{n}: {source.words} has the layout {source.layout.words}, the first source "
-                f"{first.words}; these cannot be mixed"
+                f"data.source.{n}: {source.description} has the layout {source.layout.description}, the first source "
+                f"{first.description}; these cannot be mixed"
             )
         if first.kind == "classes" and not data.classes and set(source.layout.classes) != set(first.classes):
             sources[n] = replace(source, layout=replace(source.layout, classes=tuple(names)))
@@ -271,10 +413,10 @@ def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: ImageProcessor |
     return sources
 
 
-def _ends(own: PreTrainedTokenizerFast, template: Template | None) -> list[int]:
+def _ends(tokenizer: PreTrainedTokenizerFast, template: Template | None) -> list[int]:
     """Returns the tokens that end a text or a turn."""
     end = template.end_of_turn if template else None
-    return sorted({own.eos_token_id, *([own.convert_tokens_to_ids(end)] if end else [])})
+    return sorted({tokenizer.eos_token_id, *([tokenizer.convert_tokens_to_ids(end)] if end else [])})
 
 
 def _none(length: int) -> Rows:
@@ -299,6 +441,7 @@ def _trained(
         save_tokenizer(train_tokenizer(documents(), vocabulary=vocabulary), folder)
         return {}
 
+    # The library's version is part of the key: another one may learn other merges from the same text.
     folder, _ = entry(root, f"tokenizer-{digest(content, vocabulary, tokenizers.__version__)}", build)
     return load_tokenizer(str(folder))
 
@@ -307,7 +450,7 @@ def _refuse_empty(
     sources: Sequence[Source], validation_source: Source | None, share: float, values: dict[str, Any]
 ) -> None:
     documents, dropped = values["documents"], values["dropped"]
-    description = "; ".join(source.words for source in sources)
+    description = "; ".join(source.description for source in sources)
     remaining = documents["train"] + documents["validation"]
     reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items()) or "the source is empty"
     if remaining == 0:
@@ -321,7 +464,7 @@ def _refuse_empty(
             f"data.validation {share:g}: leaves none of {remaining} documents to train on; lower it or add documents"
         )
     if documents["validation"] == 0 and validation_source:
-        raise DataError(f"data.validation: {validation_source.words}: no document left ({reasons})")
+        raise DataError(f"data.validation: {validation_source.description}: no document left ({reasons})")
     if documents["validation"] == 0 and share:
         raise DataError(
             f"data.validation {share:g}: none of {remaining} documents falls on the validation side (their "
@@ -334,10 +477,10 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
     if len(rows) == 0 and rows.no_room:
         raise DataError(
             f"{what}: the prompt alone fills a row of {rows.length} tokens in each of {rows.no_room} "
-            "examples; raise batch.length"
+            "examples; raise batch.seq_len"
         )
     if len(rows) == 0:
-        documents, tokens = len(rows.tokens.ends), len(rows.tokens.ids)
+        documents, tokens = len(rows.tokens.offsets), len(rows.tokens.ids)
         raise DataError(
             f"{what}: {tokens:,} tokens in {documents:,} documents do not fill one row of {rows.length}; {fix}"
         )
@@ -345,7 +488,7 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
 
 def _counts(rows: Rows) -> dict[str, Any]:
     return {
-        "documents": len(rows.tokens.ends) // rows.tokens.group,
+        "documents": len(rows.tokens.offsets) // rows.tokens.group,
         "tokens": len(rows.tokens.ids),
         "rows": len(rows),
         "trained": rows.trained_total,
@@ -357,24 +500,14 @@ def _counts(rows: Rows) -> dict[str, Any]:
     }
 
 
-def _stream(
-    data: Data,
-    source: Source,
-    validation_source: Source | None,
-    split: Split,
-    encoder: Encoder,
-    own: PreTrainedTokenizerFast,
-    length: int,
-    seed: int,
-    packing: Literal["stream", "whole"],
-    content: str,
-    findings: Findings,
-    notes: list[str],
-) -> PreparedData:
+def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, seed: int) -> PreparedData:
+    """Checks the beginning of a streamed source, and leaves tokenizing and packing of the rest to training."""
+    (source, *_), validation_source, packing = opened.sources, opened.validation, opened.packing
+    encoder, split, findings = encoding.encoder, encoding.split, encoding.findings
     seen_rows = Counter[str]()
     for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), seen_rows, findings):
         seen_rows["read"] += 1
-    verdict: Verdict = judge(findings.found, data.preflight, sum(seen_rows.values()))
+    verdict = judge(findings.by_check, data.preflight, sum(seen_rows.values()))
     verdict.refuse()
     train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
     tokens = (
@@ -384,21 +517,18 @@ def _stream(
     )
     validation = Rows(tokens, length, packing, encoder.pad)
     if validation_source or split.share:
-        _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
-    fingerprint = digest(FORMAT, content, encoder.key, length, packing, seed, data.limit)
-    counts = {"validation": _counts(validation)}
-    streams = streams_of([source], validation_source, split)
+        _require_rows(validation, "validation data", "raise data.validation or lower batch.seq_len")
+    # Unlike for stored data, the seed belongs to it: rows are shuffled within blocks of the stream.
+    fingerprint = digest(FORMAT, encoding.content, encoder.key, length, packing, seed, data.limit)
     return PreparedData(
-        *(
-            own,
-            train,
-            validation,
-            f"{source.words}, streamed",
-            counts,
-            fingerprint,
-            source.layout,
-            source.layout.classes,
-        ),
-        told=[*notes, *verdict.told],
-        streams=streams,
+        encoding.tokenizer,
+        train,
+        validation,
+        f"{source.description}, streamed",
+        {"validation": _counts(validation)},
+        fingerprint,
+        source.layout,
+        source.layout.classes,
+        warnings=[*opened.notes, *verdict.warnings],
+        streams=streams_of([source], validation_source, split),
     )

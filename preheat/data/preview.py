@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from preheat.data.packing import IGNORED, Rows, permutation
-from preheat.data.preflight_corpus import places_of
+from preheat.data.preflight_corpus import locate_documents
 from preheat.data.preparation import PreparedData
 from preheat.errors import DataError
 
@@ -44,7 +44,7 @@ def preview(prepared: PreparedData, *, rows: int, seed: int) -> dict[str, Any]:
     wheres = _wheres(prepared, train, order)
     return prepared.record() | {
         "blocked": prepared.blocked,
-        "lengths": _lengths(np.diff(train.tokens.ends, prepend=0).reshape(-1, group).sum(axis=1), train.length),
+        "lengths": _lengths(np.diff(train.tokens.offsets, prepend=0).reshape(-1, group).sum(axis=1), train.length),
         "packing": {"how": train.packing, "length": train.length, **prepared.counts["train"]},
         "examples": [_example(prepared, train, n, wheres) for n in order],
     }
@@ -78,7 +78,7 @@ def _wheres(prepared: PreparedData, rows: Rows, order: list[int]) -> dict[int, s
     marks = np.load(rows.tokens.folder / f"{rows.tokens.side}-marks.npy")
     numbers = sorted({int(n) // rows.tokens.group for index in order for n in rows.contents(index)[0]})
     wanted = [(int(marks[n]), int((marks[:n] == marks[n]).sum())) for n in numbers]
-    by_place = places_of(prepared.streams, wanted, held=False)
+    by_place = locate_documents(prepared.streams, wanted, held=False)
     return {n: by_place[place] for n, place in zip(numbers, wanted, strict=True)}
 
 

@@ -43,7 +43,7 @@ def _mark(*parts: np.ndarray) -> np.ndarray:
 def content_of(rows: Rows) -> str:
     """Returns a hash of the tokens of rows and of their packing."""
     digest = hashlib.blake2b(repr((rows.length, rows.packing, rows.pad)).encode(), digest_size=16)
-    for array in (rows.tokens.ids, rows.tokens.ends):
+    for array in (rows.tokens.ids, rows.tokens.offsets):
         digest.update(np.ascontiguousarray(array).view(np.uint8))
     return digest.hexdigest()
 
@@ -177,7 +177,7 @@ class RowCache:
                 self.write(n, tokens.numpy(), *(a.cpu().numpy() for a in arrays))
         self._file.flush()
 
-    def beside(self, batch: Batch) -> tuple[Tensor, ...]:
+    def tensors_for(self, batch: Batch) -> tuple[Tensor, ...]:
         """Returns the arrays of a batch's rows as tensors [rows, ...] on the host."""
         import torch
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.data.chat.template import special_tokens, template_for
 from preheat.data.document import Document
-from preheat.data.rows.file_readers import closest, columns_of, expanded, find_files, missing, read_file, shown
+from preheat.data.rows.file_readers import closest, columns_of, display_path, expanded, find_files, missing, read_file
 from preheat.data.rows.formats import Layout, class_names, layout_of
 from preheat.data.vision_inputs import ImageProcessor
 from preheat.errors import DataError, nearest
@@ -40,7 +40,7 @@ class Source:
     """Documents that can be read repeatedly in the same order.
 
     Attributes:
-        words: description for messages and reports.
+        description: description for messages and reports.
         layout: layout of its rows.
         key: returns the content hash of the files and of how they are read; a function, since it reads the files.
         rows: returns a lazy iterator over (where, row) from the first row.
@@ -48,7 +48,7 @@ class Source:
         weight: how often its documents are read in an epoch.
     """
 
-    words: str
+    description: str
     layout: Layout
     key: Callable[[], str]
     rows: Callable[[], Iterator[tuple[str, Any]]]
@@ -72,7 +72,7 @@ class Source:
 class _Raw:
     """Rows of a source whose layout is not known yet."""
 
-    words: str
+    description: str
     key: Callable[[], str]
     rows: Callable[[Sequence[str] | None], Iterator[tuple[str, Any]]]
     names: list[str] | None = None
@@ -127,7 +127,7 @@ def open_source(
         raw = _path(knob, expanded(knob, name), data) if _is_path(knob, name) else _datasets(knob, name, data)
     if layout is None:
         layout = _layout(data, raw, tokenizer, eye)
-    shown = raw.words
+    shown = raw.description
     if data.limit is not None and not validation:
         shown += f"; the first {data.limit:,} documents"
     limit = None if validation else data.limit
@@ -145,7 +145,7 @@ def open_source(
 
 def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, eye: ImageProcessor | None) -> Layout:
     """Detects the layout of a source from its first row."""
-    where, first = next(raw.rows(None), (raw.words, None))
+    where, first = next(raw.rows(None), (raw.description, None))
     names = raw.names or ([str(k) for k in first] if isinstance(first, Mapping) else [])
     template, lacking = None, ""
     layout = layout_of(data, names, first, where)
@@ -154,7 +154,7 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
     except DataError as error:
         if data.template is not None:
             raise
-        lacking = f"{raw.words}: the rows are conversations ({layout.words}); {error}"
+        lacking = f"{raw.description}: the rows are conversations ({layout.description}); {error}"
     special = template.special if template else special_tokens(tokenizer)
     more: dict[str, Any] = {
         "template": template,
@@ -167,10 +167,10 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
     if layout.kind == "classes" and not classes:
         column = layout.columns["label"]
         values = (row.get(column) for _, row in raw.rows([column]) if isinstance(row, Mapping))
-        classes = class_names(values, raw.words)
+        classes = class_names(values, raw.description)
     layout = layout_of(data, names, first, where, train_on=data.train_on, classes=classes, **more)
     if raw.names is not None:
-        layout.require(raw.names, raw.words)
+        layout.require(raw.names, raw.description)
     return layout
 
 
@@ -218,7 +218,7 @@ def _files_key(files: Iterable[Path]) -> str:
                     file.seek(-(2**20), 2)
                     hasher.update(file.read())
         except OSError as error:
-            raise DataError(f"{shown(path)}: cannot be read ({error.strerror})") from None
+            raise DataError(f"{display_path(path)}: cannot be read ({error.strerror})") from None
     return hasher.hexdigest()
 
 
@@ -361,9 +361,10 @@ def _saved_dataset(knob: str, path: Path, data: Data) -> _Raw:
         dataset = datasets.load_from_disk(str(path))
     except _broken() as error:
         raise DataError(
-            f"{knob} {shown(path)}: not a whole folder of datasets.save_to_disk: {_first_line(error)}; write it again"
+            f"{knob} {display_path(path)}: not a whole folder of datasets.save_to_disk: {_first_line(error)}; "
+            "write it again"
         ) from None
-    return _from_dataset(_split(dataset, data, shown(path)), data, shown(path))
+    return _from_dataset(_split(dataset, data, display_path(path)), data, display_path(path))
 
 
 def _is_format(name: str) -> bool:

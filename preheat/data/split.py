@@ -41,11 +41,11 @@ class Split:
 
     Attributes:
         share: fraction of the documents to validate on.
-        held: content hashes of the validation documents, if these have a source of their own.
+        validation_hashes: content hashes of the validation documents, if these have a source of their own.
     """
 
     share: float = 0.0
-    held: frozenset[str] = frozenset()
+    validation_hashes: frozenset[str] = frozenset()
 
     def apply(
         self, documents: Iterable[Document], dropped: Counter[str], findings: Findings | None = None
@@ -64,7 +64,7 @@ class Split:
                 dropped["untrained" if document.complete else "empty"] += 1
                 continue
             mark = content_hash(document)
-            if mark in self.held:
+            if mark in self.validation_hashes:
                 findings.add("validation", document.where, "stands in the data to validate on too")
                 dropped["also in validation"] += 1
                 continue

@@ -69,7 +69,7 @@ class StreamRows:
             if number == began:
                 raise DataError(
                     f"data.source {self.data.source}: the training documents do not fill one row of "
-                    f"{self.length}; add documents or lower batch.length"
+                    f"{self.length}; add documents or lower batch.seq_len"
                 )
 
     def held_out(self) -> Tokens:
@@ -94,7 +94,7 @@ class StreamRows:
     def _blocks(self) -> Iterator[Tokens]:
         documents = self.split.apply(self._documents(), Counter())
         portions = chunks(d for d in documents if d[0] == "train")
-        while len((block := encode_all(portions, self.encoder, enough=BLOCK * self.length)).ends):
+        while len((block := encode_all(portions, self.encoder, enough=BLOCK * self.length)).offsets):
             yield block
 
 
@@ -114,8 +114,8 @@ def encode_all(
     ids = np.fromiter(itertools.chain.from_iterable(e.tokens for e in encoded), np.uint32, size)
     ends = np.cumsum([len(e.tokens) for e in encoded], dtype=np.int64)
     trained = labels = None
-    if any(e.trained is not None for e in encoded):
-        trained = np.frombuffer(b"".join(e.trained or b"\1" * len(e.tokens) for e in encoded), np.uint8)
+    if any(e.loss_mask is not None for e in encoded):
+        trained = np.frombuffer(b"".join(e.loss_mask or b"\1" * len(e.tokens) for e in encoded), np.uint8)
     if any(e.label is not None for e in encoded):
         labels = np.array([e.label for e in encoded], np.int64)
     return Tokens(ids, ends, trained, labels, group)

@@ -76,7 +76,7 @@ class _Tally:
     rows: int = 0
     """Rows read of this stream."""
     sources: list[dict[str, Any]] = field(default_factory=list)
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    findings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Findings of the checks in rows."""
     shown: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Findings of the checks in tokens."""
@@ -99,7 +99,7 @@ class _Portion(NamedTuple):
     encoded: Future[list[list[Encoded]]]
     rows: int
     dropped: Counter[str]
-    found: dict[str, dict[str, Any]]
+    findings: dict[str, dict[str, Any]]
 
 
 def tokenize(
@@ -170,8 +170,8 @@ class _Writer:
             if number == len(self.tally.sources):
                 source = streams[number].source
                 about = {
-                    "source": source.words,
-                    "layout": source.layout.words,
+                    "source": source.description,
+                    "layout": source.layout.description,
                     "weight": source.weight,
                     "side": "validation" if streams[number].held else "train",
                 }
@@ -184,7 +184,7 @@ class _Writer:
         about, waiting = self.tally.sources[-1], None
         dropped, findings, rows = (
             Counter[str](about["dropped"]),
-            Findings(copy.deepcopy(self.tally.found)),
+            Findings(copy.deepcopy(self.tally.findings)),
             self.tally.rows,
         )
 
@@ -199,17 +199,17 @@ class _Writer:
             for portion in chunks(stream.read(dropped, findings, counted())):
                 say("tokenizing", rows, stream.source.count)
                 encoded = pool.submit(self.encoder, [document for _, _, document in portion])
-                submitted = _Portion(portion, encoded, rows, Counter(dropped), copy.deepcopy(findings.found))
+                submitted = _Portion(portion, encoded, rows, Counter(dropped), copy.deepcopy(findings.by_check))
                 if waiting is not None:
                     self._write(stream, waiting, about)
                 waiting = submitted
             if waiting is not None:
                 self._write(stream, waiting, about)
-        self._count(about, rows, dropped, findings.found)
+        self._count(about, rows, dropped, findings.by_check)
         say("tokenizing", rows, rows)
 
     def _count(self, about: dict[str, Any], rows: int, dropped: Counter[str], findings: dict[str, Any]) -> None:
-        self.tally.rows, about["read"], about["dropped"], self.tally.found = rows, rows, dict(dropped), findings
+        self.tally.rows, about["read"], about["dropped"], self.tally.findings = rows, rows, dict(dropped), findings
 
     def _write(self, stream: Stream, portion: _Portion, about: dict[str, Any]) -> None:
         documents = portion.documents
@@ -219,8 +219,8 @@ class _Writer:
         sizes = np.array([len(e.tokens) for e in flat], np.int64)
         bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         ids = np.fromiter(itertools.chain.from_iterable(e.tokens for e in flat), np.uint32, int(bounds[-1]))
-        marks = np.frombuffer(b"".join(e.trained or b"\1" * len(e.tokens) for e in flat), np.uint8)
-        tally.masked = tally.masked or any(e.trained is not None for e in flat)
+        marks = np.frombuffer(b"".join(e.loss_mask or b"\1" * len(e.tokens) for e in flat), np.uint8)
+        tally.masked = tally.masked or any(e.loss_mask is not None for e in flat)
         trained = marks.copy()
         trained[bounds[:-1][sizes > 0]] = 0  # the first token of a sequence is never a label
         labels = np.where([e.label is not None for e in flat], 1, _sums(trained, bounds)).reshape(-1, group)
@@ -264,7 +264,7 @@ class _Writer:
                 self._append(side, "labels", np.array([flat[n].label for n in chosen], np.int64))
             about["documents"] += len(wanted)
             about["tokens"] += int(sizes[chosen].sum())
-        self._count(about, portion.rows, portion.dropped, portion.found)
+        self._count(about, portion.rows, portion.dropped, portion.findings)
         if time.monotonic() - self.saved > JOURNAL_EVERY:
             self._journal()
 
@@ -298,7 +298,7 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProce
     def read(side: Side, kind: str, of: Any) -> np.ndarray:
         return np.fromfile(work / f"{side}.{kind}", of)
 
-    findings, documents, duplicates = merged(tally.found, tally.shown), {}, {}
+    findings, documents, duplicates = merged(tally.findings, tally.shown), {}, {}
     for side in SIDES:
         (work / f"{side}.ids").rename(folder / f"{side}.{dtype}")
         np.save(folder / f"{side}-ends.npy", np.cumsum(read(side, "sizes", np.int64)))

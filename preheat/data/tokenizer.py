@@ -31,8 +31,8 @@ __all__ = [
     "Encoded",
     "Encoder",
     "load_tokenizer",
-    "other_pieces",
-    "pieces_of",
+    "vocabulary_mismatch",
+    "token_bytes",
     "read_as_it_is",
     "rebuilt_by_transformers",
     "save_tokenizer",
@@ -52,12 +52,12 @@ class Encoded(NamedTuple):
 
     Attributes:
         tokens: token ids.
-        trained: one byte per token, 1 for tokens that are trained on; None for all.
+        loss_mask: one byte per token, 1 for tokens that are trained on; None for all.
         label: label of its document.
     """
 
     tokens: list[int]
-    trained: bytes | None = None
+    loss_mask: bytes | None = None
     label: int | None = None
 
 
@@ -368,7 +368,7 @@ def _unlike_folders(own: str, other: str, knob: str, add_tokens: tuple[str, ...]
     return unlike(load_tokenizer(own, add_tokens=add_tokens), load_tokenizer(other, knob=knob))
 
 
-def other_pieces(own: str | None, teacher: str, add_tokens: tuple[str, ...] = ()) -> str | None:
+def vocabulary_mismatch(own: str | None, teacher: str, add_tokens: tuple[str, ...] = ()) -> str | None:
     """Returns why a teacher's probabilities are not over the student's tokens, or None if they are.
 
     Args:
@@ -472,11 +472,11 @@ def _unlike_encodings(reference: Any, other: Any, one: Sequence[Any], two: Seque
     return None
 
 
-def pieces_of(tokenizer: Any) -> list[bytes]:
+def token_bytes(tokenizer: Any) -> list[bytes]:
     """Returns the bytes of each token by id; special tokens have none.
 
     Example:
-        >>> pieces_of(AutoTokenizer.from_pretrained("gpt2"))[464]  # doctest: +SKIP
+        >>> token_bytes(AutoTokenizer.from_pretrained("gpt2"))[464]  # doctest: +SKIP
         b'The'
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -514,7 +514,7 @@ def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) ->
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocabulary < len(alphabet) + 2:
         raise RecipeError(
-            f"data.vocabulary: {vocabulary} is too few; 256 bytes, {END} and {PAD} take {len(alphabet) + 2}"
+            f"data.vocab_size: {vocabulary} is too few; 256 bytes, {END} and {PAD} take {len(alphabet) + 2}"
         )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -123,7 +123,7 @@ class ImageProcessor:
         try:
             features = self._processor.preprocess(images=[_decoded(Path(picture.path))], return_tensors="np")
         except Unreadable as error:
-            raise DataError(f"{error.words}; it was whole when the data was read") from None
+            raise DataError(f"{error.message}; it was whole when the data was read") from None
         if tuple(features["image_grid_thw"][0].tolist()) != (1, picture.rows, picture.columns):
             raise DataError(
                 f"image {picture.path}: has another size than when the data was read; put it back, or read "

@@ -36,35 +36,40 @@ class Saved:
     """A finished checkpoint.
 
     Attributes:
-        held: seconds that training waited for it.
-        seconds: from the call of `begin` until it was complete on disk.
+        wait_seconds: seconds that training waited for it.
+        seconds: from the call of `save` until it was complete on disk.
     """
 
     step: int
     path: Path
-    held: float
+    wait_seconds: float
     seconds: float
 
     def facts(self, run: Path) -> dict[str, Any]:
         """The fields that the run's events record."""
         path = str(self.path.relative_to(run))
-        return {"step": self.step, "path": path, "held": round(self.held, 4), "seconds": round(self.seconds, 4)}
+        return {
+            "step": self.step,
+            "path": path,
+            "wait_seconds": round(self.wait_seconds, 4),
+            "seconds": round(self.seconds, 4),
+        }
 
 
 class Saving:
     """Writes a run's checkpoints as the recipe's `checkpoint` section says. All ranks begin them in the same order.
 
     Args:
-        at: the step that the build was loaded from, if any.
+        last_step: the step that the build was loaded from, if any.
 
     Attributes:
-        at: the newest step that is complete or being written; -1: none.
-        apart: one file per tensor, which needs the least memory.
+        last_step: the newest step that is complete or being written; -1: none.
+        file_per_tensor: one file per tensor, which needs the least memory.
     """
 
-    def __init__(self, build: Build, folder: Path, *, at: int = -1):
-        self.build, self.folder, self.at, self.keep = build, folder, at, build.recipe.checkpoint.keep
-        self.apart = False
+    def __init__(self, build: Build, folder: Path, *, last_step: int = -1):
+        self.build, self.folder, self.last_step, self.keep = build, folder, last_step, build.recipe.checkpoint.keep
+        self.file_per_tensor = False
         self._group: Any = None
         self._writer: ThreadPoolExecutor | None = None
         self._begun: tuple[Future[tuple[Path, float]], int, float, float] | None = None
@@ -78,7 +83,7 @@ class Saving:
 
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=build.recipe.parallel.timeout))
 
-    def begin(self, progress: checkpoint.Progress, *, last: bool = False) -> list[Saved]:
+    def save(self, progress: checkpoint.Progress, *, last: bool = False) -> list[Saved]:
         """Saves the step after waiting for the previous write. Returns the checkpoints finished since the last call.
 
         Args:
@@ -89,24 +94,28 @@ class Saving:
             MemoryError: not enough memory to write it.
         """
         start = time.perf_counter()
+        # One write at a time: a second copy of the state would take as much memory again.
         finished = self.wait()
         if last or self._writer is None:
             # Host memory, whatever the device: files are assembled in memory that the steps no longer use.
             release_unused("cpu")
-            path = checkpoint.save(self.build, progress, self.folder, keep=self.keep, apart=self.apart)
-            seconds, self.at = time.perf_counter() - start, progress.step
+            path = checkpoint.save(
+                self.build, progress, self.folder, keep=self.keep, file_per_tensor=self.file_per_tensor
+            )
+            seconds, self.last_step = time.perf_counter() - start, progress.step
             return [*finished, Saved(progress.step, path, seconds, seconds)]
+        # The copy is all that training waits for; the thread then reads nothing that steps change.
         state = checkpoint.snapshot(self.build, progress, copied=True)
         future = self._writer.submit(self._write, state)
         self._begun = (future, progress.step, start, time.perf_counter() - start)
-        self.at = progress.step
+        self.last_step = progress.step
         return finished
 
     def _write(self, state: checkpoint.Snapshot) -> tuple[Path, float]:
         path = checkpoint.write(self.build, state, self.folder, keep=self.keep, group=self._group)
         return path, time.perf_counter()
 
-    def look(self) -> list[Saved]:
+    def poll(self) -> list[Saved]:
         """Returns the checkpoint finished since the last call, if any, without waiting.
 
         Raises:
@@ -119,9 +128,9 @@ class Saving:
         if self._begun is None:
             return []
         (future, step, start, waited), self._begun = self._begun, None
-        self.at, newest = -1, self.at  # in case it could not be written
+        self.last_step, newest = -1, self.last_step  # in case it could not be written
         path, end = future.result()
-        self.at = newest
+        self.last_step = newest
         return [Saved(step, path, waited, end - start)]
 
     def close(self) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +42,7 @@ from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PretrainedConfig
 
 __all__ = ["alone", "build", "context_of", "peak_learning_rate", "techniques_of", "world_of"]
 
@@ -56,7 +59,7 @@ def alone(recipe: Recipe) -> Recipe:
 
     Example:
         >>> from preheat.recipe import parse
-        >>> dict(alone(parse("stop: {steps: 1}\\ntechniques: {fsdp: {}}")).techniques)
+        >>> dict(alone(parse("stop: {max_steps: 1}\\ntechniques: {fsdp: {}}")).techniques)
         {}
     """
     return replace(recipe, techniques=single_device(recipe.techniques), parallel=Parallel())
@@ -68,7 +71,7 @@ def techniques_of(recipe: Recipe) -> list[Technique]:
     if recipe.parallel.engine == "deepspeed":
         from preheat.engine.deepspeed import DeepSpeed
 
-        chosen.append(DeepSpeed(zero=recipe.parallel.zero))
+        chosen.append(DeepSpeed(zero=recipe.parallel.zero_stage))
     return sorted(chosen, key=lambda t: (t.stage, t.name()))
 
 
@@ -100,6 +103,7 @@ def build(
     *,
     vocabulary: int | None,
     device: Device,
+    source_config: PretrainedConfig | None = None,
     dry: AbstractContextManager[Any] | None = None,
     reading: bool = False,
 ) -> Build:
@@ -108,6 +112,7 @@ def build(
     Args:
         vocabulary: size of the tokenizer's vocabulary; None when `model` decides.
         device: the device to build on.
+        source_config: the model's configuration as `configs.source` read it; read here when not given.
         dry: a context manager (fake tensors) to allocate under; parameters then get no values. Until then everything is
             on the meta device.
         reading: the build is for inference: weights keep their dtype on disk (training starts from fp32 unless the
@@ -119,61 +124,34 @@ def build(
     Example:
         >>> from preheat.hardware.probe import probe
         >>> from preheat.recipe import parse
-        >>> tiny = parse("model: {layers: 2, width: 32, heads: 2}\\nstop: {steps: 1}")
+        >>> tiny = parse("model: {num_layers: 2, hidden_size: 32, num_heads: 2}\\nstop: {max_steps: 1}")
         >>> b = build(tiny, vocabulary=64, device=probe("cpu"))
         >>> b.slots()["over_logits"]
         'plain'
     """
-    import torch
-
+    # The recipe before everything else: what follows takes its settings as valid.
     check(recipe)
+    # Not in a dry run, which needs no values: a plan of a model whose weights are not here is possible.
     if dry is None:
         presets.require_weights(recipe)
-    config = hf.configure(recipe, vocabulary)
-    off = configs.without_dropout(configs.of(recipe, vocabulary)) if dry is None and not reading else {}
-    off = {key: value for key, value in off.items() if key not in recipe.model.config}
+    # Conflicts before the model: all reasons are listed at once, and no technique has changed anything yet.
+    source = configs.source(recipe) if source_config is None else source_config
+    config = hf.configure(recipe, vocabulary, source)
     context = context_of(recipe, config, device)
     techniques = techniques_of(recipe)
-    problems = conflicts_of(techniques, context)
-    if problems:
+    if problems := conflicts_of(techniques, context):
         raise TechniqueError(problems)
+    # DeepSpeed cannot run on fake tensors: what is planned is the same recipe with torch's own means.
     if dry is not None and recipe.parallel.engine == "deepspeed":
         from preheat.recipe.native import native
 
-        return build(native(recipe), vocabulary=vocabulary, device=device, dry=dry)
-    # A dry run allocates its fake tensors on the CPU, even if there is a GPU; kernels are still chosen by `device`.
-    where = torch.device(device.kind if dry is None else "cpu")
-    model_build = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
-    model_build.mesh = Mesh.form(context.sizes, where.type)
-    model_build.parts["trained"] = [hf.build_on_meta(config, trust=recipe.model.trust_remote_code, as_stored=reading)]
-    model_build.weights = WeightSource(_weights_folder(recipe))
-    if model_build.weights.folder and (stored := getattr(config, "quantization_config", None)):
-        _stored_quantized(model_build, stored, reading)
-    if off:  # pretraining configurations often carry dropout that the recipe did not ask for
-        keys = ", ".join(f"{key} {value:g}" for key, value in sorted(off.items()))
-        model_build.changes["dropout"] = [
-            Change(f"dropout is off, where the model's configuration has {keys}: trained without", len(off))
-        ]
-    install_defaults(model_build)
-    balance(model_build, config.get_text_config())
-    if context.model.encoder:
-        # The scores have a learnt bias: attend in chunks of queries, and recompute them in the backward pass.
-        model_build.own(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
-        model_build.hooks.transforms.append(
-            (Order.PACK, encoder_decoder.divided if dry is None else encoder_decoder.divided_evenly)
-        )
-    if where.type != "cpu":
-        model_build.hooks.transfer = transfer = Transfer(model_build.torch_device)
-        model_build.hooks.transforms.append((Order.MOVE, transfer))
-
-    def apply(first: Stage, last: Stage) -> None:
-        """Applies the techniques of the stages `first` to `last`, both included."""
-        for t in techniques:
-            if first <= t.stage <= last:
-                for role in sorted(t.roles & model_build.parts.keys()):
-                    for part in model_build.parts[role]:
-                        model_build.changes.setdefault(t.name(), []).append(_applied(t, model_build, part))
-
+        return build(native(recipe), vocabulary=vocabulary, device=device, source_config=source, dry=dry)
+    # The whole model on the meta device: techniques can change a model of any size before it takes memory.
+    model_build = _on_meta(recipe, config, context, dry=dry is not None, reading=reading)
+    if dry is None and not reading:
+        _record_dropout(model_build, vocabulary, source)
+    # Defaults before techniques: these replace or wrap the function that a slot has.
+    _install_defaults(model_build, config, dry=dry is not None)
     # On the meta device, where replacing modules costs no memory:
     # STRUCTURE first: it decides which modules there are, and every later stage works on these.
     # COMPRESS before ADAPT: adapters wrap the quantized layers of the base.
@@ -185,34 +163,93 @@ def build(
     # CHECKPOINT before COMPILE: the compiler must see the recomputed regions.
     # COMPILE before SHARD: each compiled layer is then one unit of FSDP, whose hooks stay outside of the graph.
     # SHARD last on meta: only then is it known which part of each parameter a rank allocates.
-    apply(Stage.STRUCTURE, Stage.SHARD)
+    _apply(techniques, model_build, Stage.STRUCTURE, Stage.SHARD)
     # After SHARD: the rules for new rows name the parameters as they will be filled.
     if recipe.model.add_tokens:
         _add_rows(model_build, len(recipe.model.add_tokens), vocabulary or context.model.vocabulary)
+    # From here on memory is allocated, which a dry run records.
     with dry or nullcontext():
-        for role, parts in model_build.parts.items():
-            for part in parts:
-                materialize(
-                    part,
-                    model_build.torch_device,
-                    home=model_build.storage_device,
-                    placed=_lies_on_host if dry and model_build.storage_device else None,
-                )
-                if dry is None:
-                    source = model_build.sources.get(role, model_build.weights)
-                    source.fill(part, seed=recipe.seed)
-                    if source.notes:
-                        model_build.changes.setdefault("weights", []).extend(Change(note, 1) for note in source.notes)
+        _materialize(model_build, dry=dry is not None)
         # MATERIALIZE needs values on the device; OPTIMIZER needs to know which parameters exist and are trained.
-        apply(Stage.MATERIALIZE, Stage.OPTIMIZER)
+        _apply(techniques, model_build, Stage.MATERIALIZE, Stage.OPTIMIZER)
         if not model_build.parameters():
             raise RecipeError("techniques: nothing is left to train: every parameter is frozen")
         model_build.optimizer = _optimizer(model_build)
     # LOADER last: how batches are read depends on the finished build, and allocates nothing on the device.
-    apply(Stage.LOADER, Stage.LOADER)
+    _apply(techniques, model_build, Stage.LOADER, Stage.LOADER)
+    # After all techniques: the load of experts is added to the metrics of whichever objective was installed.
     if context.model.experts:
         model_build.loss.scores = scores(model_build.loss.scores)
     return model_build
+
+
+def _on_meta(recipe: Recipe, config: Any, context: Context, *, dry: bool, reading: bool) -> Build:
+    """Returns a build with the recipe's mesh and its model on the meta device; no slot is filled yet."""
+    import torch
+
+    device = context.device
+    # A dry run allocates its fake tensors on the CPU, even if there is a GPU; kernels are still chosen by `device`.
+    where = torch.device("cpu" if dry else device.kind)
+    model_build = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
+    model_build.mesh = Mesh.form(context.sizes, where.type)
+    model_build.parts["trained"] = [hf.build_on_meta(config, trust=recipe.model.trust_remote_code, as_stored=reading)]
+    model_build.weights = WeightSource(_weights_folder(recipe))
+    if model_build.weights.folder and (stored := getattr(config, "quantization_config", None)):
+        _stored_quantized(model_build, stored, reading)
+    return model_build
+
+
+def _record_dropout(model_build: Build, vocabulary: int | None, source: PretrainedConfig | None) -> None:
+    """Records which dropout is off: pretraining configurations often carry some that the recipe did not ask for."""
+    recipe = model_build.recipe
+    off = configs.without_dropout(configs.of(recipe, vocabulary) if source is None else copy.deepcopy(source))
+    off = {key: value for key, value in off.items() if key not in recipe.model.config}
+    if off:
+        keys = ", ".join(f"{key} {value:g}" for key, value in sorted(off.items()))
+        model_build.changes["dropout"] = [
+            Change(f"dropout is off, where the model's configuration has {keys}: trained without", len(off))
+        ]
+
+
+def _install_defaults(model_build: Build, config: Any, *, dry: bool) -> None:
+    """Fills every slot, adds the balancing loss of experts, and moves batches to the device."""
+    install_defaults(model_build)
+    balance(model_build, config.get_text_config())
+    if model_build.model.encoder:
+        # The scores have a learnt bias: attend in chunks of queries, and recompute them in the backward pass.
+        model_build.claim(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
+        model_build.hooks.transforms.append(
+            (Order.PACK, encoder_decoder.divided_evenly if dry else encoder_decoder.divided)
+        )
+    if model_build.torch_device.type != "cpu":
+        model_build.hooks.transfer = transfer = Transfer(model_build.torch_device)
+        model_build.hooks.transforms.append((Order.MOVE, transfer))
+
+
+def _apply(techniques: Sequence[Technique], model_build: Build, first: Stage, last: Stage) -> None:
+    """Applies the techniques of the stages `first` to `last`, both included."""
+    for t in techniques:
+        if first <= t.stage <= last:
+            for role in sorted(t.roles & model_build.parts.keys()):
+                for part in model_build.parts[role]:
+                    model_build.changes.setdefault(t.name(), []).append(_applied(t, model_build, part))
+
+
+def _materialize(model_build: Build, *, dry: bool) -> None:
+    """Allocates all parameters on the device, and outside of a dry run gives them their values."""
+    for role, parts in model_build.parts.items():
+        for part in parts:
+            materialize(
+                part,
+                model_build.torch_device,
+                home=model_build.storage_device,
+                placed=_lies_on_host if dry and model_build.storage_device else None,
+            )
+            if not dry:
+                source = model_build.sources.get(role, model_build.weights)
+                source.fill(part, seed=model_build.recipe.seed)
+                if source.notes:
+                    model_build.changes.setdefault("weights", []).extend(Change(note, 1) for note in source.notes)
 
 
 def _applied(t: Technique, model_build: Build, part: nn.Module) -> Change:
@@ -302,7 +339,7 @@ def peak_learning_rate(model_build: Build) -> float:
     lr = model_build.recipe.optimizer.lr
     if lr != "auto":
         return float(lr)
-    model = hf.whole(model_build.trained[0])  # type: ignore[arg-type]
+    model = hf.full_model(model_build.trained[0])  # type: ignore[arg-type]
     ends = {id(p) for p in hf.ends(model)}
     return size_dial.learning_rate(sum(p.numel() for p in model.parameters() if id(p) not in ends))
 

@@ -94,6 +94,7 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
                     if torch.is_tensor(value):
                         tensors[f"optimizer.{name}.{key}"] = value
         tensors |= {f"model.{name}": bias for name, bias in biases(part).items()}
+    # A state of a parameter that was replaced would be lost here without a word.
     known = {id(p) for part in build.trained for p in part.parameters()}
     assert all(id(p) in known for p in build.optimizer.state), (
         "the optimizer's state is of parameters that the model does not have now"
@@ -110,8 +111,8 @@ _COPIES = 3
 """Copies of a file while it is assembled: safetensors' buffer (aborts without memory), Python's bytes, a margin."""
 
 
-def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:
-    """Name -> number of its file, from 1; `apart`: one file per tensor.
+def _files(sizes: dict[str, int], *, file_per_tensor: bool = False) -> dict[str, int]:
+    """Name -> number of its file, from 1; `file_per_tensor`: one file per tensor.
 
     A file is assembled in memory before it is written, so files are small, and smaller still for small models: writing
     a checkpoint must not set the peak memory of a run.
@@ -119,7 +120,7 @@ def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:
     Args:
         sizes: name -> bytes.
     """
-    limit = 0 if apart else min(_FILE_BYTES, max(8 << 20, sum(sizes.values()) // 32))
+    limit = 0 if file_per_tensor else min(_FILE_BYTES, max(8 << 20, sum(sizes.values()) // 32))
     numbers, number, size = {}, 1, 0
     for name, bytes in sizes.items():
         if size and size + bytes > limit:
@@ -235,6 +236,7 @@ def snapshot(build: Build, progress: Progress, *, copied: bool) -> Snapshot:
         "format": FORMAT,
         **{key: getattr(progress, key) for key in Progress.__dataclass_fields__},
         "build": {name: thing.state_dict() for name, thing in build.state.saved.items()},
+        # Threads and kernels decide the order of sums, and with it the last digits of a resumed run.
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "world": build.mesh.world,
@@ -245,21 +247,23 @@ def snapshot(build: Build, progress: Progress, *, copied: bool) -> Snapshot:
     return Snapshot(progress.step, tensors, json.dumps(state, allow_nan=False), host_generators(), progress.run)
 
 
-def save(build: Build, progress: Progress, folder: Path, *, keep: int, apart: bool = False) -> Path:
+def save(build: Build, progress: Progress, folder: Path, *, keep: int, file_per_tensor: bool = False) -> Path:
     """Writes `folder/step-N` and removes all but the `keep` newest.
 
     Args:
-        apart: one file per tensor, which needs the least memory.
+        file_per_tensor: one file per tensor, which needs the least memory.
 
     Raises:
         RunError: it cannot be written (a full disk, for example); earlier checkpoints stay complete.
         MemoryError: not enough memory to write it; the same holds.
     """
     with _one_process():
-        return write(build, snapshot(build, progress, copied=False), folder, keep=keep, apart=apart)
+        return write(build, snapshot(build, progress, copied=False), folder, keep=keep, file_per_tensor=file_per_tensor)
 
 
-def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bool = False, group: Any = None) -> Path:
+def write(
+    build: Build, content: Snapshot, folder: Path, *, keep: int, file_per_tensor: bool = False, group: Any = None
+) -> Path:
     """Writes a snapshot as `folder/step-N`; arguments and errors as of `save`. Reads nothing that steps change.
 
     Args:
@@ -272,20 +276,24 @@ def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bo
     lead, many = build.mesh.rank == 0, build.mesh.world > 1
     try:
         if lead:
+            # What an earlier write left when its process was killed.
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         # Each rank needs the names of all tensors, including those of other ranks. This also waits for the folder.
         own = {name: t.nbytes for name, t in content.tensors.items()}
         sizes = {name: bytes for part in all_gather_object(build, own, group) for name, bytes in part.items()}
-        numbers = _files(sizes, apart=apart)
+        numbers = _files(sizes, file_per_tensor=file_per_tensor)
+        # safetensors aborts the process if it gets no memory, so the room is tested where an error can be raised.
         require_room(
             _COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values())
         )
         writer = dcp.HuggingFaceStorageWriter(str(temporary), fqn_to_index_mapping=numbers, save_distributed=many)
         dcp.save(content.tensors, storage_writer=writer, process_group=group, no_dist=not many)
+        # Random generators differ by rank, and each rank resumes with its own.
         generators = all_gather_object(build, content.generators, group)
         mine = temporary.glob(f"shard-{build.mesh.rank + 1:05d}-*" if many else "*")
         files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(mine) if p.is_file()}
+        # Content before names: after a crash, a renamed folder whose files were not synced could hold empty files.
         for name in files:
             _sync(temporary / name)
         manifest = {name: entry for part in all_gather_object(build, files, group) for name, entry in part.items()}
@@ -297,8 +305,10 @@ def write(build: Build, content: Snapshot, folder: Path, *, keep: int, apart: bo
             for p in (file, temporary / "manifest.json", temporary):
                 _sync(p)
             if os.path.lexists(final):  # a damaged checkpoint that the run resumed before, or one of another run
-                _make_way(final, content.run)
+                _clear_path(final, content.run)
+            # The rename is atomic, so a reader sees the whole checkpoint or none.
             temporary.rename(final)
+            # The new name is an entry of the parent folder, which must be synced for it to survive a crash.
             _sync(folder)
         all_gather_object(build, None, group)  # barrier: no rank continues before the checkpoint is complete
     except (OSError, RuntimeError, MemoryError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
@@ -361,7 +371,7 @@ def _remove(path: Path) -> None:
         path.rmdir()
 
 
-def _make_way(path: Path, run: str) -> None:
+def _clear_path(path: Path, run: str) -> None:
     """Removes a checkpoint of this run; moves anything else of that name aside."""
     if not path.is_symlink() and _is_of(path, run):
         _remove(path)
@@ -436,6 +446,7 @@ def find(folder: Path, step: int | None = None, *, run: str = "") -> tuple[Path 
         raise RunError(
             f"{folder}: has no checkpoint of step {step}; " + (f"there are: {there}" if there else "there is none yet")
         )
+    # Checksums of every file: a resumed run falls back to an older checkpoint rather than train on a damaged one.
     for path in folders if step is None else [folder / f"step-{step}"]:
         problem = _damage(path, run)
         if problem is None:
@@ -559,6 +570,7 @@ def load(build: Build, path: Path) -> Progress:
     state = read_progress(path)
     # A rank beyond the world size of the saved run starts with the generators of rank 0.
     rank = build.mesh.rank if build.mesh.rank < state.world else 0
+    # These are the build's own tensors, sharded as it is: torch reads each rank's part straight into them.
     tensors = _tensors(build, rank)
     with _reading(path):
         dcp.load(tensors, storage_reader=_reader(path), no_dist=build.mesh.world == 1)

@@ -25,7 +25,7 @@ from preheat.errors import RunError
 __all__ = ["DeepSpeed"]
 
 
-class _Whole(nn.Module):
+class _PartModule(nn.Module):
     """Wraps a part as DeepSpeed needs it: a module whose forward is the only code that touches its weights."""
 
     def __init__(self, part: nn.Module, function: Any):
@@ -81,7 +81,7 @@ class DeepSpeed(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Numerics] = "exact"
     owns: ClassVar[frozenset[Slot]] = frozenset(
-        {Slot.FORWARD, Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE, Slot.OPTIMIZER}
+        {Slot.UNSHARD_SCOPE, Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE, Slot.OPTIMIZER}
     )
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS, Tag.LOSS_SCALING})
@@ -103,18 +103,18 @@ class DeepSpeed(Technique):
             )
         if self.zero == 3 and context.recipe.optimizer.lr == "auto":
             problems.append(
-                "optimizer.lr: auto counts the parameters, which parallel.zero: 3 takes apart; state a rate"
+                "optimizer.lr: auto counts the parameters, which parallel.zero_stage: 3 takes apart; state a rate"
             )
         return problems
 
     def apply(self, build: Build, part: Any) -> Change:
-        plain, world = build.slot(Slot.FORWARD), build.mesh.size(Axis.REPLICATE)
+        plain, world = build.slot(Slot.UNSHARD_SCOPE), build.mesh.size(Axis.REPLICATE)
         engine: Any = None
 
         def make(groups: Any, **settings: Any) -> Any:
             nonlocal engine
             fused = torch.optim.AdamW(groups, fused=True, **settings)
-            engine = self._engine(build, _Whole(part, plain), fused)
+            engine = self._engine(build, _PartModule(part, plain), fused)
             return _Optimizer(engine)
 
         def through(part: Any, batch: Batch) -> Any:
@@ -139,15 +139,15 @@ class DeepSpeed(Technique):
         def update(build: Build, norm: Tensor) -> Tensor:
             return torch.isfinite(norm).to(torch.float32)  # engine.step in `clip` has updated, or skipped
 
-        owned: dict[Slot, Callable[..., Any]] = {
+        claimed: dict[Slot, Callable[..., Any]] = {
             Slot.OPTIMIZER: make,
-            Slot.FORWARD: through,
+            Slot.UNSHARD_SCOPE: through,
             Slot.FORWARD_BACKWARD: forward_backward,
             Slot.CLIP: clip,
             Slot.UPDATE: update,
         }
-        for slot, function in owned.items():
-            build.own(slot, function, self.name())
+        for slot, function in claimed.items():
+            build.claim(slot, function, self.name())
         build.state.saved[self.name()] = _NotResumed()
         if self.zero == 3:
             build.parallel.full_parameter = _gathered
@@ -168,7 +168,7 @@ class DeepSpeed(Technique):
         config = {
             "train_micro_batch_size_per_gpu": max(1, rows // build.state.accumulation),
             "gradient_accumulation_steps": 1,  # forward_backward sets the boundary for each micro-batch itself
-            "gradient_clipping": build.recipe.optimizer.clip,
+            "gradient_clipping": build.recipe.optimizer.max_grad_norm,
             "zero_optimization": {"stage": self.zero, "stage3_param_persistence_threshold": 0},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 1 << 30,

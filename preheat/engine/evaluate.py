@@ -161,7 +161,7 @@ def _of_logits(
             return table
 
     with eval_mode(build):
-        table: Tensor = build.slot(Slot.FORWARD)(part, run)
+        table: Tensor = build.slot(Slot.UNSHARD_SCOPE)(part, run)
     if build.mesh.size(Axis.CONTEXT) > 1:
         table = build.mesh.add(table, Axis.CONTEXT)
     return table.cpu()

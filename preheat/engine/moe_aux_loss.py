@@ -57,7 +57,7 @@ def balance_part(counts: Tensor, sums: Tensor, chosen: int) -> Tensor:
 
 
 class _Balance:
-    """Wraps the slots PART_FORWARD and FORWARD_BACKWARD of a build."""
+    """Wraps the slots STAGE_LOSS and FORWARD_BACKWARD of a build."""
 
     def __init__(self, build: Build, config: Any):
         self.build = build
@@ -75,7 +75,7 @@ class _Balance:
         if self.coefficient:
             if not isinstance(batches, Sequence):
                 batches = list(batches)  # dynamic_batch yields them one by one, and they are read twice
-            self.counts = self._look(batches) if len(batches) > 1 else None
+            self.counts = self._expert_loads(batches) if len(batches) > 1 else None
         loss: LossSum = plain(build, batches, weight)
         self.weight = None
         return loss
@@ -108,7 +108,7 @@ class _Balance:
             self.build.slot(Slot.HIDDEN)(part, batch)
         return batch.tokens.new_zeros((), dtype=torch.float32)
 
-    def _look(self, batches: Sequence[Batch]) -> Tensor:
+    def _expert_loads(self, batches: Sequence[Batch]) -> Tensor:
         """Tokens per expert in the global batch, summed over layers: [experts]."""
         part, total = self.build.trained[0], None
         devices = [self.build.torch_device] if self.build.torch_device.type == "cuda" else []
@@ -118,7 +118,7 @@ class _Balance:
             try:
                 for n in range(len(batches)):
                     batch = transform(self.build, batches[n])
-                    self.build.slot(Slot.FORWARD)(part, functools.partial(self._layers, part, batch))
+                    self.build.slot(Slot.UNSHARD_SCOPE)(part, functools.partial(self._layers, part, batch))
                     tokens = moe.routed(part)[0].sum(0)
                     total = tokens if total is None else total + tokens
             finally:
@@ -138,8 +138,8 @@ def balance(build: Build, config: Any) -> None:
     balancer = _Balance(build, config)
     if build.mesh.size(*DATA, Axis.CONTEXT) > 1:
         build.mesh.group(*DATA, Axis.CONTEXT)  # creating a group is collective: all ranks do it now
-    for slot, around in ((Slot.PART_FORWARD, balancer.forward), (Slot.FORWARD_BACKWARD, balancer.forward_backward)):
-        build.own(slot, _around(around, build.slot(slot)), "plain")
+    for slot, around in ((Slot.STAGE_LOSS, balancer.forward), (Slot.FORWARD_BACKWARD, balancer.forward_backward)):
+        build.claim(slot, _around(around, build.slot(slot)), "plain")
     layers = len(moe.routers(build.trained[0]))
     shared = moe.shared_width(config)
     shared_note = f", beside one of width {shared} that all go to" if shared else ""

@@ -20,7 +20,7 @@ from preheat.models import hf
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.ops.distributed.dtensor_utils import by_dtype, local, total_norm
 from preheat.ops.gradient_accumulation import accumulate
-from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, whole_logits
+from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, full_logits
 
 __all__ = [
     "add_up",
@@ -42,18 +42,18 @@ def transform(build: Build, batch: Batch) -> Batch:
 
 def forward(build: Build, batch: Batch) -> LossSum:
     """The loss of one micro-batch, under the build's contexts (such as autocast)."""
-    return build.slot(Slot.WHOLE_FORWARD)(build, batch)
+    return build.slot(Slot.MODEL_LOSS)(build, batch)
 
 
-def _whole_forward(build: Build, batch: Batch) -> LossSum:
+def _model_loss(build: Build, batch: Batch) -> LossSum:
     part = build.trained[0]
-    total, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
+    total, metrics = build.slot(Slot.UNSHARD_SCOPE)(part, lambda: build.slot(Slot.STAGE_LOSS)(part, batch))
     for change in build.loss.scaling:
         total = change(total)
     return LossSum(total, batch.weight, metrics)
 
 
-def _forward(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+def _stage_loss(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of a micro-batch's losses, and its metrics: tensors in a tuple, which FSDP's hooks traverse."""
     with ExitStack() as stack:
         for context in build.hooks.around_forward:
@@ -96,6 +96,7 @@ def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -
     weight: Any = sum(batch.weight for batch in batches)
     if build.mesh.size(*DATA) > 1:  # summed over the data-parallel devices, without a synchronization
         weight = build.mesh.add(torch.full((), float(weight), device=build.torch_device), *DATA).clamp(min=1)
+    # The weight is known before the first backward pass, so each micro-batch's loss is divided by that of all.
     loss: LossSum = build.slot(Slot.FORWARD_BACKWARD)(build, batches, weight)
     build.loss.metrics = loss.metrics
     for _, finish in sorted(build.hooks.finish_gradients, key=lambda pair: pair[0]):
@@ -110,10 +111,12 @@ def update(build: Build, lr: float) -> Tensor:
         [norm of the gradients before clipping, 1 if it is finite], on the device.
     """
     _set_rate(build, lr)
+    # Everything below stays on the device: the norm and the flag are read with the loss, once per step.
     norm = build.slot(Slot.CLIP)(build)
     finite = build.slot(Slot.UPDATE)(build, norm)
     for after in build.hooks.after_update:
         after(build)
+    # Freed rather than zeroed: gradients take no memory outside of a step.
     build.optimizer.zero_grad(set_to_none=True)
     build.state.step += 1
     return torch.stack([norm, finite])
@@ -218,16 +221,18 @@ def _transformed(build: Build, batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _clip(build: Build) -> Tensor:
-    """The fp32 norm over all gradients; scales gradients down in place if it exceeds `optimizer.clip`."""
+    """The fp32 norm over all gradients; scales gradients down in place if it exceeds `optimizer.max_grad_norm`."""
     named = [(name, p.grad) for name, p in build.parameters() if p.grad is not None]
     grads = [grad for _, grad in named]
     together = build.device.kind == "cuda" and build.storage_device is None  # a CPU has no launch overhead to save
+    # A parameter that several ranks hold a copy of must count once in their common norm.
     counted = (grad for name, grad in named if name not in build.parallel.duplicated_params)
     norm = total_norm(counted, together=together)
     if build.mesh.size(Axis.PIPELINE) > 1:  # each stage has parameters of its own
         norm = build.mesh.add(norm.square(), Axis.PIPELINE).sqrt()
-    limit = build.recipe.optimizer.clip
+    limit = build.recipe.optimizer.max_grad_norm
     if limit > 0:
+        # As torch.nn.utils.clip_grad_norm_ does, 1e-6 included; without a branch on the norm, which would wait for it.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         for members in by_dtype(map(local, grads)):
             if together and members[0].dtype == factor.dtype:  # of another dtype torch takes them one by one anyway
@@ -239,6 +244,7 @@ def _clip(build: Build) -> Tensor:
 
 
 def _update(build: Build, norm: Tensor) -> Tensor:
+    # A flag rather than an `if`: branching on the norm would synchronize with the device.
     finite = torch.isfinite(norm).to(torch.float32)
     build.optimizer.found_inf = 1 - finite  # torch's fused optimizers skip the update if this is 1
     build.optimizer.step()
@@ -248,7 +254,7 @@ def _update(build: Build, norm: Tensor) -> Tensor:
 def _shape(build: Build) -> Callable[[float], Shape]:
     batch = build.recipe.batch
     rows = -(-batch.size // build.mesh.size(*DATA))  # per data-parallel device
-    return lambda progress: Shape(batch.size, batch.length, -(-rows // build.state.accumulation))
+    return lambda progress: Shape(batch.size, batch.seq_len, -(-rows // build.state.accumulation))
 
 
 def _optimizer(build: Build) -> Callable[..., Any]:
@@ -263,12 +269,12 @@ def _optimizer(build: Build) -> Callable[..., Any]:
 def install_defaults(build: Build) -> None:
     """Installs the default of every slot."""
     plain: dict[Slot, Callable[..., Any]] = {
-        Slot.FORWARD: lambda part, run: run(),
-        Slot.PART_FORWARD: functools.partial(_forward, build),
-        Slot.WHOLE_FORWARD: _whole_forward,
+        Slot.UNSHARD_SCOPE: lambda part, run: run(),
+        Slot.STAGE_LOSS: functools.partial(_stage_loss, build),
+        Slot.MODEL_LOSS: _model_loss,
         Slot.HIDDEN: _hidden(build),
         Slot.ROW_LOSS: CrossEntropy(),
-        Slot.OVER_LOGITS: whole_logits,
+        Slot.OVER_LOGITS: full_logits,
         Slot.OBJECTIVE: _next_token,
         Slot.FORWARD_BACKWARD: _forward_backward,
         Slot.CLIP: _clip,
@@ -280,4 +286,4 @@ def install_defaults(build: Build) -> None:
         Slot.OPTIMIZER: _optimizer(build),
     }
     for slot, function in plain.items():
-        build.own(slot, function, "plain")
+        build.claim(slot, function, "plain")

@@ -45,10 +45,12 @@ class Transfer:
         Args:
             read: identifies the micro-batch; host: the batch to copy.
         """
+        # One prefetched micro-batch at a time: the plan counts memory for two, this one and the one that computes.
         self._drop()
         copies: list[Copy] = []
 
         def send(t: Tensor) -> Tensor:
+            # Only copies from pinned memory are asynchronous.
             pinned = t if self.device.type == "cpu" or t.is_pinned() else t.pin_memory()
             copies.append(self.link.back(pinned, torch.empty_like(t, device=self.device)))
             return copies[-1].value
@@ -57,6 +59,7 @@ class Transfer:
 
     def begun(self, read: Batch) -> Batch | None:
         """The micro-batch on the device if it is the prefetched one; the compute stream waits for its copies."""
+        # Compared by identity: a batch that was read again, after recovery for example, is not the prefetched one.
         prefetched = self._begun
         self._drop()
         return prefetched.moved if prefetched is not None and prefetched.read is read else None
@@ -75,7 +78,7 @@ class Transfer:
 
 def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     tokens, labels, positions, *extras = (
-        change(t) for t in (batch.tokens, batch.labels, batch.positions, *batch.beside)
+        change(t) for t in (batch.tokens, batch.labels, batch.positions, *batch.aligned)
     )
     images = batch.images.each(change) if batch.images is not None else None
-    return replace(batch, tokens=tokens, labels=labels, positions=positions, beside=tuple(extras), images=images)
+    return replace(batch, tokens=tokens, labels=labels, positions=positions, aligned=tuple(extras), images=images)

@@ -4,9 +4,8 @@ Importing this package does not import torch.
 
 bootstrap.py      metrics as sums over rows, their intervals, and differences of two
 metrics.py        exact match, token F1, numbers, macro F1: plain functions of text
-task_rows.py      rows of a task from JSONL, JSON, Parquet, CSV or a `datasets` name
 tasks.py          a task's settings (YAML), and those that come with preheat
-prompts.py        the prompt of a row
+prompts.py        a task's rows from a file or a `datasets` name, and their prompts
 scoring.py        likelihoods of continuations and greedy answers of a build
 run_task.py       metrics of a task
 lm_eval.py        a build as a model of lm-eval

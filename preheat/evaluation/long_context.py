@@ -25,7 +25,7 @@ from preheat.data.sources import digest
 from preheat.engine.evaluate import token_scores
 from preheat.errors import DataError, RecipeError
 from preheat.evaluation import bootstrap
-from preheat.evaluation.needle import RetrievalQuestion, pairs_asked, phrase_asked, word_pieces
+from preheat.evaluation.needle import RetrievalQuestion, key_value_prompt, phrase_prompt, word_tokens
 from preheat.evaluation.results import Part, Result
 from preheat.evaluation.scoring import CLASSES, Reader, Scorer, batch_of
 from preheat.evaluation.tasks import LengthTask
@@ -43,14 +43,14 @@ class Questions:
     """A task's questions in tokens, grouped in cells.
 
     Attributes:
-        places: for each cell, its length and depth, or its length and share of context.
-        asked: for each cell, its questions.
+        subsets: for each cell, its length and depth, or its length and share of context.
+        questions: for each cell, its questions.
         longest: tokens of the longest row.
     """
 
     task: LengthTask
-    places: tuple[dict[str, float], ...]
-    asked: tuple[tuple[RetrievalQuestion, ...], ...]
+    subsets: tuple[dict[str, float], ...]
+    questions: tuple[tuple[RetrievalQuestion, ...], ...]
     longest: int
 
 
@@ -79,7 +79,7 @@ def questions_of(
     if max(lengths) > reach:
         raise RecipeError(
             f"task {task.name}: lengths: {max(lengths):,} is beyond the {reach:,} tokens that are read here; "
-            "lower it, or raise batch.length (of a run) or --length"
+            "lower it, or raise batch.seq_len (of a run) or --length"
         )
     default = 4 if task.kind in ("needle", "recall") else 16
     each = min(task.each or default, limit or task.each or default)
@@ -88,7 +88,7 @@ def questions_of(
     if task.kind == "continuation" and not begin:
         begin = [reader.encoder.end]  # scoring the first token needs a token before it
     places, cells = list[dict[str, float]](), list[tuple[RetrievalQuestion, ...]]()
-    pieces = word_pieces(reader.tokenizer) if task.kind in ("needle", "recall") else []
+    pieces = word_tokens(reader.tokenizer) if task.kind in ("needle", "recall") else []
     for length in lengths:
         passages = _passages(task, text, length - len(begin), each) if text is not None else []
         depths = [n / (task.depths - 1) for n in range(task.depths)] if pieces else [0.0]
@@ -96,10 +96,10 @@ def questions_of(
             generator = np.random.default_rng((task.seed, length, number))
             try:
                 if task.kind == "recall":
-                    cell = [pairs_asked(pieces, length, depth, generator, begin) for _ in range(each)]
+                    cell = [key_value_prompt(pieces, length, depth, generator, begin) for _ in range(each)]
                 elif task.kind == "needle":
                     cell = [
-                        phrase_asked(p, pieces, depth, generator, needles=task.needles, begin=begin) for p in passages
+                        phrase_prompt(p, pieces, depth, generator, needles=task.needles, begin=begin) for p in passages
                     ]
                 else:
                     cell = [RetrievalQuestion([*begin, *p], []) for p in passages]
@@ -138,7 +138,7 @@ def _lengths(task: LengthTask, longest: int) -> list[int]:
 
 def _passages(task: LengthTask, text: Tokens, length: int, each: int) -> list[list[int]]:
     """Draws up to `each` passages by the task's seed, which do not overlap and lie within one document each."""
-    ends = np.asarray(text.ends)
+    ends = np.asarray(text.offsets)
     sizes = np.diff(ends, prepend=0)
     starts = [(end - size) + n * length for end, size in zip(ends, sizes, strict=True) for n in range(size // length)]
     if not starts:
@@ -164,38 +164,38 @@ def measure_length(questions: Questions, scorer: Scorer) -> Result:
             f"task {task.name}: this run has a head over classes in place of the vocabulary's: no token has a "
             "loss under it"
         )
-    identity = digest([[(q.context, q.answer) for q in cell] for cell in questions.asked])
+    identity = digest([[(q.context, q.answer) for q in cell] for cell in questions.questions])
     with _linear(scorer.build):
         if task.kind == "positions":
             return _by_position(questions, scorer, identity)
-        flat = [q for cell in questions.asked for q in cell]
+        flat = [q for cell in questions.questions for q in cell]
         scores = iter(scorer.score(flat))
-    cells = [[next(scores) for _ in cell] for cell in questions.asked]
+    cells = [[next(scores) for _ in cell] for cell in questions.questions]
 
     def loss(cell: Sequence[Any]) -> bootstrap.Metric:
         return bootstrap.ratio([-s.loglikelihood for s in cell], [float(s.tokens) for s in cell], higher=False)
 
     if task.kind == "continuation":
-        top = max(place["length"] for place in questions.places)
+        top = max(place["length"] for place in questions.subsets)
         metrics = {
             f"loss_{name}": loss(cell)
             for name, share in SHARES.items()
-            for place, cell in zip(questions.places, cells, strict=True)
+            for place, cell in zip(questions.subsets, cells, strict=True)
             if (place["length"], place["share"]) == (top, share)
         }
-        parts = [Part(place, loss(cell)) for place, cell in zip(questions.places, cells, strict=True)]
+        parts = [Part(place, loss(cell)) for place, cell in zip(questions.subsets, cells, strict=True)]
     else:
         every = [s for cell in cells for s in cell]
         metrics = {"accuracy": bootstrap.mean([float(s.greedy) for s in every]), "loss": loss(every)}
         parts = [
             Part(place, bootstrap.mean([float(s.greedy) for s in cell]))
-            for place, cell in zip(questions.places, cells, strict=True)
+            for place, cell in zip(questions.subsets, cells, strict=True)
         ]
     return Result(metrics, len(flat), identity, parts=tuple(parts))
 
 
 def _by_position(questions: Questions, scorer: Scorer, identity: str) -> Result:
-    rows = [q.context for cell in questions.asked for q in cell]
+    rows = [q.context for cell in questions.questions for q in cell]
     length = len(rows[0]) - 1
     edges = [0]
     while 8 * max(edges[-1], FIRST // 2) <= 3 * length:  # the last range has at least a quarter of all positions
@@ -231,9 +231,9 @@ def _linear(build: Build) -> Iterator[None]:
     plain = build.slot(Slot.ATTENTION_KERNEL)
     is_plain = build.owner(Slot.ATTENTION_KERNEL) == "plain"
     if is_plain:
-        build.own(Slot.ATTENTION_KERNEL, blocked_attention, "plain")
+        build.claim(Slot.ATTENTION_KERNEL, blocked_attention, "plain")
     try:
         yield
     finally:
         if is_plain:
-            build.own(Slot.ATTENTION_KERNEL, plain, "plain")
+            build.claim(Slot.ATTENTION_KERNEL, plain, "plain")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["RetrievalQuestion", "pairs_asked", "phrase_asked", "word_pieces"]
+__all__ = ["RetrievalQuestion", "key_value_prompt", "phrase_prompt", "word_tokens"]
 
 CUE, HIDDEN = 4, 2
 """Tokens of a needle that are repeated at the end as the cue, and tokens that must follow it."""
@@ -27,11 +27,11 @@ class RetrievalQuestion(NamedTuple):
     answer: list[int]
 
 
-def word_pieces(tokenizer: Any) -> list[int]:
+def word_tokens(tokenizer: Any) -> list[int]:
     """Returns the IDs of tokens that consist of letters and digits, most of them after a space.
 
     Example:
-        >>> word_pieces(AutoTokenizer.from_pretrained("gpt2"))[:3]  # doctest: +SKIP
+        >>> word_tokens(AutoTokenizer.from_pretrained("gpt2"))[:3]  # doctest: +SKIP
         [15, 16, 17]
     """
     special = set(tokenizer.all_special_ids)
@@ -40,7 +40,7 @@ def word_pieces(tokenizer: Any) -> list[int]:
     return word_ids if len(word_ids) >= FEWEST else [number for number, _ in every]
 
 
-def pairs_asked(
+def key_value_prompt(
     pieces: Sequence[int], length: int, depth: float, generator: np.random.Generator, begin: Sequence[int] = ()
 ) -> RetrievalQuestion:
     """Draws a list of key-value pairs that fills the length, followed by one of the keys; the answer is its value.
@@ -56,7 +56,7 @@ def pairs_asked(
         ValueError: the length is too short for two pairs.
 
     Example:
-        >>> question = pairs_asked(range(10, 20), 9, 0.0, np.random.default_rng(0))
+        >>> question = key_value_prompt(range(10, 20), 9, 0.0, np.random.default_rng(0))
         >>> len(question.context), question.context[:2] == question.context[-2:]  # keys of two tokens
         (8, True)
         >>> question.answer == question.context[2:3]
@@ -83,7 +83,7 @@ def pairs_asked(
     return RetrievalQuestion([*begin, *pairs.tolist(), *key[queried].tolist()], [int(value[queried])])
 
 
-def phrase_asked(
+def phrase_prompt(
     hay: Sequence[int],
     pieces: Sequence[int],
     depth: float,

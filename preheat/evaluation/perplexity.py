@@ -14,7 +14,7 @@ from preheat.data import Rows, evaluation_batches, prepare
 from preheat.data.packing import Tokens
 from preheat.data.rows.file_readers import TEXT, expanded
 from preheat.data.sources import digest
-from preheat.data.tokenizer import pieces_of
+from preheat.data.tokenizer import token_bytes
 from preheat.engine.evaluate import parts, summed, token_scores
 from preheat.errors import RecipeError
 from preheat.evaluation import bootstrap
@@ -71,7 +71,7 @@ def bytes_of_tokens(tokenizer: Any) -> np.ndarray:
         >>> bytes_of_tokens(AutoTokenizer.from_pretrained("gpt2"))[[464, 50256]]  # doctest: +SKIP
         array([3, 0])
     """
-    return np.array([len(piece) for piece in pieces_of(tokenizer)], np.int64)
+    return np.array([len(piece) for piece in token_bytes(tokenizer)], np.int64)
 
 
 def measure_text(
@@ -111,7 +111,9 @@ def measure_text(
             metrics["bits_per_byte"] = bootstrap.ratio([loss / math.log(2) for loss in losses], bytes_, higher=False)
     scores = summed(build, sums).scores if own else {}
     identity, left = digest(weights, bytes_, count), len(rows) - count
-    return Result(metrics, count, identity, tokens=int(sum(weights)), truncated=rows.truncated, left=left, alone=scores)
+    return Result(
+        metrics, count, identity, tokens=int(sum(weights)), truncated=rows.truncated, unread_rows=left, alone=scores
+    )
 
 
 def _next_tokens(build: Build, batch: Batch) -> tuple[float, int]:

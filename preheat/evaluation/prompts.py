@@ -1,22 +1,94 @@
-"""Prompts and gold answers of task rows: Jinja templates and expressions over the row's fields, few-shot examples."""
+"""Rows of a task, their prompts and gold answers: Jinja templates and expressions over the row's fields."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from preheat.data.chat.render_limits import limited, require_template
 from preheat.data.chat.template import load_template
-from preheat.data.rows.file_readers import closest, expanded, read_json
+from preheat.data.rows.file_readers import ROWS, closest, display_path, expanded, kind_of, missing, read_file, read_json
 from preheat.errors import DataError, RecipeError
-from preheat.evaluation.task_rows import Row, read_rows
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
 from preheat.sanitize import quoted, shorten
 
-__all__ = ["Item", "items_of"]
+__all__ = ["Item", "Row", "items_of", "read_rows"]
+
+
+class Row(NamedTuple):
+    """One row and its location, for messages."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+def read_rows(source: str, *, subset: str | None = None, split: str = "test", each: str | None = None) -> list[Row]:
+    """Reads all rows of a file, or of a `datasets` name.
+
+    Args:
+        source: a file (.jsonl, .json, .parquet, .csv) or a name such as `org/name`. A .json file holds a list of
+            objects, or an object of objects whose keys become the field `key` of the rows.
+        subset, split: configuration and split of a `datasets` name.
+        each: a field that holds a list of objects; each of them becomes a row, with the other fields of its parent.
+
+    Raises:
+        DataError: there is no such file, it is damaged, holds no row, or a row lacks `each`.
+    """
+    path = expanded("rows", source)
+    if path.is_file():
+        if path.suffix not in ROWS:
+            raise DataError(f"{display_path(path)}: tasks read rows from {', '.join(ROWS)}; convert the file")
+        rows = [_row(where, value) for where, value in read_file(path, keyed=True)]
+    elif path.exists():
+        raise DataError(f"{display_path(path)}: is no file; name a file of rows")
+    elif path.suffix in ROWS or source.startswith((".", "/", "~")) or source.count("/") != 1:
+        raise missing("rows", path)
+    else:
+        rows = list(_named(source, subset, split))
+    if each is not None:
+        rows = [part for row in rows for part in _parts(row, each)]
+    if not rows:
+        raise DataError(f"{source}: holds no row")
+    return rows
+
+
+def _row(where: str, value: Any) -> Row:
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where}: is {kind_of(value)}, not an object with fields")
+    return Row(where, {str(k): v for k, v in value.items()})
+
+
+def _parts(row: Row, each: str) -> Iterator[Row]:
+    if each not in row.values:
+        raise DataError(f"{row.where}: no field '{each}' (the task's `each`); {closest(each, list(row.values))}")
+    parts = row.values[each]
+    if not isinstance(parts, list):
+        raise DataError(f"{row.where}: field '{each}' is {kind_of(parts)}, not a list")
+    rest = {k: v for k, v in row.values.items() if k != each}
+    for number, part in enumerate(parts, 1):
+        where = f"{row.where}, {each} {number}"
+        yield Row(where, {**rest, **_row(where, part).values})
+
+
+def _named(name: str, subset: str | None, split: str) -> Iterator[Row]:
+    import datasets
+
+    from preheat.hardware.connectivity import hub_reachable
+
+    if not hub_reachable():
+        raise DataError(
+            f"{name}: no such file, and no network to look for a data set of that name; give the task a file: NAME=FILE"
+        )
+    try:
+        rows = datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        message = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
+        raise DataError(f"{name}: no such file, and `datasets` cannot load it: {message}") from None
+    for number, row in enumerate(rows, 1):
+        yield _row(f"{name}, {split}: row {number}", row)
 
 
 class Item(NamedTuple):
@@ -88,9 +160,9 @@ class _Language:
                     return take(compiled, row.values)
                 except (TemplateError, TypeError, ValueError, KeyError, IndexError, ZeroDivisionError) as error:
                     message = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
-                    missing = re.fullmatch(r"'(\w+)' is undefined", message)
-                    if missing:
-                        message = f"no field '{missing[1]}'; {closest(missing[1], sorted(row.values))}"
+                    undefined = re.fullmatch(r"'(\w+)' is undefined", message)
+                    if undefined:
+                        message = f"no field '{undefined[1]}'; {closest(undefined[1], sorted(row.values))}"
                     raise DataError(f"{row.where}: {message} (task {name}, {key})") from None
 
         return run
@@ -191,9 +263,9 @@ def _item(task: Task, row: Row, context: str, complete: bool, gold: Any, choices
         raise DataError(f"{row.where}: choice {empty[0]} is empty (task {task.name})")
     number = _number_of(gold, texts, by_number=task.kind == "multiple_choice")
     if number is None:
-        shown = ", ".join(repr(text[:30]) for text in texts[:5]) + (" …" if len(texts) > 5 else "")
+        display_path = ", ".join(repr(text[:30]) for text in texts[:5]) + (" …" if len(texts) > 5 else "")
         raise DataError(
-            f"{row.where}: gold {quoted(gold)} is none of the {len(texts)} choices: {shown} (task {task.name})"
+            f"{row.where}: gold {quoted(gold)} is none of the {len(texts)} choices: {display_path} (task {task.name})"
         )
     return Item(row.where, context, complete, tuple(delimiter + text for text in texts), texts, number)
 

@@ -11,17 +11,17 @@ import numpy as np
 
 from preheat.evaluation.bootstrap import KINDS, Metric, difference, interval
 
-__all__ = ["Part", "Result", "comparable", "compared", "described", "kept", "read_kept"]
+__all__ = ["Part", "Result", "comparable", "compared", "described", "serialize", "deserialize"]
 
 
 class Part(NamedTuple):
     """A metric over a subset of the rows or of their positions.
 
     Attributes:
-        place: the subset: {length, depth}, {length, share} or {start, end}.
+        subset: the subset: {length, depth}, {length, share} or {start, end}.
     """
 
-    place: Mapping[str, float]
+    subset: Mapping[str, float]
     metric: Metric
 
 
@@ -35,7 +35,7 @@ class Result:
         identity: digest of the rows; results with equal digests can be compared row by row.
         tokens: number of tokens of the loss; None for a task.
         truncated: number of contexts whose beginning was cut; for a text, examples whose end was cut.
-        left: rows of a text that were not read.
+        unread_rows: rows of a text that were not read.
         alone: metrics of which only the value is known, without an interval (e.g. aggregates of lm-eval).
         parts: the first metric by subset, or the metric that `preheat.evaluation.long_context` chooses.
     """
@@ -45,7 +45,7 @@ class Result:
     identity: str
     tokens: int | None = None
     truncated: int = 0
-    left: int = 0
+    unread_rows: int = 0
     alone: Mapping[str, float] = field(default_factory=dict)
     parts: Sequence[Part] = ()
 
@@ -55,7 +55,7 @@ def described(result: Result, *, seed: int = 0) -> dict[str, Any]:
 
     Returns:
         {rows, tokens, truncated, left, metrics: {name: {value, low, high}}}; low and high are None without an interval.
-        If the result has parts, also parts: [{length, depth (or other keys of `Part.place`), value, low, high}].
+        If the result has parts, also parts: [{length, depth (or other keys of `Part.subset`), value, low, high}].
     """
     metrics = {name: _values(metric.value, interval(metric, seed=seed)) for name, metric in result.metrics.items()}
     metrics |= {name: _values(value, None) for name, value in result.alone.items()}
@@ -63,10 +63,10 @@ def described(result: Result, *, seed: int = 0) -> dict[str, Any]:
         "rows": result.rows,
         "tokens": result.tokens,
         "truncated": result.truncated,
-        "left": result.left,
+        "unread_rows": result.unread_rows,
         "metrics": metrics,
     }
-    parts = [{**part.place, **_values(part.metric.value, interval(part.metric, seed=seed))} for part in result.parts]
+    parts = [{**part.subset, **_values(part.metric.value, interval(part.metric, seed=seed))} for part in result.parts]
     return {**summary, "parts": parts} if parts else summary
 
 
@@ -84,7 +84,7 @@ def compared(before: Result, after: Result, *, seed: int = 0) -> dict[str, Any]:
         if name in before.alone:
             metrics[name] = _values(value - before.alone[name], None)
     summary = {"paired": paired, "metrics": metrics}
-    old = {tuple(part.place.items()): part.metric for part in before.parts}
+    old = {tuple(part.subset.items()): part.metric for part in before.parts}
     parts = [
         {**place, **_values(*difference(old[tuple(place.items())], metric, seed=seed))}
         for place, metric in after.parts
@@ -113,25 +113,25 @@ def comparable(before: Result, after: Result | None) -> bool:
         return all(
             kind in KINDS and len(shape) == 1 and (kind == "macro_f1" or shape == (2,)) for kind, shape in shapes
         )
-    places = {tuple(part.place.items()): part.metric for part in after.parts}
-    parts = all(alike(part.metric, places.get(tuple(part.place.items()))) for part in before.parts)
+    places = {tuple(part.subset.items()): part.metric for part in after.parts}
+    parts = all(alike(part.metric, places.get(tuple(part.subset.items()))) for part in before.parts)
     return parts and all(alike(metric, after.metrics.get(name)) for name, metric in before.metrics.items())
 
 
-def kept(result: Result) -> dict[str, Any]:
-    """Serializes a result with its rows as plain values; `read_kept` reads it back."""
+def serialize(result: Result) -> dict[str, Any]:
+    """Serializes a result with its rows as plain values; `deserialize` reads it back."""
 
     def plain(metric: Metric) -> dict[str, Any]:
         return {"kind": metric.kind, "higher": metric.higher, "rows": metric.rows.tolist()}
 
     metrics = {name: plain(metric) for name, metric in result.metrics.items()}
-    parts = [{"place": dict(part.place), "metric": plain(part.metric)} for part in result.parts]
+    parts = [{"place": dict(part.subset), "metric": plain(part.metric)} for part in result.parts]
     same = {"rows": result.rows, "identity": result.identity, "tokens": result.tokens, "truncated": result.truncated}
     return {**same, "alone": dict(result.alone), "metrics": metrics, "parts": parts}
 
 
-def read_kept(values: Mapping[str, Any]) -> Result:
-    """Reads a result that `kept` serialized."""
+def deserialize(values: Mapping[str, Any]) -> Result:
+    """Reads a result that `serialize` wrote."""
 
     def metric(m: Mapping[str, Any]) -> Metric:
         return Metric(np.array(m["rows"], np.float64), m["kind"], m["higher"])

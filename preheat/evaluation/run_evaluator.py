@@ -17,7 +17,7 @@ from preheat.evaluation.lm_eval import measure_by_harness, require_harness
 from preheat.evaluation.long_context import measure_length, questions_of
 from preheat.evaluation.perplexity import bytes_of_tokens, measure_text, rows_of_text, tokens_of_text
 from preheat.evaluation.prompts import items_of
-from preheat.evaluation.results import Result, comparable, compared, described, kept, read_kept
+from preheat.evaluation.results import Result, comparable, compared, described, deserialize, serialize
 from preheat.evaluation.run_task import measure_items, require_room
 from preheat.evaluation.scoring import CLASSES, Reader, Scorer
 from preheat.evaluation.tasks import LengthTask, Task, find_tasks
@@ -51,9 +51,9 @@ class RunEvaluator:
         self.items = {t.name: items_of(t, data.tokenizer, **options) for t in self.tasks if isinstance(t, Task)}
         if not head:
             for items in self.items.values():
-                require_room(items, Reader(data.tokenizer, recipe.batch.length))
+                require_room(items, Reader(data.tokenizer, recipe.batch.seq_len))
         self.sizes = bytes_of_tokens(data.tokenizer)
-        length, self.forgetting = recipe.batch.length, None
+        length, self.forgetting = recipe.batch.seq_len, None
         with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
             write_tokenizer(data.tokenizer, Path(folder))
             reading: dict[str, Any] = {"seed": recipe.seed, "tokenizer": folder}
@@ -95,12 +95,12 @@ class RunEvaluator:
         writer.metric(**line)
         results = {"texts": texts, "tasks": tasks}
         if step == 0:
-            writer.json(BEFORE, {part: {name: kept(r) for name, r in of.items()} for part, of in results.items()})
+            writer.json(BEFORE, {part: {name: serialize(r) for name, r in of.items()} for part, of in results.items()})
         summary: dict[str, Any] = {"step": step, "after": _values(results)}
         # With several processes, only rank 0 reads and writes the run's folder.
         run = runs.Reader(writer.path) if step and (writer.path / "recipe.yaml").is_file() else None
         if run is not None and (values := run.before):
-            before = {part: {name: read_kept(r) for name, r in of.items()} for part, of in values.items()}
+            before = {part: {name: deserialize(r) for name, r in of.items()} for part, of in values.items()}
             for part, name in [(part, name) for part, of in before.items() for name in of]:
                 if not comparable(before[part][name], results.get(part, {}).get(name)):
                     run.damaged[BEFORE] = f"left out {shorten(name)}, whose rows are not those that were measured"
@@ -118,7 +118,7 @@ class RunEvaluator:
         micro = build.slot(Slot.BATCH_SHAPE)(
             1.0
         ).micro  # the shape of the last steps: evaluation rows always have full length
-        micro = min(build.recipe.evaluate.micro or micro, micro)
+        micro = min(build.recipe.evaluate.micro_batch_size or micro, micro)
         texts = {}
         options: dict[str, Any] = {"micro": micro, "limit": settings.rows, "sizes": self.sizes}
         if self.data.validation is not None and len(self.data.validation):
@@ -126,7 +126,7 @@ class RunEvaluator:
         if self.forgetting is not None:
             texts["forgetting"] = measure_text(build, self.forgetting, **options)
         tasks: dict[str, Result] = {}
-        length, classes = self.recipe.batch.length, self.data.classes
+        length, classes = self.recipe.batch.seq_len, self.data.classes
         scorer = Scorer(build, self.data.tokenizer, micro=micro, length=length, classes=classes, say=self.say)
         for task in self.tasks:
             if isinstance(task, Task):

@@ -75,7 +75,7 @@ class Reader:
             raise DataError(
                 f"{where}: what is to be scored has {len(continuation)} tokens, a row only {self.length}; "
                 "shorten it, leave such rows "
-                "out (the task's `where`), or raise batch.length (of a run) or --length"
+                "out (the task's `where`), or raise batch.seq_len (of a run) or --length"
             )
 
 
@@ -185,7 +185,7 @@ class Scorer(Reader):
             self.build.trained[0],  # type: ignore[arg-type]
             self.tokenizer,
             [prompts[n] for n in order],
-            Sample(tokens=tokens, compile="auto" if self.compiles else False),
+            Sample(max_new_tokens=tokens, compile="auto" if self.compiles else False),
             stop=frozenset({self.encoder.end}),
             positions=limit,
             batch=self.micro,

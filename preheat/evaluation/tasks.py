@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from preheat.core.field_types import Count, Whole
+from preheat.core.field_types import Count, NonNegativeInt
 from preheat.data.rows.file_readers import expanded
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.validate import RecipeReader
@@ -67,7 +67,7 @@ class Task:
     """Text between the prompt and its continuation."""
     scale: str | None = None
     """numeric: expression of the scale of a gold number: thousand, million, billion or percent; empty for none."""
-    shots: Whole = 0
+    shots: NonNegativeInt = 0
     """Number of few-shot examples before each question; they are drawn from the rows and not asked themselves."""
     separator: str = "\n\n"
     """Text between the examples."""
@@ -81,7 +81,7 @@ class Task:
     """A generated answer ends before the first of these."""
     limit: Count | None = None
     """Maximum number of rows."""
-    seed: Whole = 0
+    seed: NonNegativeInt = 0
     """Seed for drawing the few-shot examples."""
 
     def problems(self) -> list[tuple[str, str]]:
@@ -124,7 +124,7 @@ class LengthTask:
     """Questions per length and depth (default 4), or passages per length (default 16)."""
     needles: Count = 1
     """needle: number of phrases hidden in the text, one of which is asked."""
-    seed: Whole = 0
+    seed: NonNegativeInt = 0
     """Seed for drawing passages, positions and tokens: equal seeds give equal questions."""
 
     def problems(self) -> list[tuple[str, str]]:
@@ -174,7 +174,7 @@ def _read(values: Any, name: str, lines: Any) -> Task | LengthTask:
     task: Task | LengthTask | None = reader.flat(LengthTask if of_length else Task, values, ())
     if task is not None:
         for key, problem in task.problems():
-            reader.say((key,), f"{key}: {problem}")
+            reader.report((key,), f"{key}: {problem}")
     reader.refuse()
     assert task is not None, "a task that was not read has a problem"
     return task

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Device
 from preheat.errors import RunError
@@ -32,6 +32,8 @@ from preheat.hardware.timing import OtherProcesses, Random, Stopwatch, threads_o
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["FULL", "GPU", "Grid", "Progress", "Rates", "calibrate", "grid_of", "rates"]
 
@@ -414,7 +416,7 @@ def rates(
     if progress is None and measure and stored is None:
         _log.warning("measuring this machine, once; some ten seconds to a minute")
     if measure and (stored is None or (stored.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
-        _measure_apart(device, threads, progress, grid or grid_of(device))
+        _measure_in_process(device, threads, progress, grid or grid_of(device))
         stored = load(device.name, torch.__version__, threads)
         assert stored is not None, "the child stored rates for another machine"
     if stored is None:
@@ -425,7 +427,7 @@ def rates(
     return stored
 
 
-def _measure_apart(device: Device, threads: int, progress: Progress | None, grid: Grid) -> None:
+def _measure_in_process(device: Device, threads: int, progress: Progress | None, grid: Grid) -> None:
     task = {"device": dataclasses.asdict(device), "threads": threads, "grid": dataclasses.asdict(grid)}
     command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _child; _child()", json.dumps(task)]
     with subprocess.Popen(tethered(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -449,7 +451,7 @@ def _measure_apart(device: Device, threads: int, progress: Progress | None, grid
 
 def _child() -> None:
     install_heap()  # as a run does
-    task: dict[str, Any] = json.loads(sys.argv[1])
+    task: JsonObject = json.loads(sys.argv[1])
 
     def tell(what: str, done: float) -> None:
         sys.stdout.write(json.dumps([what, done]) + "\n")

@@ -20,7 +20,7 @@ from typing import Any
 
 from preheat.errors import RecipeError, nearest
 
-__all__ = ["Accelerator", "accelerator", "accelerators", "stated"]
+__all__ = ["Accelerator", "accelerator", "accelerators", "parse_accelerator"]
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ _RATES = {
 }
 
 
-def stated(text: str) -> Accelerator:
+def parse_accelerator(text: str) -> Accelerator:
     """Parses a user-defined accelerator: `name=X,memory=24GiB,bandwidth=1008,bf16=165`, in GB/s and TFLOP/s.
 
     Other keys: fp16, fp32, fp8 (TFLOP/s); link (to other devices), network, host (to host memory) in GB/s; watts.
@@ -255,7 +255,7 @@ def stated(text: str) -> Accelerator:
         RecipeError: a key is unknown, a value is not a number, or memory, bandwidth or a matmul rate is missing.
 
     Example:
-        >>> stated("memory=24GiB,bandwidth=1008,bf16=165").bf16 / 1e12
+        >>> parse_accelerator("memory=24GiB,bandwidth=1008,bf16=165").bf16 / 1e12
         165.0
     """
     from preheat.hardware.probe import parse_memory

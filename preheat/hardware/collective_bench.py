@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["LISTENING", "Task", "Told", "measure"]
 
 Told = Callable[[str, float], None]
@@ -61,7 +63,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Topology:
     """Rank and hosts of the process group; `host` is the index of this process's host."""
 
     rank: int
@@ -75,7 +77,7 @@ class _Place:
         return self.hosts[self.rank]
 
 
-def measure(task: Task, tell: Told | None = None) -> dict[str, Any]:
+def measure(task: Task, tell: Told | None = None) -> JsonObject:
     """Runs the benchmark among the ranks of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (as set by torchrun).
 
     All ranks must call it.
@@ -94,7 +96,7 @@ def measure(task: Task, tell: Told | None = None) -> dict[str, Any]:
     begun = time.perf_counter()
     try:
         _join(task, device)
-        place = _place()
+        place = _topology()
         _room(task, place, device)
         runs = _Timer(task, place, device)
         total = len(task.collectives) * len(task.sizes) + len(task.sizes)
@@ -194,7 +196,7 @@ def _first(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
-def _place() -> _Place:
+def _topology() -> _Topology:
     """Gathers ranks and hosts; hosts are identified by torchrun's GROUP_RANK, or by their names without torchrun."""
     import torch.distributed as dist
 
@@ -207,7 +209,7 @@ def _place() -> _Place:
     names = {
         key: name if len({n for _, n, _ in gathered}) == len(keys) else f"{name} ({key})" for key, name, _ in gathered
     }
-    return _Place(
+    return _Topology(
         dist.get_rank(),
         world,
         sum(key == mine[0] for key, _, _ in gathered),
@@ -216,7 +218,7 @@ def _place() -> _Place:
     )
 
 
-def _room(task: Task, place: _Place, device: torch.device) -> None:
+def _room(task: Task, place: _Topology, device: torch.device) -> None:
     """Rejects sizes that exceed memory, consistently on all ranks, before anything is allocated."""
     has = probe(device.type).memory
     sharing = place.local if device.type == "cpu" else 1
@@ -230,12 +232,12 @@ def _room(task: Task, place: _Place, device: torch.device) -> None:
         )
 
 
-def _real(size: int, place: _Place) -> int:
+def _real(size: int, place: _Topology) -> int:
     """Rounds a size down to fp32 elements that divide evenly across the ranks."""
     return max(1, size // (4 * place.world)) * 4 * place.world
 
 
-def _call(name: str, size: int, place: _Place, device: torch.device) -> Callable[[], Any]:
+def _call(name: str, size: int, place: _Topology, device: torch.device) -> Callable[[], object]:
     """Returns a function that calls the collective once, on its own buffers."""
     import torch
     import torch.distributed as dist
@@ -276,7 +278,7 @@ def _call(name: str, size: int, place: _Place, device: torch.device) -> Callable
 class _Timer:
     """Times a collective call on all ranks: samples in seconds per call."""
 
-    def __init__(self, task: Task, place: _Place, device: torch.device):
+    def __init__(self, task: Task, place: _Topology, device: torch.device):
         self.task, self.place, self.device = task, place, device
 
     def wait(self) -> None:
@@ -285,7 +287,7 @@ class _Timer:
 
             torch.cuda.synchronize()
 
-    def once(self, call: Callable[[], Any], times: int) -> float:
+    def once(self, call: Callable[[], object], times: int) -> float:
         import torch.distributed as dist
 
         dist.barrier()
@@ -296,7 +298,7 @@ class _Timer:
         self.wait()
         return (time.perf_counter() - start) / times
 
-    def __call__(self, call: Callable[[], Any]) -> list[float]:
+    def __call__(self, call: Callable[[], object]) -> list[float]:
         first = self.slowest([self.once(call, 1)])[0]
         for _ in range(max(1, min(self.task.warmup, math.ceil(self.task.budget / first)) - 1)):
             call()
@@ -321,7 +323,7 @@ def _spread(seconds: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[int(0.1 * (len(ordered) - 1))], ordered[round(0.9 * (len(ordered) - 1))]
 
 
-def _pairs(task: Task, place: _Place, device: torch.device, tell: Told | None, done: float) -> list[dict[str, Any]]:
+def _pairs(task: Task, place: _Topology, device: torch.device, tell: Told | None, done: float) -> list[JsonObject]:
     """Measures point-to-point round trips: a pair in each host, then between hosts around a ring.
 
     Returns all pairs on rank 0, an empty list on other ranks. The pairs of a round have no device in common, so they
@@ -341,7 +343,7 @@ def _pairs(task: Task, place: _Place, device: torch.device, tell: Told | None, d
         around[1::2],
         around[len(around) - len(around) % 2 :],
     ]
-    measured: list[dict[str, Any]] = []
+    measured: list[JsonObject] = []
     for n, round_ in enumerate(pairs for pairs in rounds if pairs):
         if tell is not None and place.rank == 0:
             tell("pairs", done + (1 - done) * n / 4)
@@ -363,7 +365,7 @@ def _pairs(task: Task, place: _Place, device: torch.device, tell: Told | None, d
     return measured if place.rank == 0 else []
 
 
-def _there_and_back(task: Task, place: _Place, device: torch.device, pair: tuple[int, int]) -> list[dict[str, Any]]:
+def _there_and_back(task: Task, place: _Topology, device: torch.device, pair: tuple[int, int]) -> list[JsonObject]:
     """Measures half the round-trip time by size; the first rank of the pair tells the other when to stop."""
     import torch
     import torch.distributed as dist

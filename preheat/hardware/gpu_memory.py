@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from preheat.core import Device
 from preheat.hardware.probe import peak_bytes, peak_reserved_bytes
 
-__all__ = ["CONTEXT", "MemoryPeak", "limit_memory", "memory_peak", "taken_bytes"]
+__all__ = ["CONTEXT", "MemoryPeak", "limit_memory", "memory_peak", "other_processes_bytes"]
 
 CONTEXT = 527 << 20
 """Bytes of a CUDA context in plans: measured on an H200 with torch 2.11 (benchmarks/results/gpu_check-memory.md)."""
@@ -63,7 +63,7 @@ def memory_peak(kind: str, imports: int = 0) -> MemoryPeak:
     return MemoryPeak(reserved + (CONTEXT if context is None else context), peak_bytes("cuda"), reserved, context)
 
 
-def taken_bytes(device: Device) -> int:
+def other_processes_bytes(device: Device) -> int:
     """Returns the bytes of a GPU's `memory` that other processes use."""
     import torch
 

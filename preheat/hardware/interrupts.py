@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 __all__ = ["Interrupted", "check", "end_at_once", "heeded", "raising"]
 
@@ -52,7 +51,7 @@ def end_at_once(number: int) -> None:
 
 
 class _Raising:
-    def __init__(self, hook: Callable[[Any], Any]):
+    def __init__(self, hook: Callable[[sys.UnraisableHookArgs], object]):
         self.received: int | None = None
         self.hook = hook
         self._again = False
@@ -63,7 +62,7 @@ class _Raising:
         self.received, self._again = number, False
         raise Interrupted(number)
 
-    def unraisable(self, lost: Any) -> None:
+    def unraisable(self, lost: sys.UnraisableHookArgs) -> None:
         """Raises the exception again if Python dropped it: in a weakref callback, `__del__`, or a callback from C."""
         if not isinstance(lost.exc_value, Interrupted):
             self.hook(lost)

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from preheat.errors import RunError
 from preheat.hardware.stored_values import Damaged, read_json, read_row
@@ -148,7 +147,7 @@ def make_private(folder: Path) -> None:
             missing.mkdir(mode=0o700, exist_ok=True)
 
 
-def store_json(path: Path, values: Mapping[str, Any]) -> None:
+def store_json(path: Path, values: Mapping[str, object]) -> None:
     """Writes a file of measurements atomically.
 
     Raises:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.catalogue import accelerator
@@ -21,6 +21,12 @@ from preheat.hardware.collective_bench import LISTENING, Task, Told, measure
 from preheat.hardware.link_rates import COLLECTIVES, LinkRate, store_links
 from preheat.hardware.probe import parse_memory
 from preheat.run_dir import to_json
+
+if TYPE_CHECKING:
+    from typing import IO
+
+    from preheat.core.json_types import JsonObject
+
 
 __all__ = ["COLLECTIVES", "Task", "expected", "nettest", "sizes_of", "started_by_torchrun"]
 
@@ -54,7 +60,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
 
 def nettest(
     task: Task, *, processes: int | None, port: int | None, tell: Told | None = None, store: bool = True
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measures collectives between processes.
 
     Args:
@@ -89,7 +95,7 @@ def nettest(
     return result
 
 
-def expected(result: dict[str, Any]) -> dict[str, Any]:
+def expected(result: JsonObject) -> JsonObject:
     """Returns the catalogue's link bandwidths in bytes/s in one direction, and the fraction of them that was measured.
 
     Bus bandwidth within a host is compared with the link between devices, across hosts with the network bandwidth per
@@ -116,11 +122,11 @@ def expected(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
+def _names(rows: Iterable[JsonObject]) -> list[str]:
     return list(dict.fromkeys(row["collective"] for row in rows))
 
 
-def _run_processes(task: Task, processes: int, port: int | None, tell: Told | None) -> dict[str, Any]:
+def _run_processes(task: Task, processes: int, port: int | None, tell: Told | None) -> JsonObject:
     """Starts the processes, forwards the progress of rank 0, and kills all if one fails."""
     with _listening(port) as listening, tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
         port = listening.getsockname()[1]
@@ -206,7 +212,7 @@ def _wait_for(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
     hearing.join(timeout=5)
 
 
-def _raise_error_of(rank: int, code: int, error_file: Any) -> None:
+def _raise_error_of(rank: int, code: int, error_file: IO[str]) -> None:
     error_file.seek(0)
     lines = [line for line in error_file.read().splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit {code}"
@@ -217,7 +223,7 @@ def _raise_error_of(rank: int, code: int, error_file: Any) -> None:
 
 
 def _child() -> None:
-    values: dict[str, Any] = json.loads(sys.argv[1])
+    values: JsonObject = json.loads(sys.argv[1])
     task = Task(**(values | {"collectives": tuple(values["collectives"]), "sizes": tuple(values["sizes"])}))
 
     def tell(what: str, done: float) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from preheat.hardware.probe import claimed_bytes, resident_bytes, system_memory
 
-__all__ = ["asked_bytes", "memory_limit", "held_bytes", "is_oom", "require_room"]
+__all__ = ["requested_bytes", "memory_limit", "in_use_bytes", "is_oom", "require_room"]
 
 # Messages of RuntimeErrors that mean out of memory; torch.OutOfMemoryError, torch.AcceleratorError and
 # torch.distributed.DistBackendError are RuntimeErrors too.
@@ -57,18 +57,18 @@ def is_oom(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | CheckpointException) and bool(_MESSAGES.search(str(error)))
 
 
-def asked_bytes(message: str) -> int | None:
+def requested_bytes(message: str) -> int | None:
     """Parses the size of the failed allocation from an error message; None if the message has none.
 
     Example:
-        >>> asked_bytes("you tried to allocate 4096 bytes"), asked_bytes("Tried to allocate 1.50 GiB.")
+        >>> requested_bytes("you tried to allocate 4096 bytes"), requested_bytes("Tried to allocate 1.50 GiB.")
         (4096, 1610612736)
     """
     match = _ASKED.search(message)
     return int(float(match[1]) * 2 ** _UNITS[match[2].lower()]) if match else None
 
 
-def held_bytes(kind: str) -> int:
+def in_use_bytes(kind: str) -> int:
     """Returns the bytes that this process has reserved: private virtual memory on a CPU, with torch's cache on CUDA."""
     if kind == "cuda":
         import torch

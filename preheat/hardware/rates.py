@@ -16,12 +16,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.link_rates import LinkRate, cache_folder, load_links, seconds_of, store_json
 from preheat.hardware.stored_values import Damaged, read_json, read_number, read_numbers, read_row
 from preheat.sanitize import shorten
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 
 __all__ = [
     "LAYOUTS",
@@ -294,7 +298,7 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
     return dataclasses.replace(rates, links=load_links(hardware, torch), pace=_pace(_read_ratios(_runs_path(path))))
 
 
-def _read(values: Mapping[str, Any]) -> Rates:
+def _read(values: JsonObject) -> Rates:
     """Validates stored rates: exactly the expected keys, finite positive numbers, every kind of rate for each dtype.
 
     Raises:

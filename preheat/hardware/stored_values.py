@@ -7,10 +7,14 @@ import functools
 import typing
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from preheat.run_dir import BadJson, read_value
 from preheat.sanitize import quoted, shorten
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 
 __all__ = ["Damaged", "read_json", "read_number", "read_numbers", "read_row"]
 
@@ -23,7 +27,7 @@ class Damaged(ValueError):
     """A stored measurement is invalid."""
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> JsonObject | None:
     """Reads a JSON object from a file; returns None if the file does not exist.
 
     Raises:
@@ -42,22 +46,25 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return values
 
 
-def read_number(value: Any, name: str, *, zero: bool = False) -> float:
+def read_number(value: object, name: str, *, zero: bool = False) -> float:
     """Validates a measured number: finite and positive; `zero` allows 0 too."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if not plain or not (_LEAST < value < _MOST or (zero and value == 0)):
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not (_LEAST < value < _MOST or (zero and value == 0))
+    ):
         raise Damaged(f"{shorten(name, 40)} is {quoted(value, 40)}")
     return float(value)
 
 
-def read_numbers(value: Any, name: str) -> dict[str, float]:
+def read_numbers(value: object, name: str) -> dict[str, float]:
     """Validates an object of measured numbers."""
     if not isinstance(value, dict):
         raise Damaged(f"{name} is {quoted(value, 40)}")
     return {key: read_number(number, f"{name}.{key}") for key, number in value.items()}
 
 
-def read_row(cls: Callable[..., _Row], values: Any, zero: Collection[str] = ()) -> _Row:
+def read_row(cls: Callable[..., _Row], values: object, zero: Collection[str] = ()) -> _Row:
     """Builds a flat dataclass of numbers and names from an object with exactly its fields.
 
     Args:
@@ -85,6 +92,6 @@ def read_row(cls: Callable[..., _Row], values: Any, zero: Collection[str] = ()) 
 
 
 @functools.cache
-def _hints(cls: Callable[..., Any]) -> dict[str, Any]:
+def _hints(cls: Callable[..., object]) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ class Conversation:
         system: str | None = None,
         seed: int = 0,
     ):
-        self.opened, self.template, self.settings = opened, template, settings or Sample(tokens=256)
+        self.opened, self.template, self.settings = opened, template, settings or Sample(max_new_tokens=256)
         self.system, self.seed = system, seed
         self.turns: list[dict[str, str]] = []
         self._kept, self._asked = PrefixCache(), 0
@@ -122,7 +122,7 @@ class Conversation:
     def _fit(self) -> tuple[int, int]:
         """Drops the oldest turns until a reply fits. Returns the prompt's tokens and the number of messages dropped."""
         positions = self.opened.build.model.positions
-        room = min(self.settings.tokens, max(1, positions // 4))
+        room = min(self.settings.max_new_tokens, max(1, positions // 4))
         dropped = 0
         while True:
             count = len(prompt_tokens(self.opened.tokenizer, self.messages, self.template))

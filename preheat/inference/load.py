@@ -48,7 +48,7 @@ class LoadedModel:
         Example:
             >>> load_model("runs/demo").write(["import os\\n"])[0].text                                 # doctest: +SKIP
         """
-        path = settings.draft if settings is not None else None
+        path = settings.draft_model if settings is not None else None
         if path is not None and path not in self._drafts:
             self._drafts[path] = load_draft_model(path, self.tokenizer)
         return write_texts(self.build, self.tokenizer, prompts, settings, draft=self._drafts.get(path or ""), **kwargs)
@@ -112,22 +112,22 @@ def load_draft_model(path: str, tokenizer: Any) -> Any:
     try:
         draft = load_model(path)
     except RunError as error:
-        raise RunError(f"sample.draft: {error}") from None
+        raise RunError(f"sample.draft_model: {error}") from None
     ours, theirs = tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     if ours != theirs:
         odd = next((piece for piece in ours if theirs.get(piece) != ours[piece]), None)
         odd = odd if odd is not None else next(piece for piece in theirs if piece not in ours)
         token_ids = [str(vocabulary.get(odd, "no piece")) for vocabulary in (ours, theirs)]
         raise RecipeError(
-            f"sample.draft: {path}: has another tokenizer ({len(theirs):,} pieces, the model {len(ours):,}; "
+            f"sample.draft_model: {path}: has another tokenizer ({len(theirs):,} pieces, the model {len(ours):,}; "
             f"{odd!r} is {token_ids[1]} there and {token_ids[0]} here), and a draft proposes tokens: "
-            "use a smaller model of the same family, or sample.lookup, which needs none"
+            "use a smaller model of the same family, or sample.prompt_lookup_tokens, which needs none"
         )
     model: Any = draft.build.trained[0]
     if patterned(model):
         raise RecipeError(
-            f"sample.draft: {path}: its layers have attention patterns, so it reads everything again for each token; "
-            "use a draft without"
+            f"sample.draft_model: {path}: its layers have attention patterns, so it reads everything again for each "
+            "token; use a draft without"
         )
     return model
 
@@ -242,10 +242,10 @@ def _folder(model: str, tokenizer_folder: str) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
     from preheat.models.hf import configure, facts
 
-    recipe = Recipe(name="opened", model=Model(path=model), stop=Stop(steps=1))
-    positions = facts(configure(replace(recipe, batch=replace(recipe.batch, length=2)))).positions
+    recipe = Recipe(name="opened", model=Model(path=model), stop=Stop(max_steps=1))
+    positions = facts(configure(replace(recipe, batch=replace(recipe.batch, seq_len=2)))).positions
     tokenizer = load_tokenizer(tokenizer_folder)
-    recipe = replace(recipe, batch=replace(recipe.batch, size=8, length=min(512, positions or 512)))
+    recipe = replace(recipe, batch=replace(recipe.batch, size=8, seq_len=min(512, positions or 512)))
     device, _ = resolve_device(recipe)
     model_build = build(recipe, vocabulary=len(tokenizer), device=device, reading=True)
     return LoadedModel(recipe, model_build, tokenizer, None, tokenizer_folder)

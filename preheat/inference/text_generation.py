@@ -83,7 +83,7 @@ def write_texts(
     Args:
         settings: number of tokens and how they are sampled; greedy, at most 64, by default.
         template: formats chats; a plain text is then the user's message.
-        draft: the model that `settings.draft` names (`load.load_draft_model`).
+        draft: the model that `settings.draft_model` names (`load.load_draft_model`).
         seed, batch, on_text, kept, timed: see `preheat.models.generation.generate.generate`.
 
     Raises:
@@ -100,7 +100,7 @@ def write_texts(
     if template is not None:
         tokens, strings = turn_ends(template, tokenizer)
         stop, settings = stop | tokens, replace(settings, stop=(*settings.stop, *strings))
-    assert draft is not None or settings.draft is None, "whoever names a draft opens it (opened.open_draft)"
+    assert draft is not None or settings.draft_model is None, "whoever names a draft opens it (opened.open_draft)"
     model: Any = build.trained[0]
     return generate(
         model,
@@ -160,7 +160,7 @@ def turn_ends(template: Template, tokenizer: Any) -> tuple[frozenset[int], tuple
         return frozenset({tokenizer.convert_tokens_to_ids(template.end_of_turn)}), ()
     answer = "zq"
     try:
-        spoken = template.pieces([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
+        spoken = template.spans([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
     except DataError:  # a template that needs more than a question and an answer: assume that turns end as texts do
         return frozenset(), ()
     reply = "".join(piece.text for piece in spoken if piece.trained)

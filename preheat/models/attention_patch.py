@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.core import MaskSpec
 from preheat.models.hf import ATTENTION, PATTERN, STANDALONE, anatomy
@@ -18,14 +18,18 @@ __all__ = ["is_transformers_model", "limit_layers", "switch_attention"]
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")  # arguments of other models that our kernels ignore
 
 
-def is_transformers_model(model: Any) -> bool:
+def is_transformers_model(model: object) -> bool:
     from transformers import PreTrainedModel
 
     return isinstance(model, PreTrainedModel)
 
 
 def limit_layers(
-    model: PreTrainedModel, pattern: Callable[..., Any], *, attend: Callable[..., Tensor], every: int | None = None
+    model: PreTrainedModel,
+    pattern: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
+    *,
+    attend: Callable[..., Tensor],
+    every: int | None = None,
 ) -> int:
     """Wraps the attention of each layer, except every `every`-th, in a pattern (kernel -> kernel), in place.
 
@@ -93,7 +97,7 @@ def _attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    **more: Any,
+    **more: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [rows, heads, length, head_dim] in, [rows, length, heads, head_dim] out."""
     if refused := [name for name in _REFUSED if more.get(name) is not None]:
@@ -118,11 +122,11 @@ def _mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: Any = 0,
+    q_offset: int | Tensor = 0,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-    **more: Any,
+    **more: object,
 ) -> Tensor | None:
     """transformers' mask interface: None, [rows, keys] if only padding is masked, else a full mask."""
     from transformers.masking_utils import sdpa_mask

@@ -11,10 +11,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
 
 __all__ = ["Names", "Stored"]
 
@@ -30,7 +32,7 @@ class Stored:
     """
 
     first: str
-    converter: Any = None
+    converter: WeightConverter | None = None
     parts: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -47,7 +49,7 @@ class Names:
         places: names of the model's parameters, without the wrappers of adapters.
     """
 
-    def __init__(self, model: Any, keys: Iterable[str], places: set[str]):
+    def __init__(self, model: PreTrainedModel, keys: Iterable[str], places: set[str]):
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -125,7 +127,7 @@ class Names:
             if all(pair) and any(not set(stored.keys) <= self._read for stored in pair if stored is not None):
                 yield target, source
 
-    def unread(self, model: Any) -> dict[str, str]:
+    def unread(self, model: PreTrainedModel) -> dict[str, str]:
         """Unread keys of the files, with their names in the model, except those that transformers ignores."""
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         buffers = [name for name, _ in model.named_buffers()]

@@ -24,6 +24,7 @@ from preheat.sanitize import quoted
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from preheat.core.json_types import JsonObject
     from preheat.recipe import Recipe
 
 __all__ = [
@@ -155,7 +156,7 @@ def require_in_reach(config: PretrainedConfig) -> None:
 def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_there: int) -> None:
     """Rejects numbers with which a model fails in its first pass, or silently computes NaN."""
 
-    def refuse(key: str, value: Any, rule: str) -> NoReturn:
+    def refuse(key: str, value: object, rule: str) -> NoReturn:
         raise RecipeError(
             f"model: {config.model_type} has {key} {quoted(value)}; it must be {rule}, as the model's own is"
         )
@@ -176,10 +177,10 @@ def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_t
             refuse("n_group", groups, f"a divisor of the {experts_there} experts, and topk_group at most as many")
 
 
-def _wrong_number(values: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+def _wrong_number(values: JsonObject) -> tuple[str, object, str] | None:
     """The first key whose value is invalid in any model, its value, and the rule it breaks; None if there is none."""
 
-    def is_number(value: Any) -> bool:
+    def is_number(value: object) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
     if (key := _not_a_number(values)) is not None:
@@ -210,7 +211,7 @@ def _wrong_number(values: Mapping[str, Any]) -> tuple[str, Any, str] | None:
     return None
 
 
-def _not_a_number(values: Any, name: str = "") -> str | None:
+def _not_a_number(values: object, name: str = "") -> str | None:
     """The key of the first NaN in nested values; None if there is none."""
     inner = (
         values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list | tuple) else ()
@@ -233,7 +234,15 @@ def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     return config
 
 
-def change(config: PretrainedConfig, settings: Mapping[str, Any]) -> None:
+def source(recipe: Recipe) -> PretrainedConfig | None:
+    """The configuration that the recipe's model is read from; None for a new model, which is made for its vocabulary.
+
+    Read it once, and hand it to each `hf.configure` of recipes that differ in techniques, batch or `model.config` only.
+    """
+    return of(recipe, None) if recipe.model.preset or recipe.model.path else None
+
+
+def change(config: PretrainedConfig, settings: Mapping[str, object]) -> None:
     """Applies `model.config` to a configuration, in place.
 
     Raises:
@@ -287,7 +296,7 @@ def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     return config
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     """Equality up to rounding: some checkpoints store decimals rounded to fp32."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         keys = (a.keys() | b.keys()) - presets.FREE
@@ -375,7 +384,7 @@ def _highest(key: str) -> int:
     return _HIGHEST[next((size for size, names in _NAMED.items() if key in names), key)]
 
 
-def _require_sound(values: Mapping[str, Any], file: Path) -> None:
+def _require_sound(values: JsonObject, file: Path) -> None:
     """Rejects values in a config.json for which transformers fails with a traceback, or which it misreads."""
     if not isinstance(values.get("model_type"), str):
         problem = (
@@ -404,7 +413,7 @@ def _require_sound(values: Mapping[str, Any], file: Path) -> None:
                 )
 
 
-def _require_sizes(config: PretrainedConfig, file: Path, values: Mapping[str, Any]) -> None:
+def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> None:
     """Rejects a configuration without a size: transformers would silently use that of some model of the family."""
     if (text := config.get_text_config()) is not config:
         if config.model_type not in vision.FAMILIES:
@@ -455,32 +464,36 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
 
     model = recipe.model
     gated = model.family != "gpt2"
-    if model.size is None and not (model.layers and model.width and model.heads):
+    if model.size is None and not (model.num_layers and model.hidden_size and model.num_heads):
         raise RecipeError("model: state a path, a size (e.g. 15M), or layers, width and heads")
     d = size_dial.dial(model.size, gated=gated, shape=model.shape) if model.size else None
     layers, width, heads = (
-        (model.layers or (d and d.layers)),
-        (model.width or (d and d.width)),
-        (model.heads or (d and d.heads)),
+        (model.num_layers or (d and d.layers)),
+        (model.hidden_size or (d and d.width)),
+        (model.num_heads or (d and d.heads)),
     )
     assert layers
     assert width
     assert heads
-    if d and model.width and not model.heads:
+    if d and model.hidden_size and not model.num_heads:
         heads = max(1, width // (d.width // d.heads))
-    feed_forward = model.feed_forward or (
-        d.feed_forward if d and not model.width else (round(width * 8 / 3 / 64) * 64 or 64) if gated else 4 * width
+    feed_forward = model.intermediate_size or (
+        d.feed_forward
+        if d and not model.hidden_size
+        else (round(width * 8 / 3 / 64) * 64 or 64)
+        if gated
+        else 4 * width
     )
-    if model.vocabulary is None and vocabulary is None:
-        raise RecipeError("model.vocabulary: is needed where no tokenizer decides it")
+    if model.vocab_size is None and vocabulary is None:
+        raise RecipeError("model.vocab_size: is needed where no tokenizer decides it")
     # A multiple of 64 keeps the head's matmuls fast.
-    rows = model.vocabulary or -(-vocabulary // 64) * 64  # type: ignore[operator]
-    common: dict[str, Any] = {
+    rows = model.vocab_size or -(-vocabulary // 64) * 64  # type: ignore[operator]
+    common: JsonObject = {
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "vocab_size": rows,
-        "max_position_embeddings": model.positions or recipe.batch.length,
+        "max_position_embeddings": model.max_positions or recipe.batch.seq_len,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -488,31 +501,31 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     if model.tie_embeddings is not None:
         common["tie_word_embeddings"] = model.tie_embeddings
     if model.family == "gpt2":
-        if model.kv_heads not in (None, heads):
+        if model.num_kv_heads not in (None, heads):
             raise RecipeError(
-                f"model.kv_heads: {model.kv_heads}: gpt2 has no grouped queries; remove it or use family: llama"
+                f"model.num_kv_heads: {model.num_kv_heads}: gpt2 has no grouped queries; remove it or use family: llama"
             )
         # Dropout 0: pretraining sees each token about once (GPT-2's 0.1 is for many epochs).
         return GPT2Config(**common, n_inner=feed_forward, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
     if model.family == "t5":  # version 1.1: gated, with an untied head unless the recipe ties it
-        if model.kv_heads not in (None, heads):
+        if model.num_kv_heads not in (None, heads):
             raise RecipeError(
-                f"model.kv_heads: {model.kv_heads}: t5 has no grouped queries; remove it or use family: llama"
+                f"model.num_kv_heads: {model.num_kv_heads}: t5 has no grouped queries; remove it or use family: llama"
             )
         special = {"pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0}
         sizes_of = {"d_ff": feed_forward, "d_kv": width // heads, "num_decoder_layers": layers}
         common.pop("max_position_embeddings")
         return T5Config(**common | special | sizes_of, feed_forward_proj="gated-gelu")
     common |= {
-        "num_key_value_heads": model.kv_heads or heads,
+        "num_key_value_heads": model.num_kv_heads or heads,
         "intermediate_size": feed_forward,
         "head_dim": width // heads,
     }
     if model.family in moe.FAMILIES:
-        chosen = model.experts_per_token or 2
-        if not model.feed_forward:  # so that a token uses as many parameters as in the dense model
+        chosen = model.num_experts_per_tok or 2
+        if not model.intermediate_size:  # so that a token uses as many parameters as in the dense model
             common["intermediate_size"] = round(feed_forward / chosen / 64) * 64 or 64
-        common |= {"num_experts": model.experts or 8, "num_experts_per_tok": chosen}
+        common |= {"num_experts": model.num_experts or 8, "num_experts_per_tok": chosen}
         if model.family == "mixtral":
             return MixtralConfig(**common)
         # Weights of the chosen experts sum to 1, as in the published Qwen3 models and in Mixtral.

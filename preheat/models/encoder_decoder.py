@@ -19,7 +19,7 @@ from preheat.errors import DataError, RecipeError
 if TYPE_CHECKING:
     import numpy
     from torch import Tensor, nn
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
     "FAMILIES",
@@ -52,7 +52,7 @@ def refuse(config: PretrainedConfig) -> None:
         )
 
 
-def stacks(model: Any) -> tuple[nn.Module, nn.Module]:
+def stacks(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     """Encoder and decoder, each with its layers in `block`."""
     return model.get_encoder(), model.get_decoder()
 
@@ -100,7 +100,7 @@ def divided_evenly(batch: Batch) -> Batch:
     return replace(batch, mask=replace(batch.mask, documents=documents, read=read))
 
 
-class _Places(NamedTuple):
+class _Positions(NamedTuple):
     """Positions of a row that the encoder and the decoder read, packed to the left; [rows, n] each.
 
     Attributes:
@@ -120,7 +120,7 @@ class _Places(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)  # all layers of both stacks, and a recomputation, use the same
-def _places(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ...], ...]) -> _Places:
+def _positions(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ...], ...]) -> _Positions:
     import numpy
 
     spans = []  # per row: (begin, tokens of the encoder, size) of the documents that the decoder reads
@@ -148,7 +148,7 @@ def _places(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ...],
     def spread(of: Any) -> list[list[int]]:
         return [[place for span in enumerate(row) for place in of(*span)] for row in spans]
 
-    return _Places(
+    return _Positions(
         table(spread(lambda _, s: range(s[0], s[0] + s[1])), 0),
         table(spread(lambda _, s: range(s[0] + s[1] - 1, s[0] + s[2])), length),
         table(spread(lambda _, s: [1] + [0] * (s[2] - s[1])), 0),
@@ -171,7 +171,7 @@ class _Masks:
     across: Tensor
 
 
-def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec, attention: Callable[..., Tensor]) -> Tensor:
+def hidden_states(model: PreTrainedModel, tokens: Tensor, mask: MaskSpec, attention: Callable[..., Tensor]) -> Tensor:
     """The decoder's hidden states, [rows, length, width], at the positions whose labels it predicts; else zeros.
 
     Args:
@@ -185,7 +185,7 @@ def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec, attention: Callabl
     assert mask.documents is not None
     assert mask.read is not None
     encoder, decoder = stacks(model)
-    indices = _places(mask.documents, mask.read)
+    indices = _positions(mask.documents, mask.read)
     source, target, begins, source_of, target_of = (to_device(t, tokens.device) for t in indices[:5])
     masks = _Masks(
         MaskSpec(causal=False, documents=indices.sources),
@@ -203,7 +203,7 @@ def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec, attention: Callabl
     return into.scatter(1, target[..., None].expand(-1, -1, width), hidden)[:, :length]
 
 
-def start_token(config: Any) -> int:
+def start_token(config: PretrainedConfig) -> int:
     """The decoder's first input."""
     token = getattr(config, "decoder_start_token_id", None)
     token = config.pad_token_id if token is None else token
@@ -225,7 +225,7 @@ def register() -> str:
 
 
 def _attention(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -235,7 +235,7 @@ def _attention(
     position_bias: Tensor,
     preheat_masks: _Masks,
     preheat_attention: Callable[..., Tensor],
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface, as T5 calls it."""
     assert attention_mask is None, f"{type(module).__name__} made a mask of its own"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, TechniqueError
 from preheat.errors import RecipeError
@@ -21,12 +22,12 @@ from preheat.models.module_lookup import (
     base_of,
     embedding,
     ends,
+    full_model,
     head,
     logits,
     require_decoder_only,
     require_plain_head,
     softcap,
-    whole,
 )
 from preheat.models.reference_logits import plain_logits
 from preheat.models.sinks import chunk_of, in_chunks, with_sinks
@@ -57,7 +58,7 @@ __all__ = [
     "require_decoder_only",
     "require_plain_head",
     "softcap",
-    "whole",
+    "full_model",
 ]
 
 ATTENTION = "preheat"  # our attention function in transformers' registry
@@ -65,19 +66,22 @@ STANDALONE = "preheat-standalone"  # that of models/attention_patch.py, for mode
 PATTERN = "preheat_pattern"  # attribute of a layer's attention, set by models/attention_patch.py: wraps the kernel
 
 
-def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig:
+def configure(
+    recipe: Recipe, vocabulary: int | None = None, source: PretrainedConfig | None = None
+) -> PretrainedConfig:
     """The transformers configuration of the recipe's model.
 
     Args:
-        vocabulary: size of the tokenizer's vocabulary. A new model without `model.vocabulary` gets as many rows
+        vocabulary: size of the tokenizer's vocabulary. A new model without `model.vocab_size` gets as many rows
             (rounded up to 64).
+        source: what `configs.source` gave for this model; it is read when not given.
 
-        Raises:
+    Raises:
         RecipeError: no such model; a key that its configuration does not have; a tokenizer larger than the embedding;
             sequences longer than the model's positions.
     """
     model = recipe.model
-    config = configs.of(recipe, vocabulary)
+    config = configs.of(recipe, vocabulary) if source is None else copy.deepcopy(source)
     configs.without_dropout(config)
     _refuse(config)
     configs.change(config, model.config)
@@ -106,15 +110,15 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
             )
         )
     positions = _positions(text)
-    if positions and recipe.batch.length > positions:
+    if positions and recipe.batch.seq_len > positions:
         raise RecipeError(
-            f"batch.length: {recipe.batch.length} is longer than the model's {positions} positions; set "
-            f"batch.length: {positions} or less"
+            f"batch.seq_len: {recipe.batch.seq_len} is longer than the model's {positions} positions; set "
+            f"batch.seq_len: {positions} or less"
         )
     return config
 
 
-def _positions(text: Any) -> int:
+def _positions(text: PretrainedConfig) -> int:
     """Context length of a model; 0: unknown. Dynamic rotary scaling extends transformers' value by `factor`."""
     positions = getattr(text, "max_position_embeddings", None) or 0
     rope = getattr(text, "rope_parameters", None) or {}
@@ -179,7 +183,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [rows, heads, length, head_dim] in, [rows, length, heads, head_dim] out."""
     import torch
@@ -218,7 +222,7 @@ def _attention(
 _NO_PLACE = "cannot be trained or evaluated here; preheat plan --inference plans to serve it"
 
 
-def _require_places(kind: Any, family: str) -> None:
+def _require_places(kind: type[PreTrainedModel], family: str) -> None:
     """Raises for a class whose layers have a fixed attention function: packed documents would attend to each other."""
     if not kind._can_set_attn_implementation():
         raise RecipeError(
@@ -291,7 +295,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
-    from preheat.models.conversions.modules import own_rotary
+    from preheat.models.conversions.modules import replace_rotary
 
     _refuse(config)
     _register_attention()
@@ -312,11 +316,11 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
             f"model: {config.model_type} is no decoder-only model that transformers can build ({fault(error, 200)})"
         ) from None
     model.config.use_cache = False
-    own_rotary(model)
-    vision.own_deepstack(model)
+    replace_rotary(model)
+    vision.replace_deepstack(model)
     if (cap := facts(config).logit_softcap) is not None:
         setattr(head(model), SOFTCAP, cap)  # on the head: a classification head in its place has none
-    keep_within_documents(anatomy(model).layers)
+    keep_within_documents(list(anatomy(model).layers))
     return model.train()
 
 

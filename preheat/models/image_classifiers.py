@@ -21,7 +21,7 @@ from preheat.model_folder import FAULTS, fault, finite, listed, open_tensors, qu
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
 
 __all__ = [
     "is_classifier",
@@ -128,7 +128,7 @@ def _places(files: Sequence[Path], knob: str) -> dict[str, Path]:
     return places
 
 
-def open_processor(folder: Path, *, knob: str = "MODEL") -> Any:
+def open_processor(folder: Path, *, knob: str = "MODEL") -> BaseImageProcessor:
     """Loads the image processor of a model's folder, which uses Pillow.
 
     Raises:
@@ -147,7 +147,7 @@ def open_processor(folder: Path, *, knob: str = "MODEL") -> Any:
         raise RecipeError(f"{knob}: {folder / 'preprocessor_config.json'}: {fault(error, 200)}") from None
 
 
-def scores(model: Any, pixels: Tensor) -> Tensor:
+def scores(model: PreTrainedModel, pixels: Tensor) -> Tensor:
     """Scores [n, classes] of images [n, channels, height, width], differentiable."""
     logits: Tensor = model(pixel_values=pixels).logits
     return logits
@@ -159,7 +159,7 @@ def matrix(convolution: Any) -> Tensor:
     return weight
 
 
-def narrow_config(config: PretrainedConfig, channels: float) -> tuple[Any, str]:
+def narrow_config(config: PretrainedConfig, channels: float) -> tuple[PretrainedConfig, str]:
     """The configuration with an expansion ratio closest to a share of the old one, and a description of the change.
 
     Raises:
@@ -171,10 +171,10 @@ def narrow_config(config: PretrainedConfig, channels: float) -> tuple[Any, str]:
             f"width: knows the blocks of {', '.join(_FAMILIES)}, and this model is a {config.model_type}; leave the "
             "step out"
         )
-    narrowed: Any = copy.deepcopy(config)
+    narrowed = copy.deepcopy(config)
     now = getattr(config, family.ratio)
     if isinstance(now, int | float):
-        then: Any = float(now * channels)
+        then: float | list[int] = float(now * channels)
     else:  # integers per stage; 1 would remove the expanding convolution of the block
         now = list(now)
         then = [r if r == 1 else max(2, round(r * channels)) for r in now]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,15 @@ from preheat.errors import RecipeError
 from preheat.models.hf import anatomy
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 __all__ = ["KERNEL_FAMILIES", "computed_by", "forwards", "gates", "use_kernels"]
 
-Forwards = list[tuple["nn.Module", Callable[..., Any]]]
+Forwards = list[tuple["nn.Module", Callable[..., object]]]
+"""Modules, each with another `forward`."""
+Rotary = Callable[..., tuple["Tensor", "Tensor"]]
+"""Rotates queries and keys; arguments as of `use_kernels`."""
 
 # Their RMSNorm, rotary embedding (rotated halves) and gated SiLU are identical in transformers' sources.
 KERNEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
@@ -25,9 +28,9 @@ KERNEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 def use_kernels(
     model: PreTrainedModel,
     *,
-    norm: Callable[..., Any] | None = None,
-    rotary: Callable[..., Any] | None = None,
-    gate: Callable[..., Any] | None = None,
+    norm: Callable[..., Tensor] | None = None,
+    rotary: Rotary | None = None,
+    gate: Callable[..., Tensor] | None = None,
 ) -> dict[str, int]:
     """Replaces the functions of a model's small operators, in place, for this model only.
 
@@ -52,9 +55,9 @@ def use_kernels(
 def forwards(
     model: PreTrainedModel,
     *,
-    norm: Callable[..., Any] | None = None,
-    rotary: Callable[..., Any] | None = None,
-    gate: Callable[..., Any] | None = None,
+    norm: Callable[..., Tensor] | None = None,
+    rotary: Rotary | None = None,
+    gate: Callable[..., Tensor] | None = None,
 ) -> dict[str, Forwards]:
     """The modules that would be changed, each with its new `forward`; arguments and errors as of `use_kernels`."""
     family = model.config.model_type
@@ -82,7 +85,7 @@ def gates(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def computed_by(modules: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+def computed_by(modules: Forwards) -> Iterator[None]:
     """Context manager in which these modules run the given `forward` functions."""
     before = []
     for module, forward in modules:
@@ -98,15 +101,15 @@ def computed_by(modules: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iter
                 module.forward = own
 
 
-def _norm(function: Callable[..., Any]) -> Callable[..., Any]:
+def _norm(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda module, x: function(x, module.weight, module.variance_epsilon)
 
 
-def _gated(function: Callable[..., Any]) -> Callable[..., Any]:
+def _gated(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda module, x: module.down_proj(function(module.gate_proj(x), module.up_proj(x)))
 
 
-def _rotating_by(attention: nn.Module, rotary: Callable[..., Any]) -> Callable[..., Any]:
+def _rotating_by(attention: nn.Module, rotary: Rotary) -> Callable[..., object]:
     """Rebinds the rotary function, which transformers calls by a global name, in a copy of this module's `forward`."""
     plain: Any = type(attention).forward
     name = "apply_rotary_pos_emb"

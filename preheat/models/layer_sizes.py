@@ -63,12 +63,10 @@ def layer_kinds(text: PretrainedConfig) -> list[tuple[Any, ...]]:
         for key, value in sorted(values.items())
         if isinstance(value, list | tuple) and len(value) == layers and key not in _OF_NUMBERS
     ]
-    own = [()] * layers
+    own: list[tuple[Any, ...]] = [()] * layers
     if getattr(text, "is_heterogeneous", False):
         keys = sorted(text.per_layer_attributes or ())
         own = [tuple(getattr(layer, key, None) for key in keys) for layer in text.per_layer_config]
     first_shared = layers - (getattr(text, "num_kv_shared_layers", None) or 0)
     experts = have_experts(text)
-    return [
-        (*(repr(values[n]) for values in listed), own[n], experts[n], n >= first_shared) for n in range(layers)
-    ]
+    return [(*(repr(values[n]) for values in listed), own[n], experts[n], n >= first_shared) for n in range(layers)]

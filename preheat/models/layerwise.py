@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["hooked", "layer_by_layer", "linear_maps", "loss", "matrix", "plainly", "require_rows", "run", "skipping"]
+
+Arguments = dict[str, Any]
+"""A layer's keyword arguments: masks, positions, caches and flags."""
+Output: TypeAlias = "Tensor | tuple[Tensor, ...]"
+"""A layer's result: hidden states, alone or first."""
 
 
 _AT_ONCE = 8
@@ -58,11 +63,11 @@ def plainly(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def hooked(hooks: Sequence[tuple[nn.Module, Callable[[Any, Any], object]]]) -> Iterator[None]:
+def hooked(hooks: Sequence[tuple[nn.Module, Callable[[Tensor, Tensor], object]]]) -> Iterator[None]:
     """Context manager that calls `tell(input, output)` with the hidden states of each module."""
 
-    def hook(tell: Callable[[Any, Any], object]) -> Callable[..., None]:
-        def report(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def hook(tell: Callable[[Tensor, Tensor], object]) -> Callable[..., None]:
+        def report(module: nn.Module, args: tuple[Tensor, ...], kwargs: Arguments, out: Output) -> None:
             # Returns nothing: torch would replace the output by a returned value.
             tell(*_through(args, kwargs, out))
 
@@ -76,7 +81,7 @@ def hooked(hooks: Sequence[tuple[nn.Module, Callable[[Any, Any], object]]]) -> I
             handle.remove()
 
 
-def _through(args: Any, kwargs: Any, out: Any) -> tuple[Any, Any]:
+def _through(args: tuple[Tensor, ...], kwargs: Arguments, out: Output) -> tuple[Tensor, Tensor]:
     """The hidden states that enter and leave a module."""
     return (args[0] if args else kwargs["hidden_states"]), (out[0] if isinstance(out, tuple) else out)
 
@@ -103,7 +108,7 @@ def loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
 def skipping(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Context manager that bypasses the given layers."""
 
-    def passed_on(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+    def passed_on(module: nn.Module, args: tuple[Tensor, ...], kwargs: Arguments, out: Output) -> Output:
         before, _ = _through(args, kwargs, out)
         return (before, *out[1:]) if isinstance(out, tuple) else before
 
@@ -133,11 +138,11 @@ def layer_by_layer(
     parts = anatomy(model)
     names = {id(m): name for name, m in model.named_modules()}
     # Per layer and row, the arguments other than hidden states.
-    calls: list[list[tuple[Any, Any]]] = [[] for _ in parts.layers]
-    states: list[Any] = []
+    calls: list[list[tuple[tuple[object, ...], Arguments]]] = [[] for _ in parts.layers]
+    states: list[Tensor] = []
 
     def note(number: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
             assert args, "layers are given their hidden states first"
             calls[number].append((args[1:], kwargs))
             if number == 0:

@@ -27,7 +27,7 @@ __all__ = [
     "require_decoder_only",
     "require_plain_head",
     "softcap",
-    "whole",
+    "full_model",
 ]
 
 SOFTCAP = "preheat_softcap"  # attribute of a head with capped logits
@@ -84,7 +84,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         raise RecipeError(f"model: found no list of {count} layers in {kind}")
     layers = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if whole(model) is not model:
+    if full_model(model) is not model:
         from preheat.models.conversions.modules import Passthrough
 
         layers = nn.ModuleList(layer for layer in layers if not isinstance(layer, Passthrough))
@@ -108,7 +108,7 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
     return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
 
 
-def _both_stacks(model: Any) -> Anatomy:
+def _both_stacks(model: PreTrainedModel) -> Anatomy:
     from torch import nn
 
     layers = nn.ModuleList(layer for stack in encoder_decoder.stacks(model) for layer in stack.block)  # type: ignore[union-attr]
@@ -116,7 +116,7 @@ def _both_stacks(model: Any) -> Anatomy:
     return Anatomy(model, embedding(model), layers, head(model), _norms(model), attentions)
 
 
-def _norms(model: Any) -> dict[str, nn.Module]:
+def _norms(model: PreTrainedModel) -> dict[str, nn.Module]:
     """All norms except those of a vision tower."""
     of_tower = {id(m) for block in (vision.tower(model),) if block is not None for m in block.modules()}
     return {
@@ -136,7 +136,7 @@ def embedding(model: PreTrainedModel) -> nn.Module:
     return model.get_input_embeddings()
 
 
-def whole(model: PreTrainedModel) -> PreTrainedModel:
+def full_model(model: PreTrainedModel) -> PreTrainedModel:
     """The full model of a pipeline stage, with other stages' modules on meta; any other model itself."""
     return getattr(model, WHOLE, (model,))[0]
 

@@ -14,12 +14,15 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from preheat.models.layer_sizes import largest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
+    from transformers import PretrainedConfig
 
 __all__ = [
     "BIAS",
@@ -59,21 +62,41 @@ TOKENS = "expert_tokens"
 """Metric of a step: tokens per expert, [layers, experts]."""
 
 
-def sizes_of(config: Any) -> tuple[int, int, int]:
+class Router(Protocol):
+    """The attributes that transformers' top-k routers share; `nn.Module` does not declare them."""
+
+    weight: Tensor
+    hidden_dim: int
+    num_experts: int
+    top_k: int
+    training: bool
+    _buffers: dict[str, Tensor]
+    # of the families with a sigmoid only
+    num_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+
+
+def sizes_of(config: PretrainedConfig) -> tuple[int, int, int]:
     """Experts per layer, experts per token, inner width of an expert; (0, 0, 0) if the model has none."""
     count = next((n for key in _COUNTS if (n := largest(config, key))), 0)
     if not count or getattr(config, "enable_moe_block", True) is False:  # Gemma 4's dense models state both
         return 0, 0, 0
     chosen = next((n for key in _CHOSEN if (n := largest(config, key))), 0)
-    return int(count), int(chosen), int(largest(config, "moe_intermediate_size") or largest(config, "intermediate_size"))
+    return (
+        int(count),
+        int(chosen),
+        int(largest(config, "moe_intermediate_size") or largest(config, "intermediate_size")),
+    )
 
 
-def expert_layers(config: Any) -> int:
+def expert_layers(config: PretrainedConfig) -> int:
     """Number of layers with experts; the others have one feed-forward block for all tokens."""
     return sum(have_experts(config))
 
 
-def have_experts(config: Any) -> list[bool]:
+def have_experts(config: PretrainedConfig) -> list[bool]:
     """For each layer, True if it has experts."""
     numbers = range(config.num_hidden_layers)
     if not sizes_of(config)[0]:
@@ -95,21 +118,23 @@ def have_experts(config: Any) -> list[bool]:
     return [n >= before and n not in dense and (n + 1) % step == 0 for n in numbers]
 
 
-def shared_width(config: Any) -> int:
+def shared_width(config: PretrainedConfig) -> int:
     """Inner width of the shared expert of a layer; 0 without one."""
     for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"):
         if width := getattr(config, key, None):
             return int(width)
-    counts = (getattr(config, key, None) for key in ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"))
+    counts = (
+        getattr(config, key, None) for key in ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
+    )
     return int((next((n for n in counts if n), 0)) * (getattr(config, "moe_intermediate_size", None) or 0))
 
 
-def has_bias(config: Any) -> bool:
+def has_bias(config: PretrainedConfig) -> bool:
     """True if the model itself has a bias on the choice of experts, saved in its folder and used by transformers."""
     return config.model_type in _BY_SIGMOID
 
 
-def adapted(model: nn.Module, targets: Any) -> Any:
+def adapted(model: nn.Module, targets: str | Sequence[str]) -> str | Sequence[str]:
     """The target modules of adapters: `all-linear` of a model with experts means attention's linear maps, by name.
 
     peft would look for the linear maps of feed-forward blocks in the experts, which have stacked parameters instead.
@@ -128,7 +153,7 @@ def adapted(model: nn.Module, targets: Any) -> Any:
     return tuple(sorted(leaves))
 
 
-def coefficient(config: Any) -> float:
+def coefficient(config: PretrainedConfig) -> float:
     """Coefficient of the load-balancing loss; 0 without one."""
     value = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
     if config.model_type in FAMILIES:
@@ -161,7 +186,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 def _router_classes(model: nn.Module) -> dict[type, int]:
     """The classes whose results transformers records as router logits, and which of their results that is."""
-    classes = {}
+    classes: dict[type, int] = {}
     for part in model.modules():
         recorder: Any = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
         if recorder is not None:
@@ -201,13 +226,13 @@ def record_routers(model: nn.Module) -> RouterRecorder:
 
 def _record(
     ledger: RouterRecorder,
-    router: Any,
+    router: nn.Module,
     forward: Callable[..., Any],
     index: int,
     chosen: int,
     balanced: bool,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     """Runs transformers' own router, and records its choices."""
     import torch
@@ -226,7 +251,7 @@ def _record(
     return out
 
 
-def _add(router: Any, chosen: Tensor, shares: Tensor) -> None:
+def _add(router: object, chosen: Tensor, shares: Tensor) -> None:
     """Adds the counts of `chosen` experts and the sums of `shares` [tokens, experts] to a router's record."""
     import torch
 
@@ -238,7 +263,7 @@ def _add(router: Any, chosen: Tensor, shares: Tensor) -> None:
     setattr(router, ROUTED, (counts, sums) if record is None else (record[0] + counts, record[1] + sums))
 
 
-def _route(ledger: RouterRecorder, router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _route(ledger: RouterRecorder, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scores of all experts [tokens, experts], and weights and indices of each token's experts [tokens, chosen]."""
     import torch
 
@@ -253,7 +278,7 @@ def _route(ledger: RouterRecorder, router: Any, hidden: Tensor) -> tuple[Tensor,
     return scores, weights, chosen
 
 
-def _by_softmax(router: Any, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _by_softmax(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities of all experts, and weights and indices of the chosen ones."""
     shares = scores.softmax(dim=-1)
     bias = router._buffers.get(BIAS) if router.training else None  # these families do not save it in their folders
@@ -267,7 +292,7 @@ def _by_softmax(router: Any, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return shares, weights, chosen
 
 
-def _by_sigmoid(router: Any, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _by_sigmoid(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `_by_softmax`; a group of experts is scored by its two best (DeepSeek-V3, arXiv:2412.19437)."""
     import torch
 
@@ -299,7 +324,7 @@ def routed(model: nn.Module) -> tuple[Tensor, Tensor]:
     return torch.stack([counts for counts, _ in records]), torch.stack([sums for _, sums in records])
 
 
-def _experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """transformers' interface of experts: hidden [tokens, width], chosen and weights [tokens, k] -> [tokens, width]."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,17 @@ from preheat.models import hf
 from preheat.models.conversions.modules import Passthrough
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["ModelProfile", "balance", "cut", "observe"]
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class _ZeroModule(nn.Module):
     """Replaces a lookup of the first stage that is added to the embeddings, such as GPT-2's positions."""
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
+    def forward(self, *_: object, **__: object) -> Tensor:
         return torch.zeros(())
 
 
@@ -52,7 +54,7 @@ class ModelProfile:
     after: float = 0
 
 
-def _meta_attention(query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, scale: float, **_: Any) -> Tensor:
+def _meta_attention(query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, scale: float, **_: object) -> Tensor:
     """Attention over the mean number of keys per token that a kernel with block skipping reads."""
     length = key.shape[2]
     window = min(mask.window or length, length)
@@ -62,7 +64,7 @@ def _meta_attention(query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, s
     return (query @ key.transpose(-1, -2)).softmax(dim=-1) @ value
 
 
-def _list_of_layers(model: Any) -> str:
+def _list_of_layers(model: PreTrainedModel) -> str:
     layers = hf.anatomy(model).layers
     return next(name for name, module in model.named_modules() if module is layers)
 
@@ -73,7 +75,24 @@ def _above(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts))]
 
 
-def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
+def _around(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules before and after the list of layers, with their names.
+
+    Raises:
+        ValueError: a module that holds the layers has parameters of its own.
+    """
+    holders = _above(layers)
+    for holder in holders:
+        parent = model.get_submodule(holder)
+        if any(True for _ in parent.parameters(recurse=False)):
+            raise ValueError(f"{type(parent).__name__} has parameters of its own, which belong to no stage")
+        for key, module in parent.named_children():
+            name = f"{holder}.{key}".lstrip(".")
+            if name != layers and name not in holders:
+                yield name, module
+
+
+def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> ModelProfile:
     """Profiles a model in a dry run on meta: modules before, in and after its layers, and their FLOPs.
 
     FLOPs rather than seconds: all devices must split at the same layers, and FLOPs are the same everywhere and known
@@ -98,12 +117,11 @@ def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
     model = hf.build_on_meta(copy.deepcopy(config), trust=trust)
     course = ModelProfile(_list_of_layers(model))
     counter = FlopCounterMode(display=False)
-    holders = _above(course.layers)
     stream = (1, length, config.get_text_config().hidden_size)
     where, started = "entry", 0
 
     def watch(name: str, module: nn.Module) -> None:
-        def done(_: Any, __: Any, out: Any) -> None:
+        def done(_: object, __: object, out: object) -> None:
             acts = torch.is_tensor(out) and tuple(out.shape) == stream
             if acts or module is hf.head(model):
                 (course.entry if where == "entry" else course.exit).append(name)
@@ -115,22 +133,16 @@ def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
 
         module.register_forward_hook(done)
 
-    for holder in holders:
-        parent = model.get_submodule(holder)
-        if any(True for _ in parent.parameters(recurse=False)):
-            raise ValueError(f"{type(parent).__name__} has parameters of its own, which belong to no stage")
-        for key, module in parent.named_children():
-            name = f"{holder}.{key}".lstrip(".")
-            if name != course.layers and name not in holders:
-                watch(name, module)
+    for name, module in _around(model, course.layers):
+        watch(name, module)
 
-    def enter(*_: Any) -> None:
+    def enter(*_: object) -> None:
         nonlocal where, started
         if where == "entry":
             course.before = counter.get_total_flops()
         where, started = "exit", counter.get_total_flops()
 
-    def leave(layer: Any, _: Any, out: Any) -> None:
+    def leave(layer: nn.Module, _: object, out: object) -> None:
         if not (torch.is_tensor(out) and tuple(out.shape) == stream):
             raise ValueError(
                 f"{type(layer).__name__} gives more than hidden states to the next layer, which may stand on another "
@@ -152,7 +164,7 @@ def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
     return course
 
 
-def _require_nothing_between(model: Any, course: ModelProfile, stream: tuple[int, ...]) -> None:
+def _require_nothing_between(model: PreTrainedModel, course: ModelProfile, stream: tuple[int, ...]) -> None:
     """Checks that a model without its modules returns its input: other operations would be repeated in each stage."""
     bare = _without(model, course, range(0), first=False, last=False)
     for holder in _above(course.layers):
@@ -217,7 +229,7 @@ def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: fl
     return [range(first, end) for first, end in itertools.pairwise(starts)]
 
 
-def _shell(module: Any) -> Any:
+def _shell(module: M) -> M:
     """A shallow copy of a module whose children, parameters and hooks can be replaced without changing the original."""
     clone = copy.copy(module)
     clone.__dict__ = {
@@ -226,7 +238,9 @@ def _shell(module: Any) -> Any:
     return clone
 
 
-def _without(model: Any, course: ModelProfile, layers: range, *, first: bool, last: bool) -> Any:
+def _without(
+    model: PreTrainedModel, course: ModelProfile, layers: range, *, first: bool, last: bool
+) -> PreTrainedModel:
     """The model with some of its layers and ends; modules that both have are shared."""
     bare = _shell(model)
     for name in _above(course.layers)[1:]:
@@ -240,7 +254,7 @@ def _without(model: Any, course: ModelProfile, layers: range, *, first: bool, la
     tied = ends["embedding"].weight is ends["head"].weight
     for name in (*(() if first else course.entry), *(() if last else course.exit)):
         holder, _, key = name.rpartition(".")
-        there: Any = model.get_submodule(name)
+        there = model.get_submodule(name)
         if there is ends["embedding"] and tied and last:
             continue  # not called here, but its weight is the head's, under one name in all stages and files
         stand_in = (
@@ -272,7 +286,7 @@ def cut(model: PreTrainedModel, course: ModelProfile, stages: Sequence[range], n
     """
     first, last = number == 0, number == len(stages) - 1
     part = _without(model, course, stages[number], first=first, last=last)
-    full: Any = model
+    full = model
     if hf.embedding(model).weight is hf.head(model).weight:  # a tied head has no weight to initialize
         full = _shell(model)
         full.set_output_embeddings(None)

@@ -20,8 +20,9 @@ def chunk_of(module: nn.Module) -> int | None:
     config: Any = getattr(module, "config", None)
     kinds, chunk = getattr(config, "layer_types", None), getattr(config, "attention_chunk_size", None)
     number = getattr(module, "layer_idx", None)
-    chunked = chunk and kinds and isinstance(number, int) and kinds[number] == "chunked_attention"
-    return int(chunk) if chunked else None
+    if chunk is None or not kinds or not isinstance(number, int) or kinds[number] != "chunked_attention":
+        return None
+    return int(chunk)
 
 
 def in_chunks(mask: MaskSpec, chunk: int, rows: int, length: int) -> MaskSpec:
@@ -34,9 +35,7 @@ def in_chunks(mask: MaskSpec, chunk: int, rows: int, length: int) -> MaskSpec:
     documents = mask.documents or ((length,),) * rows
     return replace(
         mask,
-        documents=tuple(
-            tuple(min(chunk, n - start) for n in row for start in range(0, n, chunk)) for row in documents
-        ),
+        documents=tuple(tuple(min(chunk, n - start) for n in row for start in range(0, n, chunk)) for row in documents),
     )
 
 
@@ -66,9 +65,9 @@ def with_sinks(
     for row, lengths in enumerate(documents):
         start = 0
         for number, n in enumerate(lengths):
-            at = start + number + 1
-            index[row, at : at + n] = torch.arange(start, start + n)
-            back[row, start : start + n] = torch.arange(at, at + n)
+            first = start + number + 1
+            index[row, first : first + n] = torch.arange(start, start + n)
+            back[row, start : start + n] = torch.arange(first, first + n)
             start += n
     more = 8  # kernels want head dimensions in multiples of 8
     if v.shape[1] != heads:  # grouped heads: the sinks are per query head

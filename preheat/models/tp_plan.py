@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from preheat.core.tp_style import Share
+from preheat.core.tp_style import TpStyle
 from preheat.models.hf import anatomy
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
-__all__ = ["plan_of", "problems", "shares"]
+__all__ = ["plan_of", "problems", "tp_styles"]
 
 
 _STYLES = {  # by transformers' names
-    "colwise": Share.COLUMNS,
-    "colwise_gather_output": Share.COLUMNS_GATHERED,
-    "rowwise": Share.ROWS,
-    "rowwise_split_input": Share.ROWS_SPLIT,
-    "replicated_with_grad_allreduce": Share.HEADS,
+    "colwise": TpStyle.COLUMNS,
+    "colwise_gather_output": TpStyle.COLUMNS_GATHERED,
+    "rowwise": TpStyle.ROWS,
+    "rowwise_split_input": TpStyle.ROWS_SPLIT,
+    "replicated_with_grad_allreduce": TpStyle.HEADS,
 }
 
 
 # LoRA's two small matrices, into the rank and out of it, by the style of the linear map that they adapt.
 _LORA = {
-    Share.COLUMNS: (Share.WHOLE, Share.COLUMNS),
-    Share.COLUMNS_GATHERED: (Share.WHOLE, Share.COLUMNS_GATHERED),
-    Share.ROWS: (Share.ROWS_SUMMED, Share.WHOLE_CUT),
-    Share.ROWS_SPLIT: (Share.WHOLE, Share.WHOLE_CUT),
+    TpStyle.COLUMNS: (TpStyle.REPLICATED, TpStyle.COLUMNS),
+    TpStyle.COLUMNS_GATHERED: (TpStyle.REPLICATED, TpStyle.COLUMNS_GATHERED),
+    TpStyle.ROWS: (TpStyle.ROWS_SUMMED, TpStyle.REPLICATED_THEN_SPLIT),
+    TpStyle.ROWS_SPLIT: (TpStyle.REPLICATED, TpStyle.REPLICATED_THEN_SPLIT),
 }
 
 
@@ -60,7 +61,7 @@ def problems(family: str, *, heads: int, kv_heads: int, degree: int) -> list[str
     ][:1]
 
 
-def shares(model: Any) -> dict[str, Share]:
+def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
     """The style of each module with weights, and of each block, by name.
 
     Raises:
@@ -70,15 +71,15 @@ def shares(model: Any) -> dict[str, Share]:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = dict(hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=16, num_hidden_layers=1)
         >>> names = ("", ".gate_proj", ".up_proj", ".down_proj")
-        >>> styles = shares(LlamaForCausalLM(LlamaConfig(**sizes)))
+        >>> styles = tp_styles(LlamaForCausalLM(LlamaConfig(**sizes)))
         >>> [str(styles[f"model.layers.0.mlp{name}"]) for name in names]
         ['block', 'columns', 'columns', 'rows']
     """
     parts, plan = anatomy(model), plan_of(model.config.model_type)
     names = {id(module): name for name, module in model.named_modules()}
-    start, styles = names[id(parts.layers[0])].rpartition(".")[0] + ".", dict[str, Share]()
+    start, styles = names[id(parts.layers[0])].rpartition(".")[0] + ".", dict[str, TpStyle]()
 
-    def planned(name: str) -> Share | None:
+    def planned(name: str) -> TpStyle | None:
         style = plan.get("layers." + re.sub(r"^\d+\.", "*.", name.removeprefix(start)))
         return _STYLES[style] if style is not None else None
 
@@ -88,17 +89,17 @@ def shares(model: Any) -> dict[str, Share]:
             for module in [m for m in child.modules() if hasattr(m, "get_base_layer")]:
                 inside |= _adapted(names[id(module)], module, inside[names[id(module)]])
             if not any(inside.values()):
-                styles |= {names[id(m)]: Share.BETWEEN for m in _weighted(child)}
+                styles |= {names[id(m)]: TpStyle.BETWEEN for m in _weighted(child)}
                 continue
-            styles[names[id(child)]] = Share.BLOCK
-            split = any(style is Share.COLUMNS for style in inside.values())
+            styles[names[id(child)]] = TpStyle.BLOCK
+            split = any(style is TpStyle.COLUMNS for style in inside.values())
             for module in _weighted(child):
                 name = names[id(module)]
                 style = inside[name]
                 if style is None and split:
                     raise ValueError(f"transformers' plan of {model.config.model_type} says nothing of {name}")
-                styles[name] = style or Share.WHOLE
-    ends = ((parts.embedding, Share.EMBEDDING), (parts.head, Share.HEAD))  # a pipeline stage may have none
+                styles[name] = style or TpStyle.REPLICATED
+    ends = ((parts.embedding, TpStyle.EMBEDDING), (parts.head, TpStyle.HEAD))  # a pipeline stage may have none
     styles |= {names[id(module)]: style for module, style in ends if module is not None}
     last = [name for name in parts.norms if not name.startswith(start)]
     strange = [names[id(m)] for m in _weighted(model) if names[id(m)] not in styles and names[id(m)] not in last]
@@ -107,10 +108,10 @@ def shares(model: Any) -> dict[str, Share]:
         raise ValueError(
             f"{model.config.model_type} has {extra} beside its layers, where one norm alone behind them is known"
         )
-    return styles | dict.fromkeys(last, Share.LAST)
+    return styles | dict.fromkeys(last, TpStyle.LAST)
 
 
-def _adapted(name: str, module: Any, style: Share | None) -> dict[str, Share | None]:
+def _adapted(name: str, module: nn.Module, style: TpStyle | None) -> dict[str, TpStyle | None]:
     """The styles of the linear maps that an adapter puts in place of one."""
     small = {f"{name}.{key}": m for key, m in module.named_modules() if m in _weighted(module) and key != "base_layer"}
     if style is None:
@@ -120,7 +121,7 @@ def _adapted(name: str, module: Any, style: Share | None) -> dict[str, Share | N
             f"{name} has an adapter with more than LoRA's two small matrices; use lora with variant: lora or rslora"
         )
     into, out = _LORA[style]
-    styles: dict[str, Share | None] = {key: into if ".lora_A." in key else out for key in small}
+    styles: dict[str, TpStyle | None] = {key: into if ".lora_A." in key else out for key in small}
     return styles | {f"{name}.base_layer": style}
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, open_tensors, read_object, weight_files
 from preheat.models.checkpoint_names import Names
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["untie"]
 
@@ -57,16 +58,16 @@ def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
             for key in opened.keys():  # noqa: SIM118
                 places[key], shapes[key] = Path(name), tuple(opened.get_slice(key).get_shape())
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if sum(shape == (config.vocab_size, config.hidden_size) for shape in shapes.values()) < 2:
             return ""  # the usual case: the head is not in the files
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     except FAULTS:  # remote code, or not a decoder
         return ""
     names = Names(model, places, {name for name, _ in model.named_parameters(remove_duplicate=False)})
 
-    def tensor(key: str) -> Any:
+    def tensor(key: str) -> Tensor:
         with open_tensors(places[key], _KNOB) as opened:
             return opened.get_tensor(key)
 

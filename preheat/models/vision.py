@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from preheat.core.json_types import JsonObject
+
 __all__ = [
     "FAMILIES",
     "PROJECTORS",
     "copy_processor",
     "drawn_image",
     "embedded",
-    "own_deepstack",
+    "replace_deepstack",
     "processor_of",
     "reading",
     "tower",
@@ -60,13 +62,13 @@ def vision_of(config: PretrainedConfig) -> Vision | None:
     )
 
 
-def processor_of(vision: Vision, folder: str | None) -> dict[str, Any]:
+def processor_of(vision: Vision, folder: str | None) -> JsonObject:
     """Settings of the model's image processor: its folder's, completed by those of the published Qwen3-VL.
 
     Raises:
         RecipeError: the folder's processor uses other patches than the model, or cannot be read.
     """
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
@@ -103,7 +105,7 @@ def processor_of(vision: Vision, folder: str | None) -> dict[str, Any]:
     return settings
 
 
-def reading(config: PretrainedConfig, folder: str | None) -> dict[str, Any]:
+def reading(config: PretrainedConfig, folder: str | None) -> JsonObject:
     """The vision arguments of `data.prepare`; {} for text models."""
     vision = vision_of(config)
     return {"vision": vision, "processor": processor_of(vision, folder)} if vision else {}
@@ -151,14 +153,14 @@ def drawn_image(vision: Vision) -> dict[str, Tensor]:
     }
 
 
-def tower(model: PreTrainedModel) -> nn.Module | None:
+def tower(model: PreTrainedModel) -> PreTrainedModel | None:
     """The vision tower with its mergers; None for text models."""
     return model.base_model.visual if model.config.model_type in FAMILIES else None  # type: ignore[no-any-return]
 
 
 def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks of the vision tower, in order; [] without one."""
-    module: Any = tower(model)
+    module = tower(model)
     return [] if module is None else list(module.blocks)
 
 
@@ -170,14 +172,14 @@ def tower_modules(model: PreTrainedModel) -> str | None:
     return "|".join(re.escape(name) + r"\..*" for name, module in model.named_modules() if module is vision_tower)
 
 
-def own_deepstack(model: PreTrainedModel) -> None:
+def replace_deepstack(model: PreTrainedModel) -> None:
     """Makes the text's first layers add the tower's inner features at known indices, in place."""
     if tower(model) is not None:
-        text: Any = model.base_model.language_model
+        text = model.base_model.language_model
         text._deepstack_process = types.MethodType(_add_at, text)
 
 
-def _add_at(text: Any, hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
+def _add_at(text: nn.Module, hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
     """Adds features [n, width] to hidden [rows, length, width] at indices [n] of the flattened rows, or at a mask."""
     import torch
 
@@ -197,7 +199,8 @@ def embedded(
 
     # On the host, because transformers splits queries, keys and values by these cumulative lengths in each block.
     ends = np.cumsum((0, *images.sizes))
-    vision_tower: Any = tower(model)
+    vision_tower = tower(model)
+    assert vision_tower is not None, "images of a model without a vision tower"
     output = vision_tower(
         images.patches,
         grid_thw=None,
@@ -208,9 +211,11 @@ def embedded(
         preheat_attention=attention,
         preheat_mask=MaskSpec(causal=False),
     )
-    count = len(images.places)  # features of a blank image come after these and are dropped: their gradients are zeros
+    count = len(
+        images.positions
+    )  # features of a blank image come after these and are dropped: their gradients are zeros
     embeddings = model.get_input_embeddings()(tokens)
     features = output.pooler_output[:count].to(embeddings.dtype)
-    merged = embeddings.flatten(0, 1).index_copy(0, images.places, features).view_as(embeddings)
+    merged = embeddings.flatten(0, 1).index_copy(0, images.positions, features).view_as(embeddings)
     deep = [each[:count] for each in output.deepstack_features]
-    return merged, {"visual_pos_masks": images.places, "deepstack_visual_embeds": deep}
+    return merged, {"visual_pos_masks": images.positions, "deepstack_visual_embeds": deep}

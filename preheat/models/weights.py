@@ -15,10 +15,13 @@ from preheat.errors import RecipeError
 from preheat.model_folder import fault, finite, listed, open_tensors, read_object, weight_files
 from preheat.models import moe
 from preheat.models.checkpoint_names import Names, Stored
-from preheat.models.hf import whole
+from preheat.models.hf import full_model
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
+    from torch.distributed.tensor import DTensor
+    from transformers import PreTrainedModel
 
 __all__ = ["Packed", "WeightSource", "materialize", "mean_rows"]
 
@@ -33,7 +36,11 @@ class Packed(Protocol):
 
 
 def materialize(
-    module: nn.Module, device: Any, *, home: Any = None, placed: Callable[[Tensor], None] | None = None
+    module: nn.Module,
+    device: torch.device | str,
+    *,
+    home: torch.device | None = None,
+    placed: Callable[[Tensor], None] | None = None,
 ) -> None:
     """Replaces parameters and buffers on meta by empty ones on `device`, in place. Shared parameters stay shared.
 
@@ -79,7 +86,7 @@ def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
     return grown
 
 
-def _share(value: Tensor, like: Any) -> Tensor:
+def _local_shard(value: Tensor, like: DTensor) -> Tensor:
     """This device's shard of a value that every device has, sharded as the parameter `like`."""
     from torch.distributed.tensor import distribute_tensor
 
@@ -87,7 +94,7 @@ def _share(value: Tensor, like: Any) -> Tensor:
 
 
 @contextmanager
-def _whole(modules: Iterable[nn.Module], own: dict[int, Any], drawn_too: bool = False) -> Iterator[None]:
+def _whole(modules: Iterable[nn.Module], own: dict[int, nn.Parameter], drawn_too: bool = False) -> Iterator[None]:
     """Context manager in which sharded parameters are full plain tensors; on exit, each device keeps its shard.
 
     So every device draws the values that a single device would. Parameters that are not drawn inside keep their values.
@@ -118,7 +125,7 @@ def _whole(modules: Iterable[nn.Module], own: dict[int, Any], drawn_too: bool = 
         drawn: Any = module._parameters[name]
         module._parameters[name] = p
         if id(p) in own and (drawn_too or not bool(drawn.detach().flatten()[0].isnan())):
-            p.to_local().copy_(_share(drawn.detach(), p))
+            p.to_local().copy_(_local_shard(drawn.detach(), p))
 
 
 def _plain(name: str) -> str:
@@ -194,7 +201,7 @@ class WeightSource:
         """Allows tensors whose name matches to stay unread without a note: the recipe leaves them out."""
         self._left.append(re.compile(pattern))
 
-    def pack(self, modules: Sequence[Any], pattern: str) -> None:
+    def pack(self, modules: Sequence[Packed], pattern: str) -> None:
         """Registers modules whose weights are in the checkpoint and get packed into the matching parameters."""
         self._packed |= {id(module): module for module in modules}
         self.fresh(pattern, (), lambda module: None)
@@ -213,7 +220,7 @@ class WeightSource:
                     digest.update(opened.read(4096))
         return digest.hexdigest()[:16]
 
-    def fill(self, model: Any, *, seed: int) -> None:
+    def fill(self, model: PreTrainedModel, *, seed: int) -> None:
         """Gives every parameter and buffer of a materialized model its value, in place."""
         import torch
 
@@ -225,14 +232,14 @@ class WeightSource:
             else:
                 self._read(model)
             torch.manual_seed(seed + 1)  # so that an adapter does not change the base model's draws
-            everything, own = whole(model), {id(p): p for p in model.parameters()}
+            everything, own = full_model(model), {id(p): p for p in model.parameters()}
             for _, modules, draw in self._fresh:
                 for name in modules:
                     with _whole(everything.get_submodule(name).modules(), own, drawn_too=True):
                         draw(everything.get_submodule(name))
             self._uncovered(model)
 
-    def beside(self, model: Any, *, drawn: bool, on_cpu: bool, at_home: bool = False) -> int:
+    def beside(self, model: PreTrainedModel, *, drawn: bool, on_cpu: bool, at_home: bool = False) -> int:
         """Peak bytes that `fill` takes on the model's device in addition to the model, computed from shapes.
 
         Initialization holds a module and its children at once: in fp32 if their dtype is smaller, and unsharded if
@@ -246,7 +253,7 @@ class WeightSource:
         """
         from torch.distributed.tensor import DTensor
 
-        def drawing(p: Any) -> int:
+        def drawing(p: Tensor) -> int:
             whole_too = p.nbytes if isinstance(p, DTensor) else 0  # of all shards
             return whole_too + (p.numel() * 4 if p.is_floating_point() and p.element_size() == 2 else 0)
 
@@ -255,7 +262,7 @@ class WeightSource:
                 sum(drawing(p) for m in _near(module) for p in m.parameters(recurse=False))
                 for module in model.modules()
             )
-        largest: Any = max(model.parameters(), key=lambda p: p.numel())
+        largest = max(model.parameters(), key=lambda p: p.numel())
         if isinstance(largest, DTensor):
             return largest.nbytes
         return largest.nbytes if on_cpu else 0
@@ -263,7 +270,7 @@ class WeightSource:
     def _is_fresh(self, name: str) -> bool:
         return any(pattern.search(name) for pattern, _, _ in self._fresh)
 
-    def _draw(self, model: Any) -> None:
+    def _draw(self, model: PreTrainedModel) -> None:
         """transformers' own initialization, children first as there, in fp32 and then cast.
 
         A module may reinitialize its children's parameters, as GPT-2's blocks do with the projections to the residual
@@ -274,7 +281,7 @@ class WeightSource:
         import torch
 
         own_parameters = {id(p): p for p in model.parameters()}
-        model = whole(model)
+        model = full_model(model)
         owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
         for name, p in model.named_parameters():  # transformers skips marked parameters and draws no numbers for them
             p._is_hf_initialized = self._is_fresh(name)
@@ -302,36 +309,15 @@ class WeightSource:
 
         visit(model)
 
-    def _read(self, model: Any) -> None:
-        from torch.distributed.tensor import DTensor
-
-        everything = whole(model)
-        self._names = names = Names(everything, self._files, self._places(model))
+    def _read(self, model: PreTrainedModel) -> None:
+        everything = full_model(model)
+        self._names = names = Names(everything, self._files, self._readable_names(model))
         filled: set[int] = set()
-        missing = []
+        missing: list[str] = []
 
         def read(name: str, target: Tensor) -> None:
-            plain = _plain(name)
-            if make := next((make for pattern, make in self._composed if pattern.search(plain)), None):
-                value, where = make(plain), "the folder"
-            else:
-                stored = names.find(plain)
-                if stored is None:
-                    missing.append(plain)
-                    return
-                value, where = self._value(plain, stored), self._files[stored.keys[0]].name
-            for pattern, change in self._maps:
-                if pattern.search(plain):
-                    value = change(plain, value)
-            if value.shape != target.shape:
-                raise RecipeError(
-                    f"{self.knob}: {self.folder}: {plain} is {tuple(value.shape)} in {where} but "
-                    f"{tuple(target.shape)} by config.json; the folder's files do not belong together"
-                )
-            if isinstance(target, DTensor):
-                target.to_local().copy_(_share(value.to(target.device, target.dtype), target))
-            else:
-                target.copy_(value)
+            if not self._read_one(names, _plain(name), target):
+                missing.append(_plain(name))
 
         for name, parameter in model.named_parameters():
             if id(parameter) in filled or self._is_fresh(name):
@@ -358,10 +344,35 @@ class WeightSource:
         self._compare_tied(names)
         self._tell_left(everything, names)
 
-    def _places(self, model: Any) -> set[str]:
+    def _read_one(self, names: Names, plain: str, target: Tensor) -> bool:
+        """Copies a value from the folder into a tensor, or its local shard; returns False if the folder lacks it."""
+        from torch.distributed.tensor import DTensor
+
+        if make := next((make for pattern, make in self._composed if pattern.search(plain)), None):
+            value, where = make(plain), "the folder"
+        else:
+            stored = names.find(plain)
+            if stored is None:
+                return False
+            value, where = self._value(plain, stored), self._files[stored.keys[0]].name
+        for pattern, change in self._maps:
+            if pattern.search(plain):
+                value = change(plain, value)
+        if value.shape != target.shape:
+            raise RecipeError(
+                f"{self.knob}: {self.folder}: {plain} is {tuple(value.shape)} in {where} but "
+                f"{tuple(target.shape)} by config.json; the folder's files do not belong together"
+            )
+        if isinstance(target, DTensor):
+            target.to_local().copy_(_local_shard(value.to(target.device, target.dtype), target))
+        else:
+            target.copy_(value)
+        return True
+
+    def _readable_names(self, model: PreTrainedModel) -> set[str]:
         """Names that a value may be read for: all parameters and buffers of the full model, under all shared names."""
         places = set()
-        for part in (model, whole(model)):
+        for part in (model, full_model(model)):
             places |= {
                 _plain(name) for name, _ in part.named_parameters(remove_duplicate=False) if not self._is_fresh(name)
             }
@@ -396,7 +407,7 @@ class WeightSource:
                     "set tie_word_embeddings to false in its config.json, or take one of the two out of the file"
                 )
 
-    def _tell_left(self, model: Any, names: Names) -> None:
+    def _tell_left(self, model: PreTrainedModel, names: Names) -> None:
         """Notes the tensors that nothing reads, except those that transformers knows to be unused."""
         unread = names.unread(model).items()
         left = [key for key, name in unread if not any(pattern.search(name) for pattern in self._left)]
@@ -425,7 +436,7 @@ class WeightSource:
         with open_tensors(file, self.knob) as opened:
             return finite(opened.get_tensor(key), key, file, self.knob)
 
-    def _poison(self, model: Any) -> None:
+    def _poison(self, model: PreTrainedModel) -> None:
         """Fills buffers with a sentinel, so that uninitialized ones are detected instead of trained with."""
         import torch
 
@@ -433,7 +444,7 @@ class WeightSource:
             if buffer.dtype != torch.bool:  # has no value for a sentinel
                 buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
 
-    def _uncovered(self, model: Any) -> None:
+    def _uncovered(self, model: PreTrainedModel) -> None:
         import torch
 
         for name, buffer in model.named_buffers():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 __all__ = ["ClassHead", "as_sequence_classifier", "give_classes", "pad_for"]
 
@@ -14,7 +18,7 @@ class ClassHead(nn.Linear):
     """Newly initialized head [width -> classes]. Adapters leave it trainable, since no checkpoint contains it."""
 
 
-def give_classes(model: Any, classes: int) -> str:
+def give_classes(model: PreTrainedModel, classes: int) -> str:
     """Replaces a model's head by one over `classes`, in place and also on meta. Returns its name.
 
     `draw_head` initializes it.
@@ -36,7 +40,7 @@ def draw_head(head: nn.Module, std: float) -> None:
         head.weight.copy_(torch.randn(head.weight.shape) * std)
 
 
-def pad_for(tokenizer: Any) -> int:
+def pad_for(tokenizer: PreTrainedTokenizerBase) -> int:
     """Returns a padding token that no sequence ends with: transformers' classifiers read the last non-padding token.
 
     Raises:
@@ -48,7 +52,7 @@ def pad_for(tokenizer: Any) -> int:
     raise ValueError("the tokenizer has no token to pad with beside the one that ends a sequence; add pad_token to it")
 
 
-def as_sequence_classifier(model: Any, *, pad: int) -> Any:
+def as_sequence_classifier(model: PreTrainedModel, *, pad: int) -> PreTrainedModel:
     """Returns transformers' ...ForSequenceClassification of the model with the same weights, for `save_pretrained`.
 
     Args:

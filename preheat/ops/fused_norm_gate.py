@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from preheat.ops.autograd_context import AutogradContext
+
+
 __all__ = ["BY_PIECES", "gated_silu", "rms_norm", "shared_by_rows"]
+
+Sharding: TypeAlias = "tuple[Sequence[Placement | None], Sequence[Placement | None]]"
+"""Placements of an operator's results and of its arguments, as `register_sharding` takes them."""
 
 _CHUNK = 1 << 18  # elements per chunk on a CPU: in fp32 they fit in the cache
 BY_PIECES = {"preheat::rms_norm": 28, "preheat::rms_norm_backward": 84}
@@ -60,12 +72,12 @@ def gated_silu(a: Tensor, b: Tensor) -> Tensor:
 
 class _GatedSilu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
         return functional.silu(a).mul_(b)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * b, a), functional.silu(a).mul_(grad)
 
@@ -117,19 +129,19 @@ def _(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, T
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def _rows(*tensors: Tensor) -> Any:
+def _rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Splits the tensors' rows into chunks that fit in the cache. Written tensors must be contiguous."""
     width = tensors[0].shape[-1]
     return zip(*(t.reshape(-1, t.shape[-1]).split(max(1, _CHUNK // width)) for t in tensors), strict=True)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, *_ = inputs
     ctx.save_for_backward(x, output[1], weight)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: AutogradContext, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     x, scale, weight = ctx.saved_tensors
     return (*_norm_backward(grad, x, scale, weight), None, None)
 
@@ -144,11 +156,11 @@ def shared_by_rows() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     @register_sharding(torch.ops.preheat.rms_norm.default)
-    def _(x: Any, weight: Any, eps: float, dtype: torch.dtype) -> Any:
+    def _(x: DTensorSpec, weight: object, eps: float, dtype: torch.dtype) -> list[Sharding]:
         placements = [Replicate(), *(Shard(n) for n in range(x.ndim - 1))]
         return [([one, one], [one, Replicate(), None, None]) for one in placements]
 
     @register_sharding(torch.ops.preheat.rms_norm_backward.default)
-    def _(grad: Any, x: Any, scale: Any, weight: Any) -> Any:
+    def _(grad: object, x: DTensorSpec, scale: object, weight: object) -> list[Sharding]:
         replicated = ([Replicate()] * 2, [Replicate()] * 4)
         return [replicated, *(([Shard(n), Partial()], [Shard(n)] * 3 + [Replicate()]) for n in range(x.ndim - 1))]

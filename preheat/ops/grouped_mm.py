@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from preheat.ops.distributed.dtensor_utils import local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = [
     "ADAPTER",
@@ -170,11 +176,11 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep(ctx: AutogradContext, inputs: tuple[Tensor, ...], output: object) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _back(ctx: Any, grad: Tensor) -> Any:
+def _back(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, ends = ctx.saved_tensors
     of_rows = _rows_back(grad, weight, ends) if ctx.needs_input_grad[0] else None
     of_weight = _outer(grad, rows, ends) if ctx.needs_input_grad[1] else None
@@ -185,12 +191,12 @@ _products.register_autograd(_back, setup_context=_keep)
 
 
 @register_flop_formula([torch.ops.preheat.grouped_linear, torch.ops.preheat.grouped_back])
-def _products_flops(rows: Any, weight: Any, *_: Any, **__: Any) -> int:
+def _products_flops(rows: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
     return int(2 * rows[0] * weight[1] * weight[2])
 
 
 @register_flop_formula(torch.ops.preheat.grouped_outer)
-def _outer_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+def _outer_flops(left: torch.Size, right: torch.Size, *_: object, **__: object) -> int:
     return int(2 * left[0] * left[1] * right[1])
 
 
@@ -234,7 +240,27 @@ _STEP = 16
 """Multiple to which an expert's rows are padded if the backend compiles a kernel for every number of rows."""
 
 
-def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, *, stepped: bool = False) -> Tensor:
+class Experts(Protocol):
+    """The attributes of transformers' experts that their computation uses; `nn.Module` does not declare them."""
+
+    num_experts: int
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
+    is_transposed: bool
+
+    def act_fn(self, inner: Tensor, /) -> Tensor: ...
+
+    def post_expert_norm(self, out: Tensor, /) -> Tensor: ...
+
+    def _apply_gate(self, gate_up: Tensor, /) -> Tensor: ...
+
+
+def compute_experts(
+    experts: Experts, hidden: Tensor, chosen: Tensor, weights: Tensor, *, stepped: bool = False
+) -> Tensor:
     """Computes a layer's experts on tokens by one grouped matmul for all, in autocast's dtype if it is on.
 
     Args:
@@ -263,7 +289,7 @@ def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
     return (out * weights[..., None].to(out.dtype)).sum(dim=1).to(hidden.dtype)
 
 
-def _compute_unsorted(experts: Any, rows: Tensor, numbers: Tensor, stepped: bool) -> Tensor:
+def _compute_unsorted(experts: Experts, rows: Tensor, numbers: Tensor, stepped: bool) -> Tensor:
     """Computes the experts on unsorted rows [n, width]; `numbers` [n] is the expert of each."""
     count = rows.shape[0]
     if not count:  # a row of zeros, since an empty matmul has no backward pass
@@ -272,7 +298,7 @@ def _compute_unsorted(experts: Any, rows: Tensor, numbers: Tensor, stepped: bool
     return _compute(experts, rows[order], counts, stepped)[place][:count]
 
 
-def _compute(experts: Any, rows: Tensor, counts: Tensor, stepped: bool) -> Tensor:
+def _compute(experts: Experts, rows: Tensor, counts: Tensor, stepped: bool) -> Tensor:
     count, n_experts = rows.shape[0], counts.shape[0]
     if stepped and rows.element_size() == 2 and count >= 4 * _STEP * n_experts:
         # The maximum number of rows, so that shapes do not depend on the routing; the last expert gets the rest.
@@ -286,7 +312,7 @@ def _compute(experts: Any, rows: Tensor, counts: Tensor, stepped: bool) -> Tenso
     return _product(experts, rows, counts.cumsum(0))
 
 
-def _product(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
+def _product(experts: Experts, rows: Tensor, ends: Tensor) -> Tensor:
     ends = ends.to(torch.int32)
     if experts.has_gate:
         inner = experts._apply_gate(_linear(experts, "gate_up_proj", rows, ends))
@@ -296,7 +322,7 @@ def _product(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
 
 
-def _linear(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+def _linear(experts: Experts, name: str, rows: Tensor, ends: Tensor) -> Tensor:
     """Multiplies rows by the weight stack `name` and adds its bias and LoRA, if any."""
     weight = local(getattr(experts, name)).to(rows.dtype)
     # gpt-oss stores [experts, in, out].
@@ -330,7 +356,7 @@ class Exchange:
         group: one-dimensional DeviceMesh; rank n holds the n-th part of the experts.
     """
 
-    def __init__(self, group: Any):
+    def __init__(self, group: DeviceMesh):
         self.group = group
 
     def send(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, tuple[list[int], list[int]]]:

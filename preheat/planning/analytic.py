@@ -40,7 +40,7 @@ def parameters_of(recipe: Recipe) -> tuple[Any, int, int]:
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
-    config = configs.of(recipe, recipe.data.vocabulary)
+    config = configs.of(recipe, recipe.data.vocab_size)
     configs.change(config, recipe.model.config)
     try:
         with torch.device("meta"):
@@ -124,7 +124,7 @@ class Serving:
     """Memory and speed of serving a model, per device.
 
     Attributes:
-        format: weight format; kept: format of keys and values.
+        format: weight format; cache_dtype: format of keys and values.
         weights, cache: bytes; the cache is that of one sequence of the requested length.
         rows: largest batch of such sequences; 0 if the weights leave no room for one.
         longest: tokens of the longest single sequence that fits.
@@ -136,7 +136,7 @@ class Serving:
     """
 
     format: str
-    kept: str
+    cache_dtype: str
     weights: float
     cache: float
     rows: int

@@ -87,8 +87,28 @@ def _in_shape_propagation() -> bool:
     return False
 
 
+@functools.cache
+def _is_wrapper(kind: type) -> bool:
+    """True for a DTensor, a quantized tensor and other subclasses that consist of several tensors."""
+    return bool(is_traceable_wrapper_subclass_type(kind))
+
+
 def _storage(t: Tensor) -> Any:
     return local(t).untyped_storage()
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """Properties of an operator that hold for every call."""
+
+    name: str
+    free: bool  # allocates nothing and moves nothing
+    written: tuple[tuple[int, str], ...]  # index and name of the arguments that it writes
+    splits: bool
+    stream: str | None
+    collective: bool
+    pointwise: bool  # elementwise, and promotes mixed dtypes
+    formula: Any
 
 
 class Recorder(TorchDispatchMode):
@@ -258,7 +278,7 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls
         kwargs = kwargs or {}
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if any(map(_is_wrapper, types)):
             return NotImplemented  # called again with the local shards of a DTensor, or the parts of a quantized tensor
         inputs = list(tensors((args, kwargs)))
         out = call(func, args, kwargs, inputs)
@@ -266,79 +286,92 @@ class Recorder(TorchDispatchMode):
             return out
         if self._gathered:
             self.look_at_gathered()
-        known = _operator(func)
-        if known.free:
+        operator = _operator(func)
+        if operator.free:
             return out
         outputs = list(tensors(out))
-        where = self._where(known.name, inputs)
-        if known.name == "preheat::lies_on_host":
+        where = self._where(operator.name, inputs)
+        # Storages first: a copy over the link counts the bytes of those that are on the host.
+        self._track_storages(operator.name, where, inputs, outputs)
+        if operator.name in _UNINITIALIZED:  # memory without values: no kernel runs
+            return out
+        written = outputs or [
+            t for n, name in operator.written for t in tensors(args[n] if n < len(args) else kwargs.get(name))
+        ]
+        if operator.splits:
+            self.look_at_gathered(written)
+        if operator.stream is not None:
+            self.streams.update({n: operator.stream for t in written if (n := self.number(t)) is not None})
+        cast = self._log_temporaries(operator, where, inputs, written)
+        flops = flops_of(operator.formula, args, out)
+        read, wrote = self._traffic(where, inputs, outputs, written)
+        self._count(
+            Kernel(
+                operator=operator.name.removeprefix("aten::"),
+                dtype=self._dtype(operator.name, flops, inputs, outputs),
+                flops=flops,
+                bytes_read=read + cast,
+                bytes_written=wrote + cast,
+                shapes=tuple(tuple(t.shape) for t in inputs[:4]),
+                transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
+                causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,
+                group=self._group(func, args) if operator.collective else None,
+                where=where,
+                alone=self.phase is Phase.UPDATE,
+            )
+        )
+        return out
+
+    def _track_storages(self, name: str, where: Place, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Logs the storages that an operator allocated, on the device or on the host."""
+        if name == "preheat::lies_on_host":
             self._move_to_host(inputs[0])
-        if known.name == "preheat::copy_to_device_" and id(_storage(inputs[0])) in self._host:
+        elif name == "preheat::copy_to_device_" and id(_storage(inputs[0])) in self._host:
             self._host.discard(id(_storage(inputs[0])))  # allocated like a host tensor, but on the device
             self.follow(inputs[0])
-        if where == "host" or known.name in _TO_HOST:
+        if where == "host" or name in _TO_HOST:
             self._track_on_host(outputs)
         for t in outputs:
             self.follow(t)
-        if known.name in _UNINITIALIZED:
-            return out
-        written = outputs or [
-            t for n, name in known.written for t in tensors(args[n] if n < len(args) else kwargs.get(name))
-        ]
-        if known.splits:
-            self.look_at_gathered(written)
-        if known.stream is not None:
-            self.streams.update({n: known.stream for t in (outputs or written) if (n := self.number(t)) is not None})
+
+    def _log_temporaries(self, operator: _Operator, where: Place, inputs: list[Tensor], written: list[Tensor]) -> int:
+        """Logs memory that torch takes only while an operator runs; returns the bytes of operands that are cast."""
         # One partial sum per chunk; every tensor gets as many as the largest.
-        if known.name == "aten::_foreach_norm" and not self.casts:
+        if operator.name == "aten::_foreach_norm" and not self.casts:
             self._log_temporary(4 * len(inputs) * max(-(-t.numel() // _CHUNK) for t in inputs))
-        read, wrote = (sum(_bytes_moved(t) for t in some) for some in (inputs, written))
-        if self.casts and known.pointwise and where == "device" and (cast := _cast_bytes(inputs, written)):
+        if self.casts and operator.pointwise and where == "device" and (cast := _cast_bytes(inputs, written)):
             self._log_temporary(cast)
-            read, wrote = read + cast, wrote + cast
+            return cast
+        return 0
+
+    def _traffic(
+        self, where: Place, inputs: list[Tensor], outputs: list[Tensor], written: list[Tensor]
+    ) -> tuple[int, int]:
+        """Returns the bytes that an operator reads and writes."""
         if where in ("out", "back"):  # the bytes of the host's side cross the link
-            read = wrote = sum(_bytes_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
-        flops = flops_of(known.formula, args, out)
+            link = sum([_bytes_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host])
+            return link, link
+        return sum([_bytes_moved(t) for t in inputs]), sum([_bytes_moved(t) for t in written])
+
+    def _dtype(self, name: str, flops: int, inputs: list[Tensor], outputs: list[Tensor]) -> str:
+        """Returns the dtype in which an operator computes."""
         # The first argument of addmm may have a wider dtype.
-        factors = inputs[1:] if flops and known.name in _ADDING else inputs
+        factors = inputs[1:] if flops and name in _ADDING else inputs
         floats = [t.dtype for t in factors if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
-        dtype = _DTYPES.get(floats[0], "int") if floats else "int"
-        if self.tf32 and flops and dtype == "fp32" and known.name in _BLAS:
-            dtype = "tf32"
-        kernel = Kernel(
-            operator=known.name.removeprefix("aten::"),
-            dtype=dtype,
-            flops=flops,
-            bytes_read=read,
-            bytes_written=wrote,
-            shapes=tuple(tuple(t.shape) for t in inputs[:4]),
-            transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
-            causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,
-            group=self._group(func, args) if known.collective else None,
-            where=where,
-            alone=self.phase is Phase.UPDATE,
-        )
+        dtype = _DTYPES[floats[0]] if floats else "int"
+        # Fake tensors do not show torch's switch for TF32, so it is applied here.
+        return "tf32" if self.tf32 and flops and dtype == "fp32" and name in _BLAS else dtype
+
+    def _count(self, kernel: Kernel) -> None:
+        """Counts a call of a kernel."""
         self.kernels[kernel] += 1
         if self.summing:
             self.sums[kernel] += 1
-        again = torch.is_grad_enabled() or known.name in _FORWARD
-        if flops and torch._C._current_autograd_node() is not None and again:
-            self.recomputed += flops  # backward runs without grad mode, so this is recomputation
-        return out
-
-
-@dataclass(frozen=True)
-class _Operator:
-    """Properties of an operator that hold for every call."""
-
-    name: str
-    free: bool  # allocates nothing and moves nothing
-    written: tuple[tuple[int, str], ...]  # index and name of the arguments that it writes
-    splits: bool
-    stream: str | None
-    collective: bool
-    pointwise: bool  # elementwise, and promotes mixed dtypes
-    formula: Any
+        if not kernel.flops or torch._C._current_autograd_node() is None:
+            return
+        # Backward runs without grad mode, so a kernel with grad mode under an autograd node is recomputation.
+        if torch.is_grad_enabled() or kernel.operator in _FORWARD:
+            self.recomputed += kernel.flops
 
 
 @functools.cache

@@ -9,23 +9,22 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from preheat.core import DATA, STEP, Axis, Batch, Build, Device, Phase, Shape, Slot, Tag
+from preheat.core import DATA, STEP, Axis, Batch, Build, Phase, Shape, Slot, Tag
 from preheat.core.mesh import pretended
 from preheat.engine import builder
-from preheat.engine.builder import world_of
 from preheat.engine.step import gradients, update
 from preheat.models.hf import anatomy
-from preheat.ops.adapters.peft_layers import shares
+from preheat.ops.adapters.peft_layers import parameter_counts
 from preheat.ops.distributed.fully_shard import gathering, reducing
 from preheat.ops.dry_run_loops import counting
 from preheat.planning.dispatch_recorder import Kernel, Mark, Recorder
+from preheat.planning.observation import BESIDE, CATEGORIES, Observation
 from preheat.planning.phases import (
     dry_dataset_passes,
     dry_evaluation,
@@ -35,83 +34,20 @@ from preheat.planning.phases import (
     fake_batch,
     track_phases,
 )
-from preheat.recipe import Recipe
+from preheat.planning.request import Request
 
-__all__ = ["BESIDE", "CATEGORIES", "Kernel", "Observation", "Recorder", "highest", "observe", "peaks"]
-
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")
-BESIDE = ("rounding", "gathered weights", "communication buffers")
-"""Other allocations: the allocator's rounding, weight shards gathered from other devices, and communication buffers."""
+__all__ = ["highest", "observe", "peaks"]
 
 _PASSING = (Phase.BACKWARD, Phase.UPDATE, Phase.SAVING)
 """Phases that save nothing for a backward pass: allocations other than gradients and optimizer states are temporary."""
 
 
-@dataclass
-class Observation:
-    """Memory and kernels of one optimizer step, as the dry run recorded them.
-
-    Attributes:
-        peak: {phase: bytes} peak of allocated memory in each phase.
-        categories: {phase: {category: bytes}} at that phase's peak; categories are `CATEGORIES` and `BESIDE`.
-        kernels: how often each kernel runs in one optimizer step, all micro-batches included.
-        flops: {dtype: FLOPs} of one optimizer step.
-        model_flops: FLOPs of one optimizer step without the recomputation of activation checkpointing.
-        parameters, trained: number of weights; a 4-bit weight counts as one weight, whatever its storage.
-        tokens: tokens of one optimizer step.
-        passing: peak in bytes of everything except parameters, gradients and optimizer states.
-        log: every allocation and release, in order: (block, bytes allocated or -bytes freed, phase).
-        slots: {slot: owner}; changes: the changes that each technique made.
-        at: {(phase, place in the model): {category: bytes}} at each place's peak.
-        held: bytes that the allocator reserves, for observations without a log.
-        streams: {block: stream} for the blocks in the log that are not allocated on the main stream.
-        groups: {group of a kernel: mesh axes that the process group spans}.
-        compiled: True if the compiler fuses the layers' small operators in the real run.
-        slowed: factor on the host time per operator, from techniques that run Python between operators.
-        idle: pipeline bubble: idle time of this device as a fraction of its busy time.
-    """
-
-    peak: dict[str, int]
-    categories: dict[str, dict[str, int]]
-    kernels: Counter[Kernel]
-    flops: dict[str, int]
-    model_flops: int
-    parameters: int
-    trained: int
-    tokens: int
-    passing: int = 0
-    log: list[tuple[int, int, Phase]] = field(default_factory=list)
-    slots: dict[str, str] = field(default_factory=dict)
-    changes: dict[str, list[Any]] = field(default_factory=dict)
-    at: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
-    held: int | None = None
-    streams: dict[int, str] = field(default_factory=dict)
-    groups: dict[tuple[int, int], tuple[Axis, ...]] = field(default_factory=dict)
-    compiled: bool = False
-    slowed: float = 1.0
-    idle: float = 0.0
-
-    @property
-    def peak_phase(self) -> str:
-        return max(self.peak, key=lambda phase: self.peak[phase])
-
-
-def observe(
-    recipe: Recipe,
-    *,
-    vocabulary: int | None,
-    device: Device,
-    world: int | None = None,
-    rank: int = 0,
-    by_layer: bool = False,
-    evaluated: bool = True,
-) -> Observation:
+def observe(request: Request, *, rank: int = 0, by_layer: bool = False, evaluated: bool = True) -> Observation:
     """Dry-runs the recipe's build, one optimizer step and an evaluation, as one rank executes them.
 
+    Fake tensors always live on the CPU; only the choice of kernels depends on the request's device.
+
     Args:
-        vocabulary: vocabulary size of the tokenizer.
-        device: target device. Fake tensors always live on the CPU; only the choice of kernels depends on the device.
-        world: number of devices; the recipe's own number by default.
         rank: rank to observe.
         by_layer: record in `at` which layer runs; not supported for compiled layers.
         evaluated: False skips checkpointing, evaluation and sample generation.
@@ -119,20 +55,28 @@ def observe(
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    with pretended(world or world_of(recipe), rank):
-        return _observe(recipe, vocabulary, device, by_layer, evaluated)
+    with pretended(request.devices, rank):
+        return _observe(request, by_layer, evaluated)
 
 
-def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: bool, evaluated: bool) -> Observation:
+def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    cpu = device.kind == "cpu"
+    # Sizes are rounded as the target's allocator does: torch's CPU allocator aligns to 64 bytes, CUDA's to 512.
+    recipe, cpu = request.recipe, request.device.kind == "cpu"
     recorder = Recorder(rounding=64 if cpu else 512, spread=torch.distributed.is_initialized(), casts=cpu)
     # The builder enters `dry` around its own work, so that parameters and optimizer states are recorded too.
-    build = builder.build(recipe, vocabulary=vocabulary, device=device, dry=_DryContext(mode, recorder))
+    build = builder.build(
+        recipe,
+        vocabulary=request.vocabulary,
+        device=request.device,
+        source_config=request.source_config,
+        dry=_DryContext(mode, recorder),
+    )
     recorder.tf32 = Tag.TF32_PRODUCTS in build.tags
     with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered), reducing(recorder.sum_gradients):
+        # Before the first step, while parameters and preallocated optimizer states are all that is alive.
         known = _known(build, recorder)
         track_phases(build, recorder)
         if by_layer:
@@ -171,9 +115,12 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
             first = Counter({k: n * more for k, n in (first_pass[-1] - first_pass[-2]).items()})
             recorder.kernels.update(first)
             recorder.recomputed += sum(k.flops * n for k, n in (marks[0].kernels - first_pass[0] + first).items())
+        # Before `update`, which clears the gradients.
         grads = {recorder.number(p.grad) for _, p in build.parameters() if p.grad is not None}
         recorder.begin(Phase.UPDATE)
+        # Any rate will do: fake tensors have no values.
         update(build, 1e-3)
+        # Copied here: evaluation and saving below run kernels that are no part of a step.
         kernels = Counter(recorder.kernels)
         del all_batches
         if evaluated:
@@ -199,7 +146,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         kernels=kernels,
         flops={k: v for k, v in flops.items() if v},
         model_flops=sum(flops.values()) - recorder.recomputed,
-        parameters=sum(shares(part)[1] for part in build.trained),
+        parameters=sum(parameter_counts(part)[1] for part in build.trained),
         trained=sum(p.numel() for _, p in build.parameters()),
         tokens=shape.rows * shape.length,
         passing=passing,
@@ -364,6 +311,7 @@ def _hook_layers(build: Build, recorder: Recorder) -> None:
     def leave(place: str, last: bool) -> Callable[..., None]:
         def hook(module: Any, args: Any, out: Any) -> None:
             for t in tree_leaves(out):
+                # The gradient of a layer's output is computed just before the layer's own backward pass.
                 if isinstance(t, Tensor) and t.requires_grad:
                     t.register_hook(at(place))
             if last:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from preheat import recipe as recipes
 from preheat.core import STEP
 from preheat.hardware.rates import Rates
-from preheat.planning.dry_run import Observation
+from preheat.planning.observation import Observation
+from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB
-from preheat.planning.search.candidates import words
+from preheat.planning.request import Request
+from preheat.planning.search.candidates import describe_techniques
 from preheat.planning.search.ranking import seconds
 from preheat.planning.search.result import EvaluatedPlan, SearchResult
 from preheat.planning.speed.roofline import Roofline
@@ -53,12 +56,12 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
 
     def alternative(s: EvaluatedPlan) -> dict[str, Any]:
         return {
-            "what": words(s.added, s.micro),
+            "what": describe_techniques(s.added, s.micro),
             "recipe": recipes.as_values(s.recipe)["techniques"],
             **{key: s.plan[key] for key in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")},
             "cost": cost_of(s.plan, devices, price),
             "energy": energy_of(s.plan, devices),
-            "gives_up": _compare(s, best),
+            "tradeoff": _compare(s, best),
         }
 
     return {
@@ -66,12 +69,12 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
         "cost": cost_of(best.plan, devices, price),
         "energy": energy_of(best.plan, devices),
         "devices": devices,
-        "chosen": words(best.added, best.micro),
+        "chosen": describe_techniques(best.added, best.micro),
         "numerics": best.trades,
         "recipe": recipes.as_values(best.recipe),
-        "alternatives": [alternative(s) for s in result.others],
+        "alternatives": [alternative(s) for s in result.alternatives],
         "rejected": [{"recipe": what, "reason": why} for what, why in result.rejected],
-        "searched": {"candidates": result.guessed, "looked_at": len(result.seen), "confirmed": result.confirmed},
+        "searched": {"candidates": result.guessed, "dry_runs": len(result.evaluated), "confirmed": result.confirmed},
     }
 
 
@@ -91,11 +94,11 @@ def _compare(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
 _POINTS = 600  # points of the timeline plot
 
 
-def figures(result: SearchResult, observation: Observation, rates: Rates | Roofline) -> dict[str, Any]:
-    """Returns the data of the report's plots.
+def figures(result: SearchResult, request: Request) -> dict[str, Any]:
+    """Returns the data of the report's plots; observes the best candidate again, for its log of allocations.
 
     Args:
-        observation: observation of the best candidate, with its log of allocations.
+        request: what was searched.
 
     Returns:
         timeline: {phases: [(first event, phase)], bytes: [(event, GiB alive)]} of a step.
@@ -103,18 +106,21 @@ def figures(result: SearchResult, observation: Observation, rates: Rates | Roofl
         guesses: [{what, techniques, peak_gib, tokens_per_second}] of the estimated candidates.
         pareto: [{what, techniques, peak_gib, tokens_per_second, fits, best}] of the dry-run candidates.
     """
+    rates = request.rates
+    assert rates is not None, "a plot needs the rates of its device"
+    observation = observe_cached(replace(request, recipe=result.best.recipe), how="whole", logged=True)
     return {
         "timeline": _timeline(observation),
         "roofline": _roofline(observation, rates, result.best.plan["matrix_rate"]),
         "guesses": [guess._asdict() for guess in result.guesses],
         "pareto": [
             {
-                "what": words(s.added, s.micro),
-                "techniques": words(s.added),
+                "what": describe_techniques(s.added, s.micro),
+                "techniques": describe_techniques(s.added),
                 **{key: s.plan[key] for key in ("peak_gib", "tokens_per_second", "fits")},
                 "best": s is result.best,
             }
-            for s in result.seen
+            for s in result.evaluated
         ],
     }
 

@@ -12,16 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from preheat.core import Device, Phase, Searchable, Technique, conflicts_of, registry
-from preheat.engine.builder import context_of, techniques_of
+from preheat.core import Phase, Searchable, Technique, conflicts_of, registry
+from preheat.engine.builder import techniques_of
 from preheat.errors import RecipeError
-from preheat.hardware.rates import Rates
-from preheat.models import hf
 from preheat.planning.plan import plan
-from preheat.planning.speed.roofline import Roofline
+from preheat.planning.request import Request
 from preheat.recipe import Recipe
 
-__all__ = ["Ladder", "PlanContext", "Fallback", "find_fallbacks", "settings", "halve_length"]
+__all__ = ["Ladder", "Fallback", "find_fallbacks", "settings", "halve_length"]
 
 GIB = 2**30
 _LESS = 0.99  # of the present need: a smaller saving would run out of memory again
@@ -33,16 +31,16 @@ class Fallback:
 
     Attributes:
         set: differences from the original recipe, in the format of `--set`.
-        need: GiB at the peak, or at the peak of the phase in question.
+        peak_gib: GiB at the peak, or at the peak of the phase in question.
     """
 
     set: tuple[str, ...]
     recipe: Recipe
     plan: Mapping[str, Any]
-    need: float
+    peak_gib: float
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return ", ".join(self.set)
 
 
@@ -52,60 +50,45 @@ class Ladder:
 
     Attributes:
         present: the recipe as it is.
-        rungs: the fallbacks that fit, fastest first.
+        fallbacks: the fallbacks that fit, fastest first.
         skipped: [{set, reason}] for the others.
         lowest: the fallback that needs the least memory.
     """
 
     present: Fallback
-    rungs: list[Fallback]
+    fallbacks: list[Fallback]
     skipped: list[dict[str, Any]]
     lowest: Fallback
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanContext:
-    """The arguments that all plans of a ladder share, as of `planning.plan.plan`.
+@dataclass(frozen=True)
+class _Planner:
+    """Plans the fallbacks of a request.
 
-    Args:
-        phase: phase whose peak counts (`evaluation`); all phases by default.
+    Attributes:
+        phase: phase whose peak counts (`evaluation`); None: all phases.
     """
 
-    vocabulary: int | None
-    device: Device
-    rates: Rates | Roofline
-    rows: int | None = None
-    in_use: int = 0
-    world: int | None = None
+    request: Request
     phase: Phase | None = None
 
-    def plan(self, recipe: Recipe) -> dict[str, Any]:
-        """Plans a recipe with `planning.plan.plan`.
-
-        Raises:
-            RecipeError: it cannot be built.
-        """
-        kwargs = {key: getattr(self, key) for key in ("vocabulary", "device", "rates", "rows", "in_use", "world")}
-        return plan(recipe, **kwargs)
-
-    def rung(self, recipe: Recipe, of: Recipe) -> Fallback:
-        """Plans a recipe and returns it as a fallback of `of`; raises the errors of `plan`."""
-        plan = self.plan(recipe)
-        need = plan["phases"][self.phase] if self.phase else plan["peak_gib"]
-        return Fallback(settings(of, recipe), recipe, plan, need)
+    def fallback(self, recipe: Recipe) -> Fallback:
+        """Plans a recipe and returns it as a fallback of the request's recipe; raises the errors of `plan`."""
+        result = plan(replace(self.request, recipe=recipe))
+        need = result["phases"][self.phase] if self.phase else result["peak_gib"]
+        return Fallback(settings(self.request.recipe, recipe), recipe, result, need)
 
     def refusal(self, recipe: Recipe) -> str | None:
         """Returns why the recipe's techniques cannot be combined, without a dry run; None if they can."""
-        config = hf.configure(recipe, self.vocabulary)
-        problems = conflicts_of(techniques_of(recipe), context_of(recipe, config, self.device, self.world))
+        problems = conflicts_of(techniques_of(recipe), replace(self.request, recipe=recipe).context)
         return str(problems[0]) if problems else None
 
     def families(self, recipe: Recipe) -> Iterator[list[Recipe]]:
         """Yields a list of recipes for each setting that may change, mildest first."""
-        if self.phase is Phase.EVALUATION and (rows := recipe.evaluate.micro or recipe.batch.size) > 1:
+        if self.phase is Phase.EVALUATION and (rows := recipe.evaluate.micro_batch_size or recipe.batch.size) > 1:
             halves = [rows // 2**n for n in range(1, rows.bit_length())]
-            yield [replace(recipe, evaluate=replace(recipe.evaluate, micro=n)) for n in halves]
-        context = context_of(recipe, hf.configure(recipe, self.vocabulary), self.device, self.world)
+            yield [replace(recipe, evaluate=replace(recipe.evaluate, micro_batch_size=n)) for n in halves]
+        context = replace(self.request, recipe=recipe).context
         for name, kind in registry().items():
             present = recipe.techniques.get(name)
             others: Iterable[Technique] = ()
@@ -122,17 +105,17 @@ def settings(before: Recipe, after: Recipe) -> tuple[str, ...]:
 
     Example:
         >>> from preheat.recipe import override, parse
-        >>> plain = parse("stop: {steps: 1}")
-        >>> settings(plain, override(plain, "evaluate.micro=2", "checkpoint.asynchronous=false"))
-        ('evaluate.micro=2', 'checkpoint.asynchronous=false')
+        >>> plain = parse("stop: {max_steps: 1}")
+        >>> settings(plain, override(plain, "evaluate.micro_batch_size=2", "checkpoint.asynchronous=false"))
+        ('evaluate.micro_batch_size=2', 'checkpoint.asynchronous=false')
     """
     changes = []
-    if after.evaluate.micro != before.evaluate.micro:
-        changes.append(f"evaluate.micro={after.evaluate.micro}")
+    if after.evaluate.micro_batch_size != before.evaluate.micro_batch_size:
+        changes.append(f"evaluate.micro_batch_size={after.evaluate.micro_batch_size}")
     if after.checkpoint.asynchronous != before.checkpoint.asynchronous:
         changes.append(f"checkpoint.asynchronous={_text(after.checkpoint.asynchronous)}")
-    if after.batch.length != before.batch.length:
-        changes.append(f"batch.length={after.batch.length}")
+    if after.batch.seq_len != before.batch.seq_len:
+        changes.append(f"batch.seq_len={after.batch.seq_len}")
     for name, t in after.techniques.items():
         if t != before.techniques.get(name):
             changes += _changes_of(name, before.techniques.get(name), t)
@@ -153,80 +136,84 @@ def _text(value: Any) -> str:
     )
 
 
-def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) -> Ladder:
+def find_fallbacks(request: Request, *, room: float | None, phase: Phase | None = None) -> Ladder:
     """Finds the fallbacks of a recipe that fit.
 
     Args:
         room: GiB available to the run, without the memory of the imports; None if unknown: any saving is then accepted.
+        phase: phase whose peak counts (`evaluation`); all phases by default.
 
     Example:
-        >>> find_fallbacks(recipe, planner, room=1.5).rungs[0].set                           # doctest: +SKIP
-        ('evaluate.micro=4',)
+        >>> find_fallbacks(request, room=1.5).fallbacks[0].set                                   # doctest: +SKIP
+        ('evaluate.micro_batch_size=4',)
     """
-    present = planner.rung(recipe, recipe)
-    limit = min(_LESS * present.need, present.need if room is None else room)
+    planner = _Planner(request, phase)
+    present = planner.fallback(request.recipe)
+    limit = min(_LESS * present.peak_gib, present.peak_gib if room is None else room)
     ladder = Ladder(present, [], [], present)
     base = present
     while True:
         strongest = []
         for family in planner.families(base.recipe):
-            if (last := _try_family(family, planner, recipe, limit, ladder)) is not None:
+            if (last := _try_family(family, planner, limit, ladder)) is not None:
                 strongest.append(last)
-            if planner.phase and ladder.rungs:  # the first family changes this phase only and leaves training as it is
+            if (
+                planner.phase and ladder.fallbacks
+            ):  # the first family changes this phase only and leaves training as it is
                 break
-        if ladder.rungs:
-            ladder.rungs.sort(key=lambda rung: float(rung.plan["seconds_per_step"]))
+        if ladder.fallbacks:
+            ladder.fallbacks.sort(key=lambda fallback: float(fallback.plan["seconds_per_step"]))
             return ladder
-        ladder.lowest = min([base, *strongest], key=lambda rung: rung.need)
-        if ladder.lowest.need >= _LESS * base.need:
+        ladder.lowest = min([base, *strongest], key=lambda fallback: fallback.peak_gib)
+        if ladder.lowest.peak_gib >= _LESS * base.peak_gib:
             return ladder
         base = ladder.lowest
 
 
-def _try_family(
-    family: list[Recipe], planner: PlanContext, of: Recipe, limit: float, ladder: Ladder
-) -> Fallback | None:
-    """Appends the mildest fallback that fits to `ladder.rungs`; returns the strongest one if none fits."""
+def _try_family(family: list[Recipe], planner: _Planner, limit: float, ladder: Ladder) -> Fallback | None:
+    """Appends the mildest fallback that fits to `ladder.fallbacks`; returns the strongest one if none fits."""
     able: list[Recipe] = []
+    original = planner.request.recipe
     for recipe in family:
         if reason := planner.refusal(recipe):
-            ladder.skipped.append({"set": settings(of, recipe), "reason": reason})
+            ladder.skipped.append({"set": settings(original, recipe), "reason": reason})
         else:
             able.append(recipe)
 
     def tried(recipe: Recipe) -> Fallback | None:
         try:
-            rung = planner.rung(recipe, of)
+            fallback = planner.fallback(recipe)
         except RecipeError as error:
-            ladder.skipped.append({"set": settings(of, recipe), "reason": str(error).splitlines()[0]})
+            ladder.skipped.append({"set": settings(original, recipe), "reason": str(error).splitlines()[0]})
             return None
-        if rung.need > limit:
+        if fallback.peak_gib > limit:
             ladder.skipped.append(
-                {"set": rung.set, "reason": f"would need {rung.need:.3f} GiB, and there are {limit:.3f}"}
+                {"set": fallback.set, "reason": f"would need {fallback.peak_gib:.3f} GiB, and there are {limit:.3f}"}
             )
-        return rung
+        return fallback
 
     if not able or (last := tried(able[-1])) is None:
         return None
-    if last.need > limit:  # the milder ones of the family need more
+    if last.peak_gib > limit:  # the milder ones of the family need more
         return last
-    ladder.rungs.append(next((rung for r in able[:-1] if (rung := tried(r)) is not None and rung.need <= limit), last))
+    ladder.fallbacks.append(next((f for r in able[:-1] if (f := tried(r)) is not None and f.peak_gib <= limit), last))
     return None
 
 
-def halve_length(recipe: Recipe, planner: PlanContext, *, room: float, of: Recipe) -> Fallback | None:
+def halve_length(recipe: Recipe, request: Request, *, room: float, phase: Phase | None = None) -> Fallback | None:
     """Halves the sequence length until the recipe fits; returns None if sequences of 16 tokens do not fit either.
 
     Args:
-        room: GiB, as of `find_fallbacks`.
-        of: recipe that the reported settings are compared with.
+        recipe: where to begin: a fallback of the request's recipe, with which the reported settings are compared.
+        room, phase: as of `find_fallbacks`.
     """
-    while recipe.batch.length >= 32:
+    planner = _Planner(request, phase)
+    while recipe.batch.seq_len >= 32:
         try:
-            recipe = replace(recipe, batch=replace(recipe.batch, length=recipe.batch.length // 2))
-            rung = planner.rung(recipe, of)
+            recipe = replace(recipe, batch=replace(recipe.batch, seq_len=recipe.batch.seq_len // 2))
+            fallback = planner.fallback(recipe)
         except RecipeError:  # for example a length curriculum that begins with longer sequences
             return None
-        if rung.need <= room:
-            return rung
+        if fallback.peak_gib <= room:
+            return fallback
     return None

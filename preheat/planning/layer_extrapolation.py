@@ -16,15 +16,16 @@ from dataclasses import fields, replace
 from typing import Any
 
 from preheat.core import STEP, Axis, Device, Phase, Technique
-from preheat.engine.builder import context_of
 from preheat.models import hf
 from preheat.models.layer_sizes import layer_kinds
 from preheat.planning.dispatch_recorder import Kernel
-from preheat.planning.dry_run import Observation, observe, peaks
+from preheat.planning.dry_run import observe, peaks
 from preheat.planning.memory.cpu_heap import hold
+from preheat.planning.observation import Observation
+from preheat.planning.request import Request
 from preheat.recipe import Recipe
 
-__all__ = ["observe_few", "of_layers"]
+__all__ = ["observe_few_layers", "of_layers"]
 
 # (fewest, apart): the two layer counts. Allocated bytes are affine from 4 layers on; the GPU allocator's reserved
 # memory is affine from 8 on, and noisy, so its layer counts are further apart.
@@ -33,15 +34,12 @@ _LONGEST_PATTERN = 6  # layers in the longest repeating pattern of layer types
 _ALL = 256  # up to this many layers a model on one CPU is observed in full; more would take minutes
 
 
-def observe_few(
-    recipe: Recipe,
+def observe_few_layers(
+    request: Request,
     *,
-    vocabulary: int | None,
-    device: Device,
-    world: int | None = None,
     heap: bool = True,
     quick: bool = False,
-    see: Callable[[list[dict[str, Any]]], list[Observation]] | None = None,
+    observe_all: Callable[[list[dict[str, Any]]], list[Observation]] | None = None,
 ) -> Observation:
     """Observes a recipe, extrapolating from two models of few layers if possible.
 
@@ -49,40 +47,43 @@ def observe_few(
     this is `observe`; of a pipeline, the end that needs more memory.
 
     An extrapolated observation has no log and no `changes` (they would be those of the few layers). The CPU heap's
-    fragmentation is not affine and not in `held`, so processes about to run on CPUs (`world` is given) have all their
-    layers observed. The reserved memory of a GPU's allocator is extrapolated.
+    fragmentation is not affine and not in `reserved`, so processes about to run on CPUs (`world` is given) have all
+    their layers observed. The reserved memory of a GPU's allocator is extrapolated.
 
     Args:
         heap: False if the CPU heap's fragmentation is not needed: one CPU is then extrapolated too.
         quick: use half as many layers; the GPU allocator's overhead is then that of the few layers.
-        see: observes several argument sets of `observe`; by default one after the other.
+        observe_all: observes several argument sets of `observe`; by default one after the other.
     """
-    see = see or (lambda calls: [observe(**each) for each in calls])
-    config = hf.configure(recipe, vocabulary)
-    devices = world or recipe.parallel.devices or 1
+    observe_all = observe_all or (lambda calls: [observe(**each) for each in calls])
+    recipe, device, config = request.recipe, request.device, request.config
+    devices = request.world or recipe.parallel.devices or 1
     cpu = device.kind == "cpu"
-    layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config, *(FEW if quick or cpu else ENOUGH))
-    kwargs: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world}
+    layers, few = (
+        config.get_text_config().num_hidden_layers,
+        _layer_counts(recipe, config, *(FEW if quick or cpu else ENOUGH)),
+    )
     if (
         few is None
         or (cpu and devices == 1 and heap and layers <= _ALL)
         or layers <= sum(few)
-        or (cpu and world is not None)
+        or (cpu and request.world is not None)
     ):
-        ends = _ends(recipe, config, device, world)
-        observations = see([{"recipe": recipe, "rank": rank, **kwargs} for rank in ends])
+        # The full model is small enough, or its layers are not alike: nothing is extrapolated.
+        observations = observe_all([{"request": request, "rank": rank} for rank in _end_ranks(request)])
         return max(observations, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
-    one, two = see([{"recipe": of_layers(recipe, count), "by_layer": True, **kwargs} for count in (fewer, more)])
+    one, two = observe_all([{"request": of_layers(request, count), "by_layer": True} for count in (fewer, more)])
+    # Two points determine an affine function; the first observation is its offset, their difference its slope.
     result = _extrapolate(one, two, (layers - fewer) / (more - fewer))
     if not cpu:
-        result.held = _extrapolate_reserved(one, two, result, device, layers, None if quick else (fewer, more))
+        result.reserved = _extrapolate_reserved(one, two, result, device, layers, None if quick else (fewer, more))
     return result
 
 
-def _ends(recipe: Recipe, config: Any, device: Device, world: int | None) -> list[int]:
+def _end_ranks(request: Request) -> list[int]:
     """Returns the ranks to observe: the first and last stage of a pipeline; otherwise all ranks are alike."""
-    sizes = context_of(recipe, config, device, world).sizes
+    sizes = request.context.sizes
     return (
         [0]
         if sizes[Axis.PIPELINE] == 1
@@ -90,12 +91,14 @@ def _ends(recipe: Recipe, config: Any, device: Device, world: int | None) -> lis
     )
 
 
-def of_layers(recipe: Recipe, layers: int) -> Recipe:
-    """Returns the recipe with the given number of layers."""
-    return replace(recipe, model=replace(recipe.model, config={**recipe.model.config, "num_hidden_layers": layers}))
+def of_layers(request: Request, layers: int) -> Request:
+    """Returns the request for the same model with the given number of layers."""
+    model = request.recipe.model
+    model = replace(model, config={**model.config, "num_hidden_layers": layers})
+    return replace(request, recipe=replace(request.recipe, model=model))
 
 
-def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1]) -> tuple[int, int] | None:
+def _layer_counts(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1]) -> tuple[int, int] | None:
     """Returns two layer counts, a multiple of the pattern apart; None if layers differ or are selected by number."""
     techniques = list(recipe.techniques.values())
     period = math.lcm(*(t.period() for t in techniques))
@@ -103,6 +106,7 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
     if period > 2 or turn > _LONGEST_PATTERN or "layer_types" in recipe.model.config or config.is_encoder_decoder:
         return None
     period = math.lcm(period, turn)
+    # The stages of a pipeline hold different layers, and a module named by its number may not exist in few layers.
     if any(Axis.PIPELINE in t.degrees() or _selects_by_number(t) for t in techniques):
         return None
     layers = config.get_text_config().num_hidden_layers
@@ -112,14 +116,15 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
     apart = -(-apart // period) * period
     if layers < fewest + apart:
         return None
+    # Both counts must end at the same point of the pattern as the full model does.
     fewer = fewest + (layers - fewest) % period
     return fewer, fewer + apart
 
 
 def _pattern(kinds: Sequence[object]) -> tuple[int, int]:
-    """Returns the number of layers before a repeating pattern, and its period: (0, 6) in Gemma 3, (3, 1) in DeepSeek-V3.
+    """Returns the number of layers before a repeating pattern, and its period: (0, 6) in Gemma 3, (3, 1) in DeepSeek.
 
-    A pattern that begins late counts if it is the shorter one; one that does not repeat has the length of all layers.
+    A pattern that does not repeat has the length of all layers.
     """
     for first in range(_LONGEST_PATTERN + 1):
         rest = kinds[first:]
@@ -143,6 +148,7 @@ def _extrapolate(one: Observation, two: Observation, times: float) -> Observatio
         return round(a + (b - a) * times)
 
     at = {
+        # A category may shrink from one count to the next; extrapolated far, it must not become negative.
         key: {category: max(on(size, two.at[key][category]), 0) for category, size in sizes.items()}
         for key, sizes in one.at.items()
     }
@@ -160,7 +166,7 @@ def _extrapolate(one: Observation, two: Observation, times: float) -> Observatio
         passing=on(one.passing, two.passing),
         slots=one.slots,
         at=at,
-        held=max(peak.values()),  # without the CPU heap's fragmentation, which is not affine
+        reserved=max(peak.values()),  # without the CPU heap's fragmentation, which is not affine
         groups=two.groups,
         compiled=two.compiled,
         slowed=one.slowed,
@@ -189,11 +195,12 @@ def _extrapolate_reserved(
         counts: the two layer counts; None if they are too small and too close for a difference.
     """
     peaks = [max(_of_step(o.peak)) for o in (one, two, all_)]
-    cached = [(o.held or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
+    cached = [(o.reserved or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
     ahead = max(cached)
     if counts:
         fewer, more = counts
         ahead = cached[1] + (cached[1] - cached[0]) * (layers - more) // (more - fewer)
+        # Clamped, because a difference of one segment would be multiplied by all remaining layers.
         ahead = min(max(ahead, cached[1]), cached[1] * peaks[2] // peaks[1])
     return max(*_of_training(all_.peak), peaks[2] + ahead)
 

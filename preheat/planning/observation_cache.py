@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from preheat import recipe as recipes
-from preheat.core import Axis, Device
+from preheat.core import Axis
 from preheat.errors import RecipeError
 from preheat.hardware.link_rates import cache_folder, store_json
 from preheat.hardware.stored_values import Damaged, read_json
-from preheat.models import hf
 from preheat.planning.dispatch_recorder import Kernel
-from preheat.planning.dry_run import Observation, observe
-from preheat.planning.layer_extrapolation import observe_few
+from preheat.planning.dry_run import observe
+from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
+from preheat.planning.observation import Observation
+from preheat.planning.request import Request
 from preheat.planning.worker_pool import run_tasks
-from preheat.recipe import Recipe
 
 __all__ = ["clear", "is_cached", "observe_cached", "prefetch"]
 
@@ -47,16 +47,7 @@ _IRRELEVANT = (
 _known: dict[str, Observation] = {}
 
 
-def observe_cached(
-    recipe: Recipe,
-    *,
-    vocabulary: int | None,
-    device: Device,
-    world: int | None,
-    how: str = "few",
-    rank: int = 0,
-    logged: bool = False,
-) -> Observation:
+def observe_cached(request: Request, *, how: str = "few", rank: int = 0, logged: bool = False) -> Observation:
     """Returns an observation of the recipe, from the cache or from a new dry run.
 
     Args:
@@ -69,18 +60,18 @@ def observe_cached(
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    path = _path_of(recipe, vocabulary, device, world, how, rank)
+    path = _path_of(request, how, rank)
     observation = _known.get(path.stem)
     if observation is None and not logged:
         observation = _load(path)
     if observation is None or (logged and not observation.log):
         gc.freeze()  # otherwise garbage collection scans all of torch repeatedly: a third of the time
         try:
-            observation = _LOOKS[how](recipe, vocabulary=vocabulary, device=device, world=world, rank=rank)
+            observation = _DRY_RUNS[how](request, rank=rank)
         finally:
             gc.unfreeze()
-        if observation.log and observation.held is None:
-            observation.held = hold(observation.log, observation.streams, device)
+        if observation.log and observation.reserved is None:
+            observation.reserved = hold(observation.log, observation.streams, request.device)
         values = _values(observation)
         store_json(path, {"sha256": _digest(values), "observation": values})
     _known[path.stem] = observation
@@ -112,23 +103,22 @@ def clear() -> None:
     _known.clear()
 
 
-def is_cached(
-    recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int = 0
-) -> bool:
+def is_cached(request: Request, *, how: str, rank: int = 0) -> bool:
     """True if `observe_cached` would find the observation in the cache."""
-    path = _path_of(recipe, vocabulary, device, world, how, rank)
+    path = _path_of(request, how, rank)
     return path.stem in _known or path.exists()
 
 
-def _path_of(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> Path:
-    return cache_folder() / "observations" / f"{_key(recipe, vocabulary, device, world, how, rank)}.json"
+def _path_of(request: Request, how: str, rank: int) -> Path:
+    return cache_folder() / "observations" / f"{_key(request, how, rank)}.json"
 
 
-def _few(recipe: Recipe, device: Device, rank: int, *, quick: bool = True, **kwargs: Any) -> Observation:
-    return observe_few(recipe, device=device, heap=device.kind == "cpu", quick=quick, see=_observe_all, **kwargs)
+def _few(request: Request, *, rank: int, quick: bool = True) -> Observation:
+    del rank  # chosen by `observe_few_layers` itself
+    return observe_few_layers(request, heap=request.device.kind == "cpu", quick=quick, observe_all=_observe_all)
 
 
-_LOOKS: dict[str, Callable[..., Observation]] = {
+_DRY_RUNS: dict[str, Callable[..., Observation]] = {
     "few": _few,
     "enough": functools.partial(_few, quick=False),
     "whole": observe,
@@ -143,20 +133,19 @@ def _observe_all(calls: list[dict[str, Any]]) -> list[Observation]:
     return [observe_cached(**kwargs) for kwargs in tasks]
 
 
-def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> str:
-    values = {key: value for key, value in recipes.as_values(recipe).items() if key not in _IRRELEVANT}
-    config = hf.configure(recipe, vocabulary).to_dict()
+def _key(request: Request, how: str, rank: int) -> str:
+    values = {key: value for key, value in recipes.as_values(request.recipe).items() if key not in _IRRELEVANT}
     parts = [
         _FORMAT,
         how,
         rank,
         values,
-        config,
-        vocabulary,
-        device.kind,
-        device.capability,
-        device.expandable,
-        world,
+        request.config.to_dict(),
+        request.vocabulary,
+        request.device.kind,
+        request.device.capability,
+        request.device.expandable,
+        request.world,
         _versions(),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
@@ -184,7 +173,7 @@ def _values(observation: Observation) -> dict[str, Any]:
         "compiled",
         "slowed",
         "idle",
-        "held",
+        "reserved",
     )
     return {
         **{key: getattr(observation, key) for key in plain},

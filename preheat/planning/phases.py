@@ -40,14 +40,14 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
         vision: image layout of the model: each row then has the images of the recipe (`data.images`,
             `data.image_pixels`), or as many as fit.
     """
-    length, kind = recipe.batch.length, examples_of(recipe).kind
+    length, kind = recipe.batch.seq_len, examples_of(recipe).kind
     tokens, labels, positions = (torch.empty(rows, length, dtype=torch.int64) for _ in range(3))
     if kind == "pairs":
         mask = MaskSpec(documents=((length - length // 2, length // 2),) * rows)
         return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), group=2)
-    if kind == "liked":
+    if kind == "desirable":
         mask = MaskSpec(documents=((length,),) * rows)
-        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), liked=((1,),) * rows)
+        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), desirable=((1,),) * rows)
     plain = Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
     if vision is None:
         return plain
@@ -59,7 +59,7 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
 def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
     data, token = recipe.data, vision.merge**2  # patches per token
     each = math.prod(vision.grid(data.image_pixels)) // token
-    in_row = min(round(data.images * each), recipe.batch.length - 1)  # tokens
+    in_row = min(round(data.images * each), recipe.batch.seq_len - 1)  # tokens
     full, rest = divmod(in_row, each)
     # A blank image if there is none.
     sizes = ((each * token,) * full + ((rest * token,) if rest else ())) * rows or (token,)
@@ -89,13 +89,13 @@ def track_phases(build: Build, recorder: Recorder) -> None:
             finally:
                 recorder.phase = then
 
-        build.own(slot, tracked, build.owner(slot))
+        build.claim(slot, tracked, build.owner(slot))
 
     within(Slot.HIDDEN, Phase.FORWARD, Phase.FORWARD)
     # Head and loss last until the pass ends or the next one through the layers begins.
     within(Slot.OVER_LOGITS, Phase.HEAD_AND_LOSS, Phase.HEAD_AND_LOSS)
     # Hooks at the end of backward run outside autograd nodes, so the phase must be set here.
-    within(Slot.WHOLE_FORWARD, Phase.FORWARD, Phase.BACKWARD)
+    within(Slot.MODEL_LOSS, Phase.FORWARD, Phase.BACKWARD)
 
 
 def dry_load(build: Build, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -143,7 +143,7 @@ def dry_evaluation(build: Build, recorder: Recorder, recipe: Recipe, shape: Shap
     for part in build.trained:
         part.eval()
     with torch.no_grad():
-        rows = min(recipe.evaluate.micro or shape.micro, shape.micro)
+        rows = min(recipe.evaluate.micro_batch_size or shape.micro, shape.micro)
         forward(build, transform(build, fake_batch(recipe, rows, build.model.vision)))
 
 
@@ -153,13 +153,13 @@ def dry_generation(build: Build, recorder: Recorder, recipe: Recipe) -> None:
     Decoding token by token needs less memory for the same KV cache. A prompt has at most as many tokens as bytes.
     """
     prompts = [p if isinstance(p, str) else "".join(str(m["content"]) for m in p) for p in recipe.sample.prompts]
-    if not recipe.sample.wanted:
+    if not recipe.sample.is_active:
         return
     recorder.begin(Phase.GENERATION)
     longest = max((len(p.encode()) for p in prompts), default=0)
     if recipe.sample.rows:  # the prompt of a row is shorter than the row
-        longest = max(longest, recipe.batch.length)
-    length = longest + 1 + recipe.sample.tokens
+        longest = max(longest, recipe.batch.seq_len)
+    length = longest + 1 + recipe.sample.max_new_tokens
     length = min(length, build.model.positions or length)
     tokens = torch.empty(min(len(prompts) + recipe.sample.rows, _PROMPTS), length, dtype=torch.int64)
     given = {"input_ids": tokens, "logits_to_keep": 1}
@@ -167,7 +167,7 @@ def dry_generation(build: Build, recorder: Recorder, recipe: Recipe) -> None:
         given = dict(
             zip(
                 ("decoder_input_ids", "input_ids"),
-                tokens.split([recipe.sample.tokens, length - recipe.sample.tokens], 1),
+                tokens.split([recipe.sample.max_new_tokens, length - recipe.sample.max_new_tokens], 1),
                 strict=True,
             )
         )

@@ -5,22 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat.core import Device, Searchable, Stage, Tag, Technique
-from preheat.engine.builder import context_of
 from preheat.errors import RecipeError
 from preheat.hardware.cpu_allocator import unavailable_reason
-from preheat.hardware.rates import Rates
-from preheat.models import hf
-from preheat.planning.dry_run import BESIDE, CATEGORIES, Observation, observe
-from preheat.planning.layer_extrapolation import observe_few
-from preheat.planning.memory.overhead import SOURCES, exporting, gives_back, process_overhead
+from preheat.planning.dry_run import observe
+from preheat.planning.layer_extrapolation import observe_few_layers
+from preheat.planning.memory.overhead import SOURCES, exporting, needs_allocator_retries, process_overhead
+from preheat.planning.observation import BESIDE, CATEGORIES, Observation
+from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.planning.speed.step_time import step_seconds
 from preheat.recipe import Recipe
 
-__all__ = ["describe", "plan", "settled"]
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
+__all__ = ["describe", "plan", "resolve_auto", "steps_of"]
 
 GIB = 2**30
 
@@ -63,33 +65,17 @@ def steps_of(recipe: Recipe, rows: int | None) -> int | None:
     """Returns the optimizer steps of the whole run; None if only time limits it, or if epochs need unknown rows."""
     stop, batch = recipe.stop, recipe.batch
     limits = []
-    if stop.steps:
-        limits.append(stop.steps)
+    if stop.max_steps:
+        limits.append(stop.max_steps)
     if stop.tokens:
-        limits.append(math.ceil(stop.tokens / (batch.size * batch.length)))
+        limits.append(math.ceil(stop.tokens / (batch.size * batch.seq_len)))
     if stop.epochs and rows:
         limits.append(max(1, math.ceil(stop.epochs * rows / batch.size)))
     return min(limits) if limits else None
 
 
-def plan(
-    recipe: Recipe,
-    *,
-    vocabulary: int | None,
-    device: Device,
-    rates: Rates | Roofline,
-    rows: int | None = None,
-    in_use: int = 0,
-    world: int | None = None,
-) -> dict[str, Any]:
+def plan(request: Request) -> dict[str, Any]:
     """Predicts the memory per device and the speed of a recipe, extrapolated from few layers if possible.
-
-    Args:
-        vocabulary: vocabulary size of the tokenizer.
-        rates: measured on `device` (`preheat.hardware.benchmark_rates.rates`), or from the catalogue.
-        rows: number of training rows if known; `stop.epochs` needs it.
-        in_use: bytes of the device in use before the run (on a CPU by the imports).
-        world: number of devices; the recipe's own number by default.
 
     Returns:
         The keys of `preheat.run_dir.PLAN_KEYS`.
@@ -97,42 +83,32 @@ def plan(
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    observation = observe_few(recipe, vocabulary=vocabulary, device=device, world=world)
-    result = describe(recipe, observation, device=device, rates=rates, rows=rows, in_use=in_use)
+    observation = observe_few_layers(request)
+    result = describe(request, observation)
     near = abs(result["peak_gib"] / result["available_gib"] - 1) < _CLOSE
-    if not observation.log and (near or gives_back(observation, device)):
-        observation = observe(recipe, vocabulary=vocabulary, device=device, world=world)
-        result = describe(recipe, observation, device=device, rates=rates, rows=rows, in_use=in_use)
+    if not observation.log and (near or needs_allocator_retries(observation, request.device)):
+        result = describe(request, observe(request))
     return result
 
 
-def settled(
-    recipe: Recipe,
-    *,
-    vocabulary: int | None,
-    device: Device,
-    rates: Rates | Roofline,
-    rows: int | None = None,
-    in_use: int = 0,
-    world: int | None = None,
-) -> Recipe:
-    """Resolves settings that techniques leave to the planner (`Searchable.resolve_auto`); arguments as of `plan`."""
+def resolve_auto(request: Request) -> Request:
+    """Resolves the settings that the recipe's techniques leave to the planner (`Searchable.resolve_auto`)."""
     # Compilation first: compiled layers save fewer activations, which decides recomputation and micro-batch size.
-    for name in sorted(
-        recipe.techniques, key=lambda name: (type(recipe.techniques[name]).stage != Stage.COMPILE, name)
-    ):
-        context = context_of(recipe, hf.configure(recipe, vocabulary), device, world)
-
-        def planned(other: Technique, name: str = name, recipe: Recipe = recipe) -> Mapping[str, Any]:
-            changed = replace(recipe, techniques={**recipe.techniques, name: other})
-            return plan(
-                changed, vocabulary=vocabulary, device=device, rates=rates, rows=rows, in_use=in_use, world=world
-            )
-
-        technique = recipe.techniques[name]
+    techniques = request.recipe.techniques
+    for name in sorted(techniques, key=lambda name: (type(techniques[name]).stage != Stage.COMPILE, name)):
+        context, technique = request.context, request.recipe.techniques[name]
         if isinstance(technique, Searchable):
-            recipe = replace(recipe, techniques={**recipe.techniques, name: technique.resolve_auto(context, planned)})
-    return recipe
+
+            def plan_with(other: Technique, name: str = name, request: Request = request) -> JsonObject:
+                return plan(_with_technique(request, name, other))
+
+            request = _with_technique(request, name, technique.resolve_auto(context, plan_with))
+    return request
+
+
+def _with_technique(request: Request, name: str, technique: Technique) -> Request:
+    recipe = request.recipe
+    return replace(request, recipe=replace(recipe, techniques={**recipe.techniques, name: technique}))
 
 
 def _gib_by_category(sizes: Mapping[str, int], added: int) -> dict[str, float]:
@@ -141,10 +117,10 @@ def _gib_by_category(sizes: Mapping[str, int], added: int) -> dict[str, float]:
     return {category: sizes[category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
 
 
-def describe(
-    recipe: Recipe, observation: Observation, *, device: Device, rates: Rates | Roofline, rows: int | None, in_use: int
-) -> dict[str, Any]:
+def describe(request: Request, observation: Observation) -> dict[str, Any]:
     """Turns an observation into a plan, with the keys of `preheat.run_dir.PLAN_KEYS`."""
+    recipe, device, rates = request.recipe, request.device, request.rates
+    assert rates is not None, "a plan needs the rates of its device"
     more = process_overhead(recipe, observation, device)
     added = sum(more.values())
     phases = {phase: _gib_by_category(sizes, added) for phase, sizes in observation.categories.items()}
@@ -153,7 +129,7 @@ def describe(
     lines = {what: size for what, size in lines.items() if size}
     peak = (observation.peak[observation.peak_phase] + added) / GIB
     # A limit may be below what the process already holds; at least 1 byte, because plans divide by this.
-    available = max(device.memory - in_use, 1) / GIB
+    available = max(device.memory - request.in_use, 1) / GIB
     if isinstance(rates, Roofline):
         spent = rates.seconds(observation)
         seconds, (of_memory, of_speed) = spent.total, _known(observation, spent, rates)
@@ -166,7 +142,7 @@ def describe(
         raise RecipeError(
             f"--gpu: {device.name} has no rate for {dtype}, in which the recipe computes; state {dtype}=TFLOP/s too"
         )
-    steps = steps_of(recipe, rows)
+    steps = steps_of(recipe, request.rows)
     start = sum(t.startup_seconds(device) for t in recipe.techniques.values())
     total = seconds * steps + start if steps else (recipe.stop.hours or 0) * 3600 or None
     return {
@@ -204,6 +180,6 @@ def describe(
         "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,
         "pace": rates.pace,
-        "gives_back": peak <= available and gives_back(observation, device),
+        "allocator_retries": peak <= available and needs_allocator_retries(observation, device),
         "heap": unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
     }

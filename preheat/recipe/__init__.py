@@ -1,6 +1,6 @@
 """Recipes: the model, the data and the techniques of a run, read from and written to YAML. No torch.
 
->>> recipe = parse("model: {size: 15M}\\ndata: {source: stdlib}\\nstop: {steps: 10}")
+>>> recipe = parse("model: {size: 15M}\\ndata: {source: stdlib}\\nstop: {max_steps: 10}")
 >>> recipe.model.size, recipe.batch.size
 ('15M', 32)
 >>> parse("modle: {}")
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.core import Recipe
-from preheat.core.field_types import Bound, Count, Long, NonNegative, Positive, Seed, Share, Whole
+from preheat.core.field_types import Bound, Count, Fraction, Long, NonNegative, NonNegativeInt, Positive, Seed
 from preheat.core.schema import (
     Batch,
     Checkpoint,
@@ -36,6 +36,7 @@ from preheat.core.schema import (
 )
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.consistency import check
+from preheat.recipe.former_names import current_key, current_names
 from preheat.recipe.unused_keys import warned
 from preheat.recipe.validate import RecipeReader, json_schema
 from preheat.recipe.yaml_io import compose, read_text, write
@@ -59,9 +60,9 @@ __all__ = [
     "Sample",
     "Schedule",
     "Seed",
-    "Share",
+    "Fraction",
     "Stop",
-    "Whole",
+    "NonNegativeInt",
     "as_values",
     "built_in",
     "check",
@@ -90,12 +91,13 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
         RecipeError: all problems, one per line: file, line, key, value and the closest known name.
     """
     values, lines = compose(text, where)
+    values = current_names(values)
     assigned: dict[tuple[str, ...], str] = {}
     steps = [values]  # after each override
     for item in overrides:
         values = _assign(values, item)
         steps.append(values)
-        key = tuple(item.split("=", 1)[0].strip().split("."))
+        key = current_key(tuple(item.split("=", 1)[0].strip().split(".")))
         for at in [a for a in assigned if a[: len(key)] == key]:
             del assigned[at]
         for at in [a for a in lines if a[: len(key)] == key]:
@@ -112,7 +114,7 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
         reader.refuse()
         raise
     for name, message in warned(recipe) if warn else ():
-        _log.warning("%s: %s: %s", reader.place(tuple(name.split("."))), name, message)
+        _log.warning("%s: %s: %s", reader.location(tuple(name.split("."))), name, message)
     return recipe
 
 
@@ -133,7 +135,7 @@ def _assign(values: Any, item: str) -> Any:
         raise RecipeError(f"--set {shorten(item)}: write it as key=value, e.g. --set batch.size=64")
     value, _ = compose(raw, f"--set {shorten(item)}", numbered=False)
     value = None if raw.strip() == "" else value
-    path = key.strip().split(".")
+    path = current_key(tuple(key.strip().split(".")))
     if not isinstance(values, Mapping):
         return values  # RecipeReader rejects these
     values = dict(values)
@@ -147,7 +149,7 @@ def _assign(values: Any, item: str) -> Any:
         at[step] = dict(inner or {})
         at = at[step]
     at[path[-1]] = value
-    return values
+    return current_names(values)
 
 
 def built_in() -> dict[str, Path]:

@@ -21,12 +21,12 @@ def brief(values: Mapping[str, Any]) -> str:
 
     Example:
         >>> from preheat.recipe import as_values, parse
-        >>> print(brief(as_values(parse("{name: a, stop: {steps: 5}, techniques: {lora: {}}}"))), end="")
+        >>> print(brief(as_values(parse("{name: a, stop: {max_steps: 5}, techniques: {lora: {}}}"))), end="")
         # A short name, used for the run's folder.
         name: a
         stop:
           # Optimizer steps.
-          steps: 5
+          max_steps: 5
         techniques:
           lora: {}
     """

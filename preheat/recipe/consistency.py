@@ -51,7 +51,7 @@ def problems(recipe: Recipe) -> list[tuple[str, str]]:
 
 def _model(model: Model) -> Iterator[tuple[str, str]]:
     """Checks the origin of a model and its sizes."""
-    sizes = ("layers", "width", "heads", "kv_heads", "feed_forward", "experts")
+    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "num_experts")
     explicit = [key for key in sizes if getattr(model, key) is not None]
     origin = "path" if model.path else "preset" if model.preset else None
     if origin and (model.size or explicit):
@@ -59,39 +59,39 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
         fix = f"remove {extra} (--set 'model={{{origin}: ...}}' does)"
         yield f"model.{origin}", f"a model from a {origin} brings its sizes; {fix}"
     if model.shape != "balanced" and (model.size is None or explicit):
-        extra = explicit[0] if explicit else "layers"
+        extra = explicit[0] if explicit else "num_layers"
         yield "model.shape", f"{model.shape} is for model.size alone; remove it, or state a size and no {extra}"
     if model.size is not None and (text := size_problem(model.size)):
         yield "model.size", text
-    experts, chosen = model.experts or 8, model.experts_per_token or 2
-    if model.family not in ("qwen3_moe", "mixtral") and (given := model.experts or model.experts_per_token):
-        yield "model.experts", f"{given}: {model.family} has no experts; use family: qwen3_moe or mixtral"
+    experts, chosen = model.num_experts or 8, model.num_experts_per_tok or 2
+    if model.family not in ("qwen3_moe", "mixtral") and (given := model.num_experts or model.num_experts_per_tok):
+        yield "model.num_experts", f"{given}: {model.family} has no experts; use family: qwen3_moe or mixtral"
     elif chosen > experts:
-        yield "model.experts_per_token", f"{chosen} is more than the {experts} experts; lower it"
-    if model.heads and model.kv_heads and model.heads % model.kv_heads:
-        yield "model.kv_heads", f"{model.kv_heads} does not divide heads {model.heads}"
-    if model.width and model.heads and model.width % model.heads:
-        yield "model.width", f"{model.width} is not a multiple of heads {model.heads}"
+        yield "model.num_experts_per_tok", f"{chosen} is more than the {experts} experts; lower it"
+    if model.num_heads and model.num_kv_heads and model.num_heads % model.num_kv_heads:
+        yield "model.num_kv_heads", f"{model.num_kv_heads} does not divide num_heads {model.num_heads}"
+    if model.hidden_size and model.num_heads and model.hidden_size % model.num_heads:
+        yield "model.hidden_size", f"{model.hidden_size} is not a multiple of num_heads {model.num_heads}"
 
 
 def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Rejects sizes that would overflow before the memory prediction could reject them."""
     model, batch = recipe.model, recipe.batch
-    width = model.width or 1
-    of_layer = width * (4 * width + 3 * (model.feed_forward or 1) * (model.experts or 1))
-    parameters = (model.layers or 1) * of_layer + (model.vocabulary or 1) * width
+    width = model.hidden_size or 1
+    of_layer = width * (4 * width + 3 * (model.intermediate_size or 1) * (model.num_experts or 1))
+    parameters = (model.num_layers or 1) * of_layer + (model.vocab_size or 1) * width
     if parameters > MOST_PARAMETERS:
         text = f"these sizes make a model of {parameters:.1e} parameters, more than {MOST_PARAMETERS:.0e}; lower them"
         yield "model", text
-    scores = batch.size * (model.heads or 256) * batch.length**2
-    if (tokens := batch.size * batch.length) > _MOST_TOKENS:
+    scores = batch.size * (model.num_heads or 256) * batch.seq_len**2
+    if (tokens := batch.size * batch.seq_len) > _MOST_TOKENS:
         yield (
             "batch",
-            f"size times length is {tokens:.1e} tokens a step, more than {_MOST_TOKENS:.0e}; lower one of them",
+            f"size times seq_len is {tokens:.1e} tokens a step, more than {_MOST_TOKENS:.0e}; lower one of them",
         )
     elif scores > _MOST_SCORES:
-        text = f"attention among rows of {batch.length:,} tokens has {scores:.1e} scores a layer"
-        yield "batch.length", f"{text}, more than can be counted; lower it"
+        text = f"attention among rows of {batch.seq_len:,} tokens has {scores:.1e} scores a layer"
+        yield "batch.seq_len", f"{text}, more than can be counted; lower it"
 
 
 def _tokens(model: Model) -> Iterator[tuple[str, str]]:
@@ -113,8 +113,8 @@ def _data(data: Data) -> Iterator[tuple[str, str]]:
             yield from _source(f"data.source.{number}", part)
     if not data.source:
         yield "data.source", "is empty; name a file, a folder or a dataset"
-    if data.longer == "refuse" and data.streaming:
-        yield "data.longer", "refuse needs all documents read beforehand; set data.streaming: false"
+    if data.overlong == "refuse" and data.streaming:
+        yield "data.overlong", "refuse needs all documents read beforehand; set data.streaming: false"
     if not isinstance(data.source, str) and data.streaming:
         yield "data.streaming", "reads one source; name one, or set data.streaming: false"
     if isinstance(data.validation, float | int) and not 0 <= data.validation < 1:
@@ -138,11 +138,11 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Checks the length of the run and the settings that depend on it."""
     stop, streaming = recipe.stop, recipe.data.streaming
     if streaming and stop.epochs:
-        text = "a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false"
+        text = "a streamed source has no known length; use stop.max_steps or stop.tokens, or data.streaming: false"
         yield "stop.epochs", text
-    if not (stop.steps or stop.tokens or stop.epochs or stop.hours):
-        yield "stop", "no stopping condition; set steps, tokens, epochs or hours"
-    if stop.hours and not (stop.steps or stop.tokens or stop.epochs) and recipe.schedule.kind != "constant":
+    if not (stop.max_steps or stop.tokens or stop.epochs or stop.hours):
+        yield "stop", "no stopping condition; set max_steps, tokens, epochs or hours"
+    if stop.hours and not (stop.max_steps or stop.tokens or stop.epochs) and recipe.schedule.kind != "constant":
         text = f"schedule {recipe.schedule.kind} needs a length in steps, tokens or epochs"
         yield "stop.hours", f"{text}; add one (hours still ends the run early) or use schedule.kind: constant"
     if recipe.evaluate.baselines and streaming:
@@ -167,14 +167,14 @@ def _sampling(sample: Sample) -> Iterator[tuple[str, str]]:
 
 
 def _speculation(sample: Sample) -> Iterator[tuple[str, str]]:
-    if sample.draft is None and sample.draft_tokens != type(sample).draft_tokens:
-        text = "there is no draft to propose them; name one (draft), or leave it out"
+    if sample.draft_model is None and sample.draft_tokens != type(sample).draft_tokens:
+        text = "there is no draft model to propose them; name one (draft_model), or leave it out"
         yield "draft_tokens", f"{sample.draft_tokens} changes nothing: {text}"
     if not sample.speculates:
         return
-    name = "draft" if sample.draft is not None else "lookup"
-    if sample.draft is not None and sample.lookup is not None:
-        yield "lookup", "proposes tokens, and so does the draft; leave one of them out"
+    name = "draft_model" if sample.draft_model is not None else "prompt_lookup_tokens"
+    if sample.draft_model is not None and sample.prompt_lookup_tokens is not None:
+        yield "prompt_lookup_tokens", "proposes tokens, and so does the draft model; leave one of them out"
     if sample.temperature > 0:
         yield name, "proposes tokens of greedy text, and a temperature draws others; set temperature 0"
     if sample.compile is True:

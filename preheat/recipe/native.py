@@ -9,7 +9,7 @@ __all__ = ["native"]
 
 _SAME = {
     1: ("techniques.data_parallel={}", "techniques.zero1={}"),
-    2: ("techniques.fsdp={reshard: false}",),
+    2: ("techniques.fsdp={reshard_after_forward: false}",),
     3: ("techniques.fsdp={}",),
 }
 """ZeRO stage -> the techniques that shard the same tensors."""
@@ -20,8 +20,8 @@ def native(recipe: Recipe) -> Recipe:
 
     Example:
         >>> from preheat.recipe import parse
-        >>> deepspeed = parse("model: {size: 15M}\\nstop: {steps: 1}\\nparallel: {engine: deepspeed, zero: 3}")
+        >>> deepspeed = parse("stop: {max_steps: 1}\\nparallel: {engine: deepspeed, zero_stage: 3}")
         >>> sorted(native(deepspeed).techniques), native(deepspeed).parallel.engine
         (['fsdp'], 'native')
     """
-    return override(recipe, "parallel.engine=native", "parallel.zero=1", *_SAME[recipe.parallel.zero])
+    return override(recipe, "parallel.engine=native", "parallel.zero_stage=1", *_SAME[recipe.parallel.zero_stage])

@@ -16,7 +16,7 @@ _KEYS = {
     "model": ("path",),
     "data": ("source", "template", "tokenizer", "validation"),
     "evaluate": ("forgetting", "tasks"),
-    "sample": ("draft",),
+    "sample": ("draft_model",),
 }
 """Settings that may hold a path or something else (a model on the hub, a fraction)."""
 _NAMES = ("tasks", "template")
@@ -30,7 +30,7 @@ def anchored(recipe: Recipe, home: Path | None = None) -> Recipe:
 
     Example:
         >>> from preheat.recipe import Model, Stop
-        >>> anchored(Recipe(model=Model(path="gpt2"), stop=Stop(steps=1)), Path("/nowhere")).model.path
+        >>> anchored(Recipe(model=Model(path="gpt2"), stop=Stop(max_steps=1)), Path("/nowhere")).model.path
         'gpt2'
     """
     home = home or Path.cwd()
@@ -44,7 +44,7 @@ def published(recipe: Recipe) -> Recipe:
 
     Example:
         >>> from preheat.recipe import Model, Stop
-        >>> published(Recipe(model=Model(path="/home/me/base"), stop=Stop(steps=1))).model.path
+        >>> published(Recipe(model=Model(path="/home/me/base"), stop=Stop(max_steps=1))).model.path
         'base'
     """
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from preheat.core import Recipe, registry
 from preheat.errors import nearest
+from preheat.recipe.former_names import FORMER_KEYS, current_key, former_names
 from preheat.sanitize import quoted
 
 __all__ = ["NAMES", "option_hint", "unknown_key"]
@@ -17,7 +18,7 @@ __all__ = ["NAMES", "option_hint", "unknown_key"]
 NAMES: Mapping[str, str] = {
     key: ours
     for ours, keys in {
-        "batch.length": (
+        "batch.seq_len": (
             "sequence_len max_length max_seq_length max_seq_len seq_len seq_length cutoff_len block_size "
             "model_max_length sequence_length max_sequence_length context_length packed_sequence_size n_ctx"
         ),
@@ -54,37 +55,37 @@ NAMES: Mapping[str, str] = {
             "val_set_size val_size test_size eval_dataset val_split_fraction validation_dataset test_datasets "
             "validation_split val_split eval_split validation_file"
         ),
-        "data.vocabulary": "vocab_size",
+        "data.vocab_size": "vocab_size",
         "data.workers": (
             "dataloader_num_workers num_workers preprocessing_num_workers dataset_processes dataset_num_proc"
         ),
         "evaluate.every": (
             "eval_steps eval_interval evals_per_epoch eval_every val_interval val_every_steps run_val_every_n_steps"
         ),
-        "evaluate.micro": "per_device_eval_batch_size eval_batch_size",
+        "evaluate.micro_batch_size": "per_device_eval_batch_size eval_batch_size",
         "evaluate.rows": "max_eval_samples max_iters eval_iters eval_samples limit_val_batches",
         "evaluate.tasks": "eval_tasks lm_eval_tasks",
         "hardware.device": "accelerator use_cpu no_cuda",
         "hardware.threads": "num_threads omp_num_threads",
         "model.add_tokens": "special_tokens additional_special_tokens added_tokens",
-        "model.experts": "num_experts num_local_experts",
-        "model.experts_per_token": "num_experts_per_tok",
+        "model.num_experts": "num_experts num_local_experts",
+        "model.num_experts_per_tok": "num_experts_per_tok",
         "model.family": "model_type architecture arch",
-        "model.feed_forward": "intermediate_size ffn_dim ffn_hidden_size d_ff",
-        "model.heads": "num_attention_heads n_heads n_head num_heads",
-        "model.kv_heads": "num_key_value_heads n_kv_heads n_query_groups num_kv_heads",
-        "model.layers": "num_hidden_layers n_layers n_layer num_layers",
+        "model.intermediate_size": "intermediate_size ffn_dim ffn_hidden_size d_ff",
+        "model.num_heads": "num_attention_heads n_heads n_head num_heads",
+        "model.num_kv_heads": "num_key_value_heads n_kv_heads n_query_groups num_kv_heads",
+        "model.num_layers": "num_hidden_layers n_layers n_layer num_layers",
         "model.path": (
             "base_model model_name_or_path model_name model_path pretrained_model_name_or_path checkpoint_dir "
             "base_model_config model_id pretrained"
         ),
-        "model.positions": "max_position_embeddings",
+        "model.max_positions": "max_position_embeddings",
         "model.tie_embeddings": "tie_word_embeddings",
         "model.trust_remote_code": "trust_remote",
-        "model.width": "hidden_size n_embd d_model dim embed_dim hidden_dim model_dim",
+        "model.hidden_size": "hidden_size n_embd d_model dim embed_dim hidden_dim model_dim",
         "name": "run_name experiment_name job_name wandb_name wandb_run_name",
         "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
-        "optimizer.clip": (
+        "optimizer.max_grad_norm": (
             "max_grad_norm max_norm grad_clip gradient_clip_val clip_grad_norm gradient_clip "
             "gradient_clipping clip_grad clip_norm"
         ),
@@ -94,20 +95,20 @@ NAMES: Mapping[str, str] = {
         "parallel.devices": "num_gpus nproc_per_node num_processes gpus world_size n_gpus ngpus",
         "parallel.engine": "distributed_backend deepspeed deepspeed_config",
         "parallel.timeout": "ddp_timeout timeout_minutes",
-        "parallel.zero": "zero_stage stage",
-        "sample.tokens": "max_new_tokens",
-        "schedule.decay": "cooldown decay_steps lr_decay_steps decay_ratio",
-        "schedule.floor": "min_lr_ratio min_lr cosine_min_lr_ratio lr_min",
+        "parallel.zero_stage": "zero_stage stage",
+        "sample.max_new_tokens": "max_new_tokens",
+        "schedule.decay_ratio": "cooldown decay_steps lr_decay_steps decay_ratio",
+        "schedule.min_lr_ratio": "min_lr_ratio min_lr cosine_min_lr_ratio lr_min",
         "schedule.kind": (
             "lr_scheduler lr_scheduler_type scheduler decay_type scheduler_type lr_schedule lr_decay_style"
         ),
-        "schedule.warmup": (
+        "schedule.warmup_ratio": (
             "warmup_ratio warmup_steps warmup num_warmup_steps lr_warmup_steps lr_warmup_fraction warmup_fraction"
         ),
         "seed": "random_seed manual_seed data_seed rng_seed",
         "stop.epochs": "num_epochs num_train_epochs max_epochs n_epochs epoch",
         "stop.hours": "max_time max_hours time_limit",
-        "stop.steps": (
+        "stop.max_steps": (
             "max_steps max_train_steps total_steps training_steps num_iterations iterations train_steps "
             "max_steps_per_epoch num_steps train_iters max_iterations"
         ),
@@ -138,7 +139,7 @@ NAMES: Mapping[str, str] = {
         "techniques.lora.alpha": "lora_alpha",
         "techniques.lora.dropout": "lora_dropout",
         "techniques.lora.rank": "lora_r lora_rank r",
-        "techniques.lora.targets": "lora_target_modules lora_target target_modules lora_attn_modules",
+        "techniques.lora.target_modules": "lora_target_modules lora_target target_modules lora_attn_modules",
         "techniques.mixed_precision": "bf16 fp16 bfloat16 precision dtype torch_dtype mixed_precision_dtype tf32 amp",
         "techniques.nf4": "load_in_4bit quantization_bit bnb_4bit_quant_type quantize load_in_8bit qlora",
         "techniques.pipeline_parallel": (
@@ -175,8 +176,8 @@ _ELSEWHERE = {
 
 
 @functools.cache
-def _places() -> dict[str, list[str]]:
-    """Returns the last component of every key -> the dotted keys that end in it."""
+def _keys_by_last_part() -> dict[str, list[str]]:
+    """Returns the last component of every key, today's or former -> the dotted keys that end in it."""
     places: dict[str, list[str]] = {}
     for part in dataclasses.fields(Recipe):
         places.setdefault(part.name, []).append(part.name)
@@ -187,6 +188,9 @@ def _places() -> dict[str, list[str]]:
         places.setdefault(name, []).insert(0, f"techniques.{name}")
         for field in dataclasses.fields(technique):
             places.setdefault(field.name, []).append(f"techniques.{name}.{field.name}")
+    for former, today in FORMER_KEYS.items():
+        section, _, name = former.rpartition(".")
+        places.setdefault(name, []).append(f"{section}.{today}")
     return places
 
 
@@ -200,8 +204,8 @@ def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
     Example:
         >>> unknown_key(("learning_rate",), ["optimizer"])
         "unknown key 'learning_rate'; here it is 'optimizer.lr'"
-        >>> unknown_key(("batch", "steps"), ["size", "length"])
-        "unknown key 'batch.steps'; it belongs to stop: 'stop.steps'"
+        >>> unknown_key(("batch", "steps"), ["size", "seq_len"])
+        "unknown key 'batch.steps'; it belongs to stop: 'stop.max_steps'"
     """
     message = f"unknown key {quoted('.'.join(path))}; "
     key = path[-1]
@@ -214,16 +218,18 @@ def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
         return message + f"did you mean '{word}'?"
     if ours := NAMES.get(word):
         return message + f"here it is '{ours}'"
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    at = tuple(path[:-1])
+    names = {name: current_key((*at, name))[-1] for name in former_names(at)} | {name: name for name in known}
+    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.75)
     if close:
-        return message + f"did you mean '{close[0]}'?"
-    if places := _places().get(word):
+        return message + f"did you mean '{names[close[0]]}'?"
+    if places := _keys_by_last_part().get(word):
         of_recipe = [place for place in places if not place.startswith("techniques.")] or places
         if len(of_recipe) == 1 or len(path) == 1:
             return message + f"it belongs to {of_recipe[0].rpartition('.')[0] or 'the top'}: '{of_recipe[0]}'"
         return message + "there is " + " and ".join(f"'{place}'" for place in of_recipe[:3])
-    if alike := difflib.get_close_matches(word, [*NAMES, *_places()], n=1, cutoff=0.85):
-        return message + f"did you mean '{NAMES.get(alike[0]) or _places()[alike[0]][0]}'?"
+    if alike := difflib.get_close_matches(word, [*NAMES, *_keys_by_last_part()], n=1, cutoff=0.85):
+        return message + f"did you mean '{NAMES.get(alike[0]) or _keys_by_last_part()[alike[0]][0]}'?"
     return message + nearest(key, list(known))
 
 
@@ -240,7 +246,7 @@ def option_hint(name: str) -> str:
     word = path.rpartition(".")[2]
     if word in _ELSEWHERE:
         return _ELSEWHERE[word]
-    places = _places().get(word, [])
+    places = _keys_by_last_part().get(word, [])
     of_recipe = [place for place in places if not place.startswith("techniques.")] or places
     key = path if path in places else NAMES.get(word) or (of_recipe[0] if len(of_recipe) == 1 else "")
     if not key:

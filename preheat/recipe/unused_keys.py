@@ -14,7 +14,7 @@ from typing import Any
 from preheat.core import Recipe
 from preheat.sanitize import quoted
 
-__all__ = ["RULES", "Rule", "refused", "stated", "warned"]
+__all__ = ["RULES", "Rule", "refused", "non_default_keys", "warned"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _held_out(recipe: Recipe) -> bool:
 
 
 def _counted(recipe: Recipe) -> bool:
-    return bool(recipe.stop.steps or recipe.stop.tokens or recipe.stop.epochs)
+    return bool(recipe.stop.max_steps or recipe.stop.tokens or recipe.stop.epochs)
 
 
 def _without(*techniques: str) -> Callable[[Recipe], bool]:
@@ -88,7 +88,7 @@ def _of(technique: str, read: Callable[[Any], object]) -> Callable[[Recipe], obj
 def _sampled(key: str) -> Rule:
     return Rule(
         f"sample.{key}",
-        lambda r: r.sample.wanted,
+        lambda r: r.sample.is_active,
         "no samples are asked for; add sample.prompts or sample.rows, or leave it out",
     )
 
@@ -102,15 +102,18 @@ def _of_rows(key: str, read: Callable[[Recipe], object] = lambda r: True) -> Rul
 RULES: tuple[Rule, ...] = (
     Rule("model.family", _new, f"{_READY_MADE} family; leave it out"),
     Rule(
-        "model.positions", _new, f"{_READY_MADE} positions; leave it out, or use techniques.rope_scaling", refuse=True
+        "model.max_positions",
+        _new,
+        f"{_READY_MADE} positions; leave it out, or use techniques.rope_scaling",
+        refuse=True,
     ),
     Rule(
-        "model.positions",
+        "model.max_positions",
         lambda r: r.model.family != "t5",
         "t5 tells places by their distance, however long; leave it out",
     ),
     Rule(
-        "model.vocabulary",
+        "model.vocab_size",
         _new,
         f"{_READY_MADE} embedding; leave it out, or name new tokens in model.add_tokens",
         refuse=True,
@@ -121,11 +124,11 @@ RULES: tuple[Rule, ...] = (
         f"{_READY_MADE} choice; leave it out, or use techniques.tied_embeddings",
         refuse=True,
     ),
-    Rule("model.experts_per_token", _new, f"{_READY_MADE} experts; leave it out", refuse=True),
+    Rule("model.num_experts_per_tok", _new, f"{_READY_MADE} experts; leave it out", refuse=True),
     Rule(
         "model.size",
-        lambda r: not (r.model.layers and r.model.width and r.model.heads),
-        "layers, width and heads say how large the model is; leave it out, or them",
+        lambda r: not (r.model.num_layers and r.model.hidden_size and r.model.num_heads),
+        "num_layers, hidden_size and num_heads say how large the model is; leave it out, or them",
         refuse=True,
     ),
     Rule("model.trust_remote_code", lambda r: r.model.path, "only the folder of model.path brings code; leave it out"),
@@ -141,7 +144,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "data.prompt",
-        lambda r: _lists(r) or r.data.layout in ("auto", "prompt", "preference", "unpaired"),
+        lambda r: _lists(r) or r.data.layout in ("auto", "prompt", "preference", "kto"),
         "rows of the layout {layout} have no such field; leave it out, or use data.columns",
     ),
     Rule(
@@ -165,7 +168,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "data.split", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"
     ),
-    Rule("data.vocabulary", _trains_tokenizer, "there is a tokenizer already, and none is trained; leave it out"),
+    Rule("data.vocab_size", _trains_tokenizer, "there is a tokenizer already, and none is trained; leave it out"),
     Rule("data.image_pixels", lambda r: not _new(r), "a new model reads text alone; leave it out"),
     Rule("data.images", lambda r: not _new(r), "a new model reads text alone; leave it out"),
     Rule(
@@ -181,23 +184,23 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("optimizer.eps", _without("adafactor", "lion"), "{optimizer} has no such term; leave it out"),
     Rule(
-        "schedule.warmup",
+        "schedule.warmup_ratio",
         _counted,
-        "it is a share of the run, whose length stop.hours does not tell; add stop.steps, or leave it out",
+        "it is a share of the run, whose length stop.hours does not tell; add stop.max_steps, or leave it out",
     ),
     Rule(
-        "schedule.decay",
+        "schedule.decay_ratio",
         lambda r: r.schedule.kind == "wsd",
         "it is for schedule.kind: wsd, and this is {schedule}; leave it out",
     ),
-    Rule("schedule.floor", lambda r: r.schedule.kind != "constant", "a constant rate never falls; leave it out"),
+    Rule("schedule.min_lr_ratio", lambda r: r.schedule.kind != "constant", "a constant rate never falls; leave it out"),
     *(
         Rule(
             f"evaluate.{key}",
             lambda r: _held_out(r) or r.evaluate.tasks or r.evaluate.forgetting,
             "nothing is held out (data.validation: 0), and no task is named; leave it out",
         )
-        for key in ("every", "rows", "micro")
+        for key in ("every", "rows", "micro_batch_size")
     ),
     Rule(
         "evaluate.baselines",
@@ -207,11 +210,14 @@ RULES: tuple[Rule, ...] = (
     ),
     *map(
         _sampled,
-        ("tokens", "temperature", "repetition_penalty", "stop", "cache", "window", "draft", "lookup", "compile"),
+        (
+            *("max_new_tokens", "temperature", "repetition_penalty", "stop", "cache", "window", "draft_model"),
+            *("prompt_lookup_tokens", "compile"),
+        ),
     ),
     Rule("hardware.segments", lambda r: r.hardware.device != "cpu", "a CPU has no segments of this kind; leave it out"),
     Rule(
-        "parallel.zero",
+        "parallel.zero_stage",
         lambda r: r.parallel.engine == "deepspeed",
         "only engine deepspeed reads it; set parallel.engine: deepspeed, or use techniques.fsdp in its place",
         refuse=True,
@@ -251,7 +257,7 @@ RULES: tuple[Rule, ...] = (
         "only method: bias moves one; leave it out",
     ),
     Rule(
-        "techniques.distillation.top",
+        "techniques.distillation.top_k",
         _of("distillation", lambda t: t.cache is not None or t.pieces == "common"),
         "only a cache and pieces: common keep the likeliest alone; leave it out",
     ),
@@ -275,36 +281,36 @@ def _defaults(cls: type[Any]) -> dict[str, Any]:
     }
 
 
-def stated(recipe: Recipe) -> dict[str, Any]:
+def non_default_keys(recipe: Recipe) -> dict[str, Any]:
     """Returns dotted key -> value for all keys that differ from their defaults; a technique has at least its name.
 
     Example:
         >>> from preheat.recipe import Batch, Recipe, Stop
-        >>> stated(Recipe(batch=Batch(size=8), stop=Stop(steps=2)))
-        {'batch.size': 8, 'stop.steps': 2}
+        >>> non_default_keys(Recipe(batch=Batch(size=8), stop=Stop(max_steps=2)))
+        {'batch.size': 8, 'stop.max_steps': 2}
     """
     values: dict[str, Any] = {}
     for part in dataclasses.fields(recipe):
         value = getattr(recipe, part.name)
         if part.name == "techniques":
             for name, technique in value.items():
-                inner = _stated(technique, f"techniques.{name}")
+                inner = _non_default_keys(technique, f"techniques.{name}")
                 values |= inner or {f"techniques.{name}": {}}
         elif dataclasses.is_dataclass(value):
-            values |= _stated(value, part.name)
+            values |= _non_default_keys(value, part.name)
         elif value != part.default:
             values[part.name] = value
     return values
 
 
-def _stated(part: Any, name: str) -> dict[str, Any]:
+def _non_default_keys(part: Any, name: str) -> dict[str, Any]:
     cls: Any = type(part)
     defaults = _defaults(cls)
     return {f"{name}.{key}": value for key, default in defaults.items() if (value := getattr(part, key)) != default}
 
 
 def _unread(recipe: Recipe, *, refuse: bool) -> Iterator[tuple[str, str]]:
-    values = stated(recipe)
+    values = non_default_keys(recipe)
     reported: set[str] = set()
     for rule in RULES:
         if rule.refuse == refuse and rule.key in values and rule.key not in reported and not rule.read(recipe):

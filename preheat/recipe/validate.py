@@ -16,6 +16,7 @@ from preheat.core.field_types import Bound, Seed
 from preheat.core.schema import field_docs
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.consistency import problems
+from preheat.recipe.former_names import current_key, current_values
 from preheat.recipe.synonyms import unknown_key
 from preheat.sanitize import quoted, shorten
 
@@ -104,18 +105,19 @@ class RecipeReader:
     def __init__(
         self, where: str, lines: Mapping[tuple[str, ...], int], assigned: Mapping[tuple[str, ...], str] | None = None
     ):
-        self.where, self.lines, self.assigned = where, lines, assigned or {}
+        self.where, self.assigned = where, assigned or {}
+        self.lines = {current_key(at): line for at, line in lines.items()} | dict(lines)
         self.found: dict[tuple[tuple[str, ...], str], None] = {}
         self.more = 0
 
-    def say(self, at: Sequence[Any], problem: str | Callable[[], str]) -> None:
+    def report(self, at: Sequence[Any], problem: str | Callable[[], str]) -> None:
         """Records a problem of the key at this path. A callable is called only if its text will be shown."""
         if len(self.found) >= _MOST_PROBLEMS:
             self.more += 1
             return
         self.found[tuple(str(a) for a in at), problem if isinstance(problem, str) else problem()] = None
 
-    def place(self, at: tuple[str, ...]) -> str:
+    def location(self, at: tuple[str, ...]) -> str:
         """Returns the file and line, or the override, that set a key or its closest parent."""
         for n in range(len(at), 0, -1):
             if override := self.assigned.get(at[:n]):
@@ -131,7 +133,7 @@ class RecipeReader:
             RecipeError: there are problems; one line each.
         """
         if self.found:
-            lines = dict.fromkeys(f"{self.place(at)}: {text}" for at, text in self.found)
+            lines = dict.fromkeys(f"{self.location(at)}: {text}" for at, text in self.found)
             more = [f"{self.where}: and {self.more:,} more problems"] if self.more else []
             raise RecipeError("\n".join([*lines, *more]))
 
@@ -142,12 +144,18 @@ class RecipeReader:
         values = {} if values is None else values
         name = ".".join(at)
         if not isinstance(values, Mapping):
-            self.say(at, f"{name}: must be a mapping of settings, got {quoted(values)}")
+            self.report(at, f"{name}: must be a mapping of settings, got {quoted(values)}")
             return None
+        values = current_values(at, values)
         known = [f.name for f in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known]
         for key in unknown:
-            self.say((*at, key), lambda key=key: unknown_key((*at, str(key)), known))  # type: ignore[misc]
+            path = (*at, str(key))
+            if (current := current_key(path)) != path:
+                text = f"is the former name of {'.'.join(current)}, which is given too; remove one of them"
+                self.report(path, f"{'.'.join(path)}: {text}")
+            else:
+                self.report(path, lambda path=path: unknown_key(path, known))  # type: ignore[misc]
         try:
             read = _adapter(cls).model_validate_json(
                 json.dumps({key: value for key, value in values.items() if key in known}, default=str)
@@ -159,7 +167,7 @@ class RecipeReader:
             for key, errors in by_field.items():
                 here = (*at, key)
                 reasons = " or ".join(dict.fromkeys(_words(e) for e in errors))
-                self.say(
+                self.report(
                     here,
                     f"{'.'.join(here)}: {shorten(reasons, 300)}, got "
                     f"{quoted(values[key]) if key in values else 'nothing'}",
@@ -170,14 +178,14 @@ class RecipeReader:
         try:
             return cls(**{k: getattr(read, k) for k in known})
         except ValueError as problem:  # a technique's own __post_init__
-            self.say(at, f"{name}: {shorten(str(problem), 400)}")
+            self.report(at, f"{name}: {shorten(str(problem), 400)}")
             return None
 
     def recipe(self, values: Any) -> Recipe:
         if values is None or values == {}:
             raise RecipeError(
                 f"{self.where}: is empty; write at least a model and an end, e.g. {{model: {{size: 15M}}, "
-                f"stop: {{steps: 100}}}}, "
+                f"stop: {{max_steps: 100}}}}, "
                 "or begin with a copy: preheat init demo"
             )
         if not isinstance(values, Mapping):
@@ -195,7 +203,7 @@ class RecipeReader:
             settings.update(dataclasses.asdict(scalars))
         for key, value in values.items():
             if key not in parts:
-                self.say((key,), lambda key=key: unknown_key((str(key),), list(parts)))  # type: ignore[misc]
+                self.report((key,), lambda key=key: unknown_key((str(key),), list(parts)))  # type: ignore[misc]
             elif key == "techniques":
                 settings[key] = self.techniques(value)
             elif key not in ("name", "seed"):
@@ -205,7 +213,7 @@ class RecipeReader:
         self.refuse()
         recipe = Recipe(**settings)
         for key, text in problems(recipe):
-            self.say(key.split("."), f"{key}: {text}")
+            self.report(key.split("."), f"{key}: {text}")
         self.refuse()
         return recipe
 
@@ -214,17 +222,17 @@ class RecipeReader:
         if isinstance(values, list) and all(isinstance(v, str) for v in values):  # a list of names means their defaults
             for one, times in sorted(Counter(values).items()):
                 if times > 1:
-                    self.say(at, f"{name}: {quoted(one)} stands twice")
+                    self.report(at, f"{name}: {quoted(one)} stands twice")
             values = dict.fromkeys(values)
         if values is None:
             return {}
         if not isinstance(values, Mapping):
-            self.say(at, f"{name}: must be names with their settings, got {quoted(values)}")
+            self.report(at, f"{name}: must be names with their settings, got {quoted(values)}")
             return {}
         techniques = {}
         for one, settings in values.items():
             if one not in known:
-                self.say(
+                self.report(
                     (*at, one),
                     lambda one=one: f"unknown technique {quoted(str(one))}; {nearest(str(one), list(known))}",  # type: ignore[misc]
                 )

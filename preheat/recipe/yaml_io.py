@@ -165,6 +165,16 @@ def _tagged(line: str, at: tuple[str, ...], node: yaml.Node) -> str:
     )
 
 
+def _require_plain_key(key: yaml.Node, line: str, at: tuple[str, ...]) -> None:
+    """Rejects keys of a mapping that are not plain text."""
+    if not isinstance(key, yaml.ScalarNode):
+        raise RecipeError(f"{line}: {_prefix(at)}a key is text, not a list or a mapping")
+    if key.value == "<<" and key.style is None:
+        raise RecipeError(f"{line}: {_prefix(at)}merge keys ('<<') are not of YAML 1.2; write the keys out")
+    if key.tag not in _Loader.yaml_constructors:
+        raise RecipeError(_tagged(line, at, key))
+
+
 def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[tuple[str, ...], int]]:
     """Parses YAML text into plain values and the line of each key. Keys are text.
 
@@ -192,12 +202,7 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
             if node.tag != f"{_TAG}map":
                 raise RecipeError(_tagged(line, at, node))
             for key, value in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    raise RecipeError(f"{line}: {_prefix(at)}a key is text, not a list or a mapping")
-                if key.value == "<<" and key.style is None:
-                    raise RecipeError(f"{line}: {_prefix(at)}merge keys ('<<') are not of YAML 1.2; write the keys out")
-                if key.tag not in _Loader.yaml_constructors:
-                    raise RecipeError(_tagged(line, at, key))
+                _require_plain_key(key, line, at)
                 key.tag = f"{_TAG}str"  # 1, null and true are names like others
                 here = (*at, key.value)
                 if here in lines:
@@ -226,7 +231,7 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
     if node is None:
         return {}, lines
     walk(node, ())
-    with _in_words(where, numbered=numbered):
+    with _short_yaml_errors(where, numbered=numbered):
         return loader.construct_document(node), lines
 
 
@@ -234,13 +239,13 @@ def _composed(text: str, where: str, *, numbered: bool) -> tuple[yaml.Node | Non
     """Returns the nodes of YAML text with aliases not yet expanded, and their loader; errors as for `compose`."""
     if len(text) > LARGEST_FILE:
         raise RecipeError(f"{where}: is longer than {LARGEST_FILE >> 20} MiB, which no recipe is")
-    with _in_words(where, numbered=numbered):
+    with _short_yaml_errors(where, numbered=numbered):
         loader = _Loader(text)
         return loader.get_single_node(), loader
 
 
 @contextlib.contextmanager
-def _in_words(where: str, *, numbered: bool) -> Iterator[None]:
+def _short_yaml_errors(where: str, *, numbered: bool) -> Iterator[None]:
     """Converts PyYAML's errors within the block to a RecipeError of one line."""
     try:
         yield

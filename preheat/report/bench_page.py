@@ -5,11 +5,10 @@ bench.json ──render──▶ bench.html
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from preheat.report import svg
+from preheat.report import page, svg
 from preheat.report.formatting import (
     change,
     escape,
@@ -23,9 +22,8 @@ from preheat.report.formatting import (
     sizes,
     unit_of,
 )
-from preheat.report.run_page import document, scrolling, write_figures
 
-__all__ = ["write_bench"]
+__all__ = ["ratio_range", "write_bench"]
 
 MEMORY_SEEN, SPEED_SEEN = 0.02, 0.03
 """Relative differences below these count as none; the same thresholds as for the verdicts."""
@@ -38,29 +36,26 @@ def write_bench(folder: str | Path) -> Path:
         RunError: there is no bench.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "bench.json"
-    return write_figures(source, "preheat bench", ("name", "rows"), _page)
+    return page.write_figures(source, "preheat bench", ("name", "rows"), _page)
 
 
 def _page(result: dict[str, Any]) -> str:
-    verdicts = "".join(f"<li>{nbsp_units(v['words'])}</li>" for v in result["verdicts"])
-    verdict_list = (
-        f"<ul>{verdicts}</ul>" if verdicts else '<p class="small">Nothing was left out, so there is no verdict.</p>'
-    )
-    waterfalls = _waterfalls(result)
-    falls = f'<section id="give"><h2>What each technique gives</h2>{waterfalls}</section>' if waterfalls else ""
-    return document(
+    verdicts = [nbsp_units(v["message"]) for v in result["verdicts"]]
+    return page.document(
         f"{result['name']} · preheat bench",
-        f"""<header id="verdict"><p class="eyebrow">preheat bench</p><h1>{escape(headline(result["name"]))}</h1>
-<p class="verdict">{escape(_headline(result))}</p></header>
-<section id="verdicts"><h2>Verdicts</h2>{verdict_list}</section>
-{falls}
-<section id="contenders"><h2>Every contender</h2>{_table(result)}</section>
+        f"""{page.header("preheat bench", headline(result["name"]), _headline(result))}
+{page.section("verdicts", "Verdicts", page.bullets(verdicts) if verdicts else page.small(_NO_VERDICT))}
+{page.section("give", "What each technique gives", _waterfalls(result))}
+{page.section("contenders", "Every contender", _table(result))}
 <footer>{escape(result["repeats"])} turns of {escape(result["steps"])} steps each, every turn in a process of its \
 own, in alternation. Speed: median over the turns
 of the median step; ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of \
 the first step's
 gradients with those of {escape(result["rows"][0]["name"])}. All figures as data: bench.json.</footer>""",
     )
+
+
+_NO_VERDICT = "Nothing was left out, so there is no verdict."
 
 
 def _headline(result: dict[str, Any]) -> str:
@@ -114,8 +109,8 @@ def _waterfalls(result: dict[str, Any]) -> str:
         )
         caption = "Each bar is what changes when that technique alone is left out; overlap is what they share."
         drawing = svg.spans(f"fall-{key.replace('_', '-')}", bars, alt_text, unit=unit)
-        drawn.append(f"<figure><figcaption><h3>{title}, {unit}</h3><p>{caption}</p></figcaption>{drawing}</figure>")
-    return f'<div class="two">{"".join(drawn)}</div>'
+        drawn.append(page.figure(f"{title}, {unit}", caption, drawing))
+    return page.two_columns(*drawn)
 
 
 def _table(result: dict[str, Any]) -> str:
@@ -123,34 +118,32 @@ def _table(result: dict[str, Any]) -> str:
     predicted = [row["predicted"]["peak_gib"] if not row["failed"] and row["predicted"] else None for row in rows]
     unit, texts = sizes([*(None if row["failed"] else row["peak_gib"] for row in rows), *predicted])
     titles = ("contender", "tokens/s", "times plain", f"peak, {unit}", "start-up", "loss", "cosine")
-    head = "".join(f'<th scope="col"{" class=n" if n else ""}>{title}</th>' for n, title in enumerate(titles))
-    shown = "".join(
-        _row(row, peak, f"predicted {guess}" if size is not None else "", len(titles) - 1)
-        for row, peak, guess, size in zip(rows, texts, texts[len(rows) :], predicted, strict=False)
+    return page.table(
+        titles,
+        [
+            page.failed_row(row["name"], row["failed"], len(titles))
+            if row["failed"]
+            else _row(row, peak, f"predicted {guess}" if size is not None else "")
+            for row, peak, guess, size in zip(rows, texts, texts[len(rows) :], predicted, strict=False)
+        ],
     )
-    return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{shown}</tbody></table>")
 
 
-def _between(row: dict[str, Any]) -> str:
-    return f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}" if len(row["speeds"]) > 1 else "one turn"
+def ratio_range(row: dict[str, Any]) -> str:
+    """Returns the lowest and highest speed ratio of a contender's turns."""
+    low, high = row["ratio_spread"]
+    return f"{low:.2f} to {high:.2f}" if len(row["speeds"]) > 1 else "one turn"
 
 
-def _row(row: dict[str, Any], peak: str, predicted: str, columns: int) -> str:
-    name = f'<th scope="row">{escape(row["name"])}</th>'
-    if row["failed"]:
-        return f'<tr>{name}<td class="free bad" colspan="{columns}">{escape(row["failed"])}</td></tr>'
-    cells: Sequence[tuple[str, str]] = (
-        (grouped(row["tokens_per_second"]), f"{grouped(row['spread'][0])} to {grouped(row['spread'][1])}"),
-        (f"{row['ratio']:.2f}", _between(row)),
-        (peak, predicted),
-        (f"{row['startup_seconds']:.1f} s", ""),
-        (loss(row["loss"]), ""),
-        (f"{row['gradient_cosine']:.6f}" if number(row["gradient_cosine"]) is not None else "none in common", ""),
+def _row(row: dict[str, Any], peak: str, predicted: str) -> str:
+    cosine = f"{row['gradient_cosine']:.6f}" if number(row["gradient_cosine"]) is not None else "none in common"
+    low, high = row["spread"]
+    return page.named_row(
+        row["name"],
+        page.number_cell(grouped(row["tokens_per_second"]), f"{grouped(low)} to {grouped(high)}"),
+        page.number_cell(f"{row['ratio']:.2f}", ratio_range(row)),
+        page.number_cell(peak, predicted),
+        page.number_cell(f"{row['startup_seconds']:.1f} s"),
+        page.number_cell(loss(row["loss"])),
+        page.number_cell(cosine),
     )
-    shown = "".join(
-        f'<td class="n">{nbsp_units(value)}'
-        + (f'<br><span class="small">{nbsp_units(below)}</span>' if below else "")
-        + "</td>"
-        for value, below in cells
-    )
-    return f"<tr>{name}{shown}</tr>"

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from preheat.report import page
 from preheat.report.formatting import escape
-from preheat.report.run_page import document, write_figures
+from preheat.report.page import LegendEntry, number_cell, series_colour
 from preheat.report.svg import NARROW, SENTINEL, drawn
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def write_compress(folder: str | Path) -> Path:
         RunError: there is no compress.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "compress.json"
-    return write_figures(source, "preheat compress", ("chosen", "variants"), _page)
+    return page.write_figures(source, "preheat compress", ("chosen", "variants"), _page)
 
 
 def _page(result: dict[str, Any]) -> str:
@@ -55,18 +56,16 @@ def _page(result: dict[str, Any]) -> str:
         "a second, "
         f"perplexity {_rise(chosen['perplexity_rise'])}; chosen as {result['chosen_because']}."
     )
-    done = "".join(f"<li><b>{escape(v['name'])}</b>: {escape(v['what'])}</li>" for v in result["variants"])
-    items = "".join(f"<li>{escape(note)}</li>" for note in result.get("said", ()))
-    notes = f'<section id="notes"><h2>What to know</h2><ul>{items}</ul></section>' if items else ""
-    return document(
+    done = page.bullets(f"<b>{escape(v['name'])}</b>: {escape(v['what'])}" for v in result["variants"])
+    charts = page.two_columns(_pareto(result, "size"), _pareto(result, "time"))
+    notes = page.bullets(map(escape, result["notes"])) if result.get("notes") else ""
+    return page.document(
         f"{result['source']} · preheat compress",
-        f"""<header id="verdict"><p class="eyebrow">preheat compress</p><h1>{escape(Path(result["source"]).name)}</h1>
-<p class="verdict">{escape(headline)}</p></header>
-<section id="pareto"><h2>Quality against size and speed</h2><div \
-class="two">{_pareto(result, "size")}{_pareto(result, "time")}</div></section>
-<section id="variants"><h2>Every variant</h2>{_table(result)}</section>
-<section id="what"><h2>What was done</h2><ul>{done}</ul></section>
-{notes}
+        f"""{page.header("preheat compress", Path(result["source"]).name, headline)}
+{page.section("pareto", "Quality against size and speed", charts)}
+{page.section("variants", "Every variant", _table(result))}
+{page.section("what", "What was done", done)}
+{page.section("notes", "What to know", notes)}
 <footer>Data: {escape(result["texts"])}; {result["calibration_rows"]} calibration rows, {after["tokens"]:,} held-out \
 tokens. Bytes: of the weights. Times: medians of
 turns taken alternately with the same model in bf16, one row, a prompt of {after["prompt_tokens"]} tokens. All \
@@ -98,6 +97,8 @@ def _pareto(result: dict[str, Any], by: str) -> str:
         f"{', '.join(points[n][0] for n in best)}."
     )
 
+    colours = ["ink", *(series_colour(n) for n in range(len(points) - 1))]
+
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import FuncFormatter
 
@@ -111,7 +112,7 @@ def _pareto(result: dict[str, Any], by: str) -> str:
             zorder=1,
         )
         for n, (name, x, y) in enumerate(points):
-            colour = SENTINEL["ink" if n == 0 else f"series-{(n - 1) % 6 + 1}"]
+            colour = SENTINEL[colours[n]]
             filled = name == result["chosen"]
             axes.plot(
                 [x],
@@ -135,19 +136,9 @@ def _pareto(result: dict[str, Any], by: str) -> str:
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
-    legend = "".join(
-        (
-            f'<li class="line" style="--c: var(--{"ink" if n == 0 else f"series-{(n - 1) % 6 + 1}"})">{n} '
-            f"{escape(name)}</li>"
-        )
-        for n, (name, _, _) in enumerate(points)
-    )
+    legend = [LegendEntry(f"{n} {name}", colours[n]) for n, (name, _, _) in enumerate(points)]
     title = f"Perplexity against {'size' if by == 'size' else 'latency'}"
-    drawing = drawn(f"compress-{by}", NARROW, caption, draw)
-    return (
-        f"<figure><figcaption><h3>{title}</h3><p>{escape(caption)}</p></figcaption>"
-        f'<ul class="legend">{legend}</ul>{drawing}</figure>'
-    )
+    return page.figure(title, caption, drawn(f"compress-{by}", NARROW, caption, draw), legend)
 
 
 def _tick(decimals: int, value: float, place: int | None) -> str:
@@ -188,13 +179,12 @@ def _table(result: dict[str, Any]) -> str:
         "largest logit difference",
         "top-1 the same",
     )
-    head = "".join(f'<th scope="col"{" class=n" if n else ""}>{title}</th>' for n, title in enumerate(titles))
     first = result["variants"][0]["before"]
     rows = [_row("bf16", first, first, None)] + [
         _row(v["name"] + (" (chosen)" if v["name"] == result["chosen"] else ""), v["after"], v["before"], v)
         for v in result["variants"]
     ]
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return page.table(titles, rows)
 
 
 def _row(name: str, figures: dict[str, Any], before: dict[str, Any], variant: dict[str, Any] | None) -> str:
@@ -208,6 +198,4 @@ def _row(name: str, figures: dict[str, Any], before: dict[str, Any], variant: di
         f"{variant['max_logit_difference']:.3g}" if variant else "",
         f"{variant['top_1_agreement']:.1%}" if variant else "",
     ]
-    return (
-        f'<tr><th scope="row">{escape(name)}</th>' + "".join(f'<td class="n">{cell}</td>' for cell in cells) + "</tr>"
-    )
+    return page.named_row(name, *map(number_cell, cells))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from preheat.report.formatting import LONG, escape, grouped, headline, nbsp_units, percent
-from preheat.report.run_page import GENERATOR, document, scrolling
-from preheat.run_dir import write_asked
+from preheat.report import page
+from preheat.report.formatting import LONG, escape, grouped, headline, percent
 
 __all__ = ["write_data"]
 
@@ -21,21 +20,19 @@ def write_data(shown: dict[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: the page cannot be written.
     """
-    return write_asked(path, _page(shown), marks=[GENERATOR], fix="name another file with --html")
+    return page.write_page(_page(shown), path)
 
 
 def _page(shown: dict[str, Any]) -> str:
-    messages = [(line, " bad") for line in shown["blocked"]] + [(line, "") for line in shown["preflight"]]
-    notices = "".join(f'<p class="notice{kind}">{escape(line)}</p>' for line, kind in messages)
+    notices = [page.notice(line, bad=True) for line in shown["blocked"]] + list(map(page.notice, shown["preflight"]))
     packing, counts = shown["packing"], shown["counts"]
     verdict = (
         "The checks before training refuse this data."
         if shown["blocked"]
         else "The checks before training let it pass."
     )
-    left = ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items()) or "none left out"
     tiles = (
-        ("Rows read", grouped(counts["read"]), left),
+        ("Rows read", grouped(counts["read"]), _dropped(counts) or "none left out"),
         (
             "Examples to train on",
             grouped(packing["documents"]),
@@ -52,23 +49,22 @@ def _page(shown: dict[str, Any]) -> str:
         ("Duplicates", grouped(packing["duplicates"]), "examples that stand there before"),
         ("Layout", shown["layout_kind"], shown["layout_reason"]),
     )
-    drawn = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{nbsp_units(figure)}</dd><dd>{nbsp_units(below)}</dd></div>"
-        for label, figure, below in tiles
-    )
     template = f" Chat template: {shown['template']}." if shown["template"] else ""
-    return document(
+    return page.document(
         f"{shown['name']} · preheat data",
-        f"""<header id="verdict"><p class="eyebrow">preheat data</p><h1>{escape(headline(shown["name"]))}</h1>
-<p class="verdict">{escape(verdict + template)}</p>{notices}</header>
-<dl class="tiles">{drawn}</dl>
-<section id="examples"><h2>As the model sees it</h2><p class="small"><mark>Marked</mark> is trained on; the rest is \
-read. Sequences in the order of training, each document with its file and row.</p>
-{"".join(map(_example, shown["examples"]))}</section>
-<section id="lengths"><h2>Tokens of an example</h2>{_bars(shown["lengths"]["bars"])}</section>
-<section id="sources"><h2>Sources</h2>{_sources(counts["sources"])}</section>
+        f"""{page.header("preheat data", headline(shown["name"]), verdict + template, "".join(notices))}
+{page.tiles(tiles)}
+{page.section("examples", "As the model sees it", _EXAMPLES + "".join(map(_example, shown["examples"])))}
+{page.section("lengths", "Tokens of an example", _bars(shown["lengths"]["bars"]))}
+{page.section("sources", "Sources", _sources(counts["sources"]))}
 <footer>The same as data: preheat data --json.</footer>""",
     )
+
+
+_EXAMPLES = (
+    '<p class="small"><mark>Marked</mark> is trained on; the rest is read. Sequences in the order of training, each '
+    "document with its file and row.</p>"
+)
 
 
 def _example(example: dict[str, Any]) -> str:
@@ -83,9 +79,9 @@ def _example(example: dict[str, Any]) -> str:
         text = "".join(
             f"<mark>{escape(span, LONG)}</mark>" if trained else escape(span, LONG) for span, trained, _ in doc["spans"]
         )
-        parts.append(f'<p class="small">{escape(title)}</p><pre class="tokens">{text}</pre>')
+        parts.append(page.small(title) + f'<pre class="tokens">{text}</pre>')
     if example["padding"]:
-        parts.append(f'<p class="small">and {example["padding"]:,} places of padding</p>')
+        parts.append(page.small(f"and {example['padding']:,} places of padding"))
     return "".join(parts)
 
 
@@ -94,29 +90,26 @@ def _bars(bars: list[dict[str, Any]]) -> str:
     rows = []
     for bar in bars:
         upto = f"{bar['from']:,} to {bar['to']:,}" if bar["to"] else f"{bar['from']:,} or more"
-        width = f'<span class="bar" style="width: {100 * bar["count"] / most:.1f}%"></span>' if bar["count"] else ""
         rows.append(
-            f'<tr><td>{escape(upto)}</td><td class="n">{bar["count"]:,}</td><td class="track">{width}</td></tr>'
+            page.row(page.cell(escape(upto)), page.number_cell(f"{bar['count']:,}"), page.bar_cell(bar["count"] / most))
         )
-    head = '<tr><th scope="col">tokens</th><th scope="col" class="n">examples</th><th scope="col"></th></tr>'
-    return scrolling(f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>")
+    return page.table(("tokens", "examples", ""), rows, text=(0, 2))
 
 
 def _sources(sources: list[dict[str, Any]]) -> str:
     rows = []
     for source in sources:
-        left = ", ".join(f"{n:,} {why}" for why, n in source["dropped"].items()) or "none"
-        cell = (
-            f'{escape(source["source"])}<br><span class="small">{escape(source["layout"])}; left out: '
-            f"{escape(left)}</span>"
-        )
         rows.append(
-            f'<tr><td class="free">{cell}</td><td class="n">{source["read"]:,}</td>'
-            f'<td class="n">{source["tokens"]:,}</td>'
-            f'<td class="n">{source["weight"]:g}</td></tr>'
+            page.row(
+                page.text_cell(source["source"], f"{source['layout']}; left out: {_dropped(source) or 'none'}"),
+                page.number_cell(f"{source['read']:,}"),
+                page.number_cell(f"{source['tokens']:,}"),
+                page.number_cell(f"{source['weight']:g}"),
+            )
         )
-    head = "".join(
-        f'<th scope="col"{" class=n" if n else ""}>{t}</th>'
-        for n, t in enumerate(("source", "rows", "tokens", "weight"))
-    )
-    return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
+    return page.table(("source", "rows", "tokens", "weight"), rows)
+
+
+def _dropped(counts: dict[str, Any]) -> str:
+    """Returns the rows left out, by reason."""
+    return ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items())

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from preheat.report import svg
-from preheat.report.formatting import escape, grouped, headline, loss, nbsp_units, number, percent, sizes
-from preheat.report.run_page import document, scrolling, write_figures
+from preheat.report import page, svg
+from preheat.report.formatting import escape, grouped, headline, loss, number, percent, sizes
+from preheat.report.page import LegendEntry, number_cell, series_colour
 
 __all__ = ["write_inference"]
 
@@ -23,7 +23,7 @@ def write_inference(folder: str | Path) -> Path:
         RunError: there is no inference.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "inference.json"
-    return write_figures(
+    return page.write_figures(
         source, "preheat bench --inference", ("models", "rows", "machine", "batches", "lengths"), _page
     )
 
@@ -31,13 +31,12 @@ def write_inference(folder: str | Path) -> Path:
 def _page(result: dict[str, Any]) -> str:
     models, machine = result["models"], result["machine"]
     names = " · ".join(headline(model["name"]) for model in models)
-    return document(
+    return page.document(
         f"{names} · preheat bench --inference",
-        f"""<header id="verdict"><p class="eyebrow">preheat bench --inference</p><h1>{escape(names)}</h1>
-<p class="verdict">{escape(_headline(result))}</p></header>
-<section id="speed"><h2>Speed</h2><div class="two">{"".join(_drawings(result))}</div></section>
-<section id="shapes"><h2>Every shape</h2>{_shapes(result["rows"])}</section>
-<section id="models"><h2>Models</h2>{_models(models)}</section>
+        f"""{page.header("preheat bench --inference", names, _headline(result))}
+{page.section("speed", "Speed", page.two_columns(*_figures(result)))}
+{page.section("shapes", "Every shape", _shapes(result["rows"]))}
+{page.section("models", "Models", _models(models))}
 <footer>{escape(result["repeats"])} rounds in alternation on {escape(machine["name"])}, each model in a process of \
 its own, every shape written once before it was
 timed; {escape(result["tokens"])} tokens after each prompt, the likeliest each time. Median over the rounds, below it \
@@ -67,10 +66,10 @@ def _headline(result: dict[str, Any]) -> str:
     )
 
 
-def _drawings(result: dict[str, Any]) -> list[str]:
+def _figures(result: dict[str, Any]) -> list[str]:
     """Draws tokens/s by batch size (longest prompts) and time to first token by prompt length (largest batch)."""
     rows, batches, lengths = result["rows"], result["batches"], result["lengths"]
-    drawn = []
+    figures = []
     for key, title, unit, scale, at, fixed, most in (
         ("decode_tokens_per_second", "Decode", "tokens/s", 1.0, "rows", "length", lengths[-1]),
         ("first_token_seconds", "Time to first token", "milliseconds", 1e3, "length", "rows", batches[-1]),
@@ -81,7 +80,7 @@ def _drawings(result: dict[str, Any]) -> list[str]:
         for n, name in enumerate(names):
             points = sorted((row[at], row[key]["value"] * scale) for row in selected if row["name"] == name)
             x, y = zip(*points, strict=True)
-            lines.append(svg.Curve(name, x, y, f"series-{n % 6 + 1}", "points"))
+            lines.append(svg.Curve(name, x, y, series_colour(n), "points"))
         points_text = "; ".join(
             f"{line.name} " + ", ".join(f"{v:.3g} at {n}" for n, v in zip(line.x, line.y, strict=True))
             for line in lines
@@ -90,33 +89,13 @@ def _drawings(result: dict[str, Any]) -> list[str]:
         drawing = svg.by_size(
             f"inference-{at}", lines, f"{title} in {unit} by {at}: {points_text}", format=lambda v: f"{v:g}", label=at
         )
-        legend = "".join(
-            f'<li class="line" style="--c: var(--{line.colour})">{escape(headline(line.name))}</li>' for line in lines
-        )
-        drawn.append(
-            f"<figure><figcaption><h3>{title}, {unit}</h3><p>{escape(caption)}</p></figcaption>"
-            f'<ul class="legend">{legend}</ul>{drawing}</figure>'
-        )
-    return drawn
+        legend = [LegendEntry(headline(line.name), line.colour) for line in lines]
+        figures.append(page.figure(f"{title}, {unit}", caption, drawing, legend))
+    return figures
 
 
-def _table(head: Sequence[str], rows: Sequence[str]) -> str:
-    titles = "".join(f'<th scope="col"{" class=n" if n else ""}>{title}</th>' for n, title in enumerate(head))
-    return scrolling(f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
-
-
-def _cells(name: str, cells: Sequence[tuple[str, str]]) -> str:
-    shown = "".join(
-        f'<td class="n">{nbsp_units(value)}'
-        + (f'<br><span class="small">{nbsp_units(below)}</span>' if below else "")
-        + "</td>"
-        for value, below in cells
-    )
-    return f'<tr><th scope="row">{escape(name)}</th>{shown}</tr>'
-
-
-def _spread(metric: dict[str, float], show: Callable[[float], str]) -> tuple[str, str]:
-    return show(metric["value"]), f"{show(metric['low'])} to {show(metric['high'])}"
+def _spread(metric: dict[str, float], show: Callable[[float], str]) -> str:
+    return number_cell(show(metric["value"]), f"{show(metric['low'])} to {show(metric['high'])}")
 
 
 def _gib(size: Any) -> float | None:
@@ -138,22 +117,20 @@ def _shapes(rows: Sequence[dict[str, Any]]) -> str:
         "same text",
     )
     shown = [
-        _cells(
+        page.named_row(
             row["name"],
-            (
-                (f"{row['rows']} x {row['length']}", ""),
-                _spread(row["first_token_seconds"], lambda v: f"{v * 1e3:,.1f}"),
-                _spread(row["prefill_tokens_per_second"], grouped),
-                _spread(row["decode_tokens_per_second"], lambda v: grouped(v, 0 if v >= 100 else 1)),
-                _spread(row["ratio"], lambda v: f"{v:.2f}"),
-                (f"{row['tokens_per_pass']:.2f}", ""),
-                (caches[2 * n], f"predicted {caches[2 * n + 1]}"),
-                (percent(row["same_text"]), ""),
-            ),
+            number_cell(f"{row['rows']} x {row['length']}"),
+            _spread(row["first_token_seconds"], lambda v: f"{v * 1e3:,.1f}"),
+            _spread(row["prefill_tokens_per_second"], grouped),
+            _spread(row["decode_tokens_per_second"], lambda v: grouped(v, 0 if v >= 100 else 1)),
+            _spread(row["ratio"], lambda v: f"{v:.2f}"),
+            number_cell(f"{row['tokens_per_pass']:.2f}"),
+            number_cell(caches[2 * n], f"predicted {caches[2 * n + 1]}"),
+            number_cell(percent(row["same_text"])),
         )
         for n, row in enumerate(rows)
     ]
-    return _table(titles, shown)
+    return page.table(titles, shown)
 
 
 def _models(models: Sequence[dict[str, Any]]) -> str:
@@ -166,11 +143,7 @@ def _models(models: Sequence[dict[str, Any]]) -> str:
     rows = []
     for n, model in enumerate(models):
         if model["failed"]:
-            why = escape(model["failed"])
-            rows.append(
-                f'<tr><th scope="row">{escape(model["name"])}</th>'
-                f'<td class="free bad" colspan="{len(titles) - 1}">{why}</td></tr>'
-            )
+            rows.append(page.failed_row(model["name"], model["failed"], len(titles)))
             continue
         cells = (
             grouped(model["parameters"]),
@@ -180,5 +153,5 @@ def _models(models: Sequence[dict[str, Any]]) -> str:
             texts[len(models) + n],
             f"{model['startup_seconds']:.1f} s",
         )
-        rows.append(_cells(model["name"], [(cell, "") for cell in cells]))
-    return _table(titles, rows)
+        rows.append(page.named_row(model["name"], *map(number_cell, cells)))
+    return page.table(titles, rows)

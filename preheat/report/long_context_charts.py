@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from preheat.report.formatting import escape, headline, loss, mapping, number, percent
+from preheat.report.formatting import headline, loss, mapping, number, percent
+from preheat.report.page import LegendEntry, figure, series_colour, two_columns
 from preheat.report.svg import NARROW, SENTINEL, drawn, ticks
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def lengths(after: Mapping[str, Any], before: Mapping[str, Any]) -> str:
             shown = _positions(f"length-{len(drawings)}", task, parts, old)
         else:
             shown = _continued(f"length-{len(drawings)}", task, parts)
-        drawings.append(f'<div class="two">{shown}</div>')
+        drawings.append(two_columns(shown))
     return "".join(drawings)
 
 
@@ -65,12 +66,6 @@ def _complete_parts(result: Any) -> Parts:
 
 def _kind_of(parts: Parts) -> set[str]:
     return next(set(keys) for keys in _KINDS if parts[0].keys() >= set(keys))
-
-
-def _figure(title: str, caption: str, drawing: str, legend: Sequence[tuple[str, str]] = ()) -> str:
-    items = "".join(f'<li class="line" style="--c: var(--{colour})">{escape(name)}</li>' for name, colour in legend)
-    shown = f'<ul class="legend">{items}</ul>' if items else ""
-    return f"<figure><figcaption><h3>{escape(title)}</h3><p>{escape(caption)}</p></figcaption>{shown}{drawing}</figure>"
 
 
 def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
@@ -115,12 +110,12 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
         axes.set_xlabel("tokens of context; depth of what is asked on the left", loc="right", labelpad=4)
 
     title = f"{headline(task)}: right at depth and length, %" + (f", {when}" if when else "")
-    return _figure(title, caption, drawn(name, (NARROW[0], 0.9 + 0.27 * len(down)), f"{title}. {caption}", draw))
+    return figure(title, caption, drawn(name, (NARROW[0], 0.9 + 0.27 * len(down)), f"{title}. {caption}", draw))
 
 
 def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
-    lines = [("before", "series-2", old)] if old else []
-    lines.append(("after" if old else "loss", "series-1", parts))
+    lines = [(LegendEntry("before", "series-2"), old)] if old else []
+    lines.append((LegendEntry("after" if old else "loss", "series-1"), parts))
     falls = parts[0]["end"]
     for current, following in itertools.pairwise(parts):
         if following["value"] >= current["value"]:
@@ -132,7 +127,7 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
     )
 
     def draw(axes: Axes) -> None:
-        for _, colour, points in lines:
+        for (_, colour, _), points in lines:
             ends = [part["end"] for part in points]
             axes.plot(
                 ends,
@@ -151,14 +146,12 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
         axes.set_xlabel("up to this place, tokens", loc="right", labelpad=2)
 
     title = f"{headline(task)}: loss by position, nats a token"
-    return _figure(
-        title, caption, drawn(name, NARROW, f"{title}. {caption}", draw), [(line, colour) for line, colour, _ in lines]
-    )
+    return figure(title, caption, drawn(name, NARROW, f"{title}. {caption}", draw), [entry for entry, _ in lines])
 
 
 def _continued(name: str, task: str, parts: Parts) -> str:
     across = sorted({part["length"] for part in parts})
-    lines = [(n, f"series-{k % 6 + 1}", [part for part in parts if part["length"] == n]) for k, n in enumerate(across)]
+    lines = [(n, series_colour(k), [part for part in parts if part["length"] == n]) for k, n in enumerate(across)]
     longest = {part["share"]: part["value"] for part in lines[-1][2]}
     caption = (
         f"Of {across[-1]:,} tokens: {loss(longest.get(0.0))} with nothing before them, {loss(longest.get(1.0))} "
@@ -179,8 +172,8 @@ def _continued(name: str, task: str, parts: Parts) -> str:
         axes.set_xlabel("share of the context that is read", loc="right", labelpad=2)
 
     title = f"{headline(task)}: loss of the last tokens, nats a token"
-    legend = [(f"{n:,} tokens", colour) for n, colour, _ in lines]
-    return _figure(title, caption, drawn(name, NARROW, f"{title}. {caption}", draw), legend)
+    legend = [LegendEntry(f"{n:,} tokens", colour) for n, colour, _ in lines]
+    return figure(title, caption, drawn(name, NARROW, f"{title}. {caption}", draw), legend)
 
 
 def _ticks(axes: Axes, positions: Sequence[float], label: Callable[[float], str] = lambda n: f"{n:,.0f}") -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from preheat.report import svg
+from preheat.report import page, svg
 from preheat.report.formatting import escape
-from preheat.report.run_page import GENERATOR, document, scrolling
+from preheat.report.page import LegendEntry, cell, number_cell, series_colour
 from preheat.report.svg import Curve
-from preheat.run_dir import write_asked
 
 __all__ = ["against_words", "seconds", "size", "write_net"]
 
@@ -61,19 +60,15 @@ def write_net(result: dict[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: it cannot be written.
     """
-    return write_asked(path, _page(result), marks=[GENERATOR])
+    return page.write_page(_page(result), path)
 
 
 def _page(result: dict[str, Any]) -> str:
     hosts = f"{result['hosts']} hosts" if result["hosts"] > 1 else "one host"
     title = f"{result['devices']} processes on {hosts} over {result['backend']}"
     names = list(dict.fromkeys(row["collective"] for row in result["rows"]))
-    colours = dict(zip(names, ("series-1", "series-2", "series-3", "series-4", "series-5"), strict=False))
-    legend = "".join(
-        f'<li class="line" style="--c: var(--{colours[n]})">{escape(n.replace("_", "-"))}</li>' for n in names
-    )
-    drawn = "".join(
-        _figure(result, names, colours, legend, *which)
+    figures = (
+        _figure(result, names, *which)
         for which in (
             (
                 "bus_bandwidth",
@@ -89,13 +84,12 @@ def _page(result: dict[str, Any]) -> str:
             ),
         )
     )
-    return document(
+    return page.document(
         f"{title} · preheat nettest",
-        f"""<header id="verdict"><p class="eyebrow">preheat nettest</p><h1>{escape(title)}</h1>
-<p class="verdict">{escape(result["hardware"])}. {escape(against_words(result))}</p></header>
-<section id="plots"><h2>By size</h2><div class="two">{drawn}</div></section>
-{_pairs(result)}
-<section id="figures"><h2>Every figure</h2>{_rows(result)}</section>
+        f"""{page.header("preheat nettest", title, f"{result['hardware']}. {against_words(result)}")}
+{page.section("plots", "By size", page.two_columns(*figures))}
+{page.section("pairs", "Point to point", _pairs(result))}
+{page.section("figures", "Every figure", _rows(result))}
 <footer>Median over the samples of the slowest process of each, with the tenths at both ends. Size and bus bandwidth \
 as nccl-tests count them. torch
 {escape(result["torch"])}.</footer>""",
@@ -105,8 +99,6 @@ as nccl-tests count them. torch
 def _figure(
     result: dict[str, Any],
     names: list[str],
-    colours: dict[str, str],
-    legend: str,
     key: str,
     scale: float,
     title: str,
@@ -114,10 +106,10 @@ def _figure(
 ) -> str:
     lines = []
     parts = []
-    for name in names:
+    for n, name in enumerate(names):
         rows = [row for row in result["rows"] if row["collective"] == name]
         lines.append(
-            Curve(name, [row["bytes"] for row in rows], [row[key] * scale for row in rows], colours[name], "points")
+            Curve(name, [row["bytes"] for row in rows], [row[key] * scale for row in rows], series_colour(n), "points")
         )
         best = max(row[key] for row in rows) * scale if key == "bus_bandwidth" else rows[0][key] * scale
         parts.append(f"{name.replace('_', '-')} {best:.3g}")
@@ -126,41 +118,38 @@ def _figure(
         lines.append(Curve("catalogue", [0.0], [link_rate * scale], style="named"))
     caption = about + ", ".join(parts) + "."
     drawing = svg.by_size(f"net-{key.replace('_', '-')}", lines, f"{title}. {caption}", format=size)
-    return (
-        f"<figure><figcaption><h3>{title}</h3><p>{escape(caption)}</p></figcaption>"
-        f'<ul class="legend">{legend}</ul>{drawing}</figure>'
-    )
+    legend = [LegendEntry(name.replace("_", "-"), series_colour(n)) for n, name in enumerate(names)]
+    return page.figure(title, caption, drawing, legend)
 
 
 def _pairs(result: dict[str, Any]) -> str:
     if not result["pairs"]:
         return ""
-    rows = "".join(
-        f'<tr><th scope="row">{escape(pair["kind"])}</th><td>{pair["ranks"][0]:d} and {pair["ranks"][1]:d}</td>'
-        f"<td>{escape(', '.join(pair['hosts']))}</td>"
-        f'<td class="n">{seconds(pair["latency"])}</td><td class="n">{pair["bandwidth"] / 1e9:.3g}</td></tr>'
+    rows = (
+        page.named_row(
+            pair["kind"],
+            cell(f"{pair['ranks'][0]:d} and {pair['ranks'][1]:d}"),
+            cell(escape(", ".join(pair["hosts"]))),
+            number_cell(seconds(pair["latency"])),
+            number_cell(f"{pair['bandwidth'] / 1e9:.3g}"),
+        )
         for pair in result["pairs"]
     )
-    return (
-        '<section id="pairs"><h2>Point to point</h2>'
-        '<p class="small">Half the time of a message there and back.</p><div class="scroll"><table><thead><tr>'
-        '<th scope="col">pair</th><th scope="col">ranks</th><th scope="col">hosts</th>'
-        '<th scope="col" class="n">latency</th>'
-        f'<th scope="col" class="n">GB/s</th></tr></thead><tbody>{rows}</tbody></table></div></section>'
+    return page.small("Half the time of a message there and back.") + page.table(
+        ("pair", "ranks", "hosts", "latency", "GB/s"), rows, text=(0, 1, 2)
     )
 
 
 def _rows(result: dict[str, Any]) -> str:
-    head = "".join(
-        f'<th scope="col"{" class=n" if n else ""}>{title}</th>'
-        for n, title in enumerate(("collective", "size", "time", "10 to 90 %", "GB/s", "bus GB/s"))
-    )
-    rows = "".join(
-        f'<tr><th scope="row">{escape(row["collective"].replace("_", "-"))}</th>'
-        f'<td class="n">{size(row["bytes"])}</td><td class="n">{seconds(row["seconds"])}</td>'
-        f'<td class="n">{seconds(row["low"])} to {seconds(row["high"])}</td>'
-        f'<td class="n">{row["algorithm_bandwidth"] / 1e9:.3g}</td>'
-        f'<td class="n">{row["bus_bandwidth"] / 1e9:.3g}</td></tr>'
+    rows = (
+        page.named_row(
+            row["collective"].replace("_", "-"),
+            number_cell(size(row["bytes"])),
+            number_cell(seconds(row["seconds"])),
+            number_cell(f"{seconds(row['low'])} to {seconds(row['high'])}"),
+            number_cell(f"{row['algorithm_bandwidth'] / 1e9:.3g}"),
+            number_cell(f"{row['bus_bandwidth'] / 1e9:.3g}"),
+        )
         for row in result["rows"]
     )
-    return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
+    return page.table(("collective", "size", "time", "10 to 90 %", "GB/s", "bus GB/s"), rows)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from preheat.report.formatting import escape, gib, percent, unit_of
-from preheat.report.svg import NARROW, SENTINEL, WIDE, drawn, ticks
+from preheat.report.formatting import gib, percent, unit_of
+from preheat.report.page import LegendEntry, figure, series_colour
+from preheat.report.svg import NARROW, SENTINEL, WIDE, both_widths, drawn, ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,12 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["pareto", "roofline", "timeline"]
 
 _SHADES = {"forward": "series-1", "head and loss": "series-4", "backward": "series-2", "update": "series-3"}
-
-
-def _figure(title: str, caption: str, drawing: str, legend: Sequence[tuple[str, str]] = ()) -> str:
-    listed = "".join(f'<li class="line" style="--c: var(--{colour})">{escape(name)}</li>' for name, colour in legend)
-    shown = f'<ul class="legend">{listed}</ul>' if listed else ""
-    return f"<figure><figcaption><h3>{escape(title)}</h3><p>{escape(caption)}</p></figcaption>{shown}{drawing}</figure>"
 
 
 def timeline(trace: Mapping[str, Any], available: float) -> str:
@@ -45,8 +40,8 @@ def timeline(trace: Mapping[str, Any], available: float) -> str:
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel("allocations of a step, in order", loc="right", labelpad=4)
 
-    legend = [(phase, _SHADES.get(phase, "series-6")) for phase in dict.fromkeys(phase for _, phase in phases)]
-    return _figure(f"Memory over a step, {unit}", caption, drawn("plan-timeline", NARROW, caption, draw), legend)
+    legend = [LegendEntry(name, _SHADES.get(name, "series-6")) for name in dict.fromkeys(phase for _, phase in phases)]
+    return figure(f"Memory over a step, {unit}", caption, drawn("plan-timeline", NARROW, caption, draw), legend)
 
 
 def roofline(figures: Mapping[str, Any]) -> str:
@@ -64,7 +59,7 @@ def roofline(figures: Mapping[str, Any]) -> str:
             [low, knee, high], [low * bandwidth / 1e12, peak / 1e12, peak / 1e12], color=SENTINEL["ink"], linewidth=1.5
         )
         for n, p in enumerate(points):
-            colour = SENTINEL[f"series-{n % 6 + 1}"]
+            colour = SENTINEL[series_colour(n)]
             axes.plot([p["intensity"]], [p["flops"] / 1e12], marker="o", markersize=7, color=colour)
         axes.set_xscale("log", nonpositive="mask")
         axes.set_yscale("log", nonpositive="mask")
@@ -75,9 +70,10 @@ def roofline(figures: Mapping[str, Any]) -> str:
         axes.set_xlabel("FLOPs a byte", loc="right", labelpad=2)
 
     legend = [
-        (f"{p['operator']}, {percent(p['share'])} of their time", f"series-{n % 6 + 1}") for n, p in enumerate(points)
+        LegendEntry(f"{p['operator']}, {percent(p['share'])} of their time", series_colour(n))
+        for n, p in enumerate(points)
     ]
-    return _figure("Roofline, TFLOP/s", f"{caption}.", drawn("plan-roofline", NARROW, caption, draw), legend)
+    return figure("Roofline, TFLOP/s", f"{caption}.", drawn("plan-roofline", NARROW, caption, draw), legend)
 
 
 def pareto(tried: Sequence[Mapping[str, Any]], guesses: Sequence[Mapping[str, Any]], available: float) -> str:
@@ -126,12 +122,9 @@ def pareto(tried: Sequence[Mapping[str, Any]], guesses: Sequence[Mapping[str, An
 
     unfit = any(not p["fits"] for p in tried) or any(p["peak_gib"] > available for p in shown)
     legend = [
-        ("fits", "series-1"),
-        *([("estimated", "muted")] if shown else []),
-        *([("does not fit", "warn")] if unfit else []),
+        LegendEntry("fits", "series-1"),
+        *([LegendEntry("estimated", "muted")] if shown else []),
+        *([LegendEntry("does not fit", "warn")] if unfit else []),
     ]
-    drawings = "".join(
-        f'<div class="{kind}">{drawn(f"plan-pareto-{kind}", size, caption, draw)}</div>'
-        for kind, size in (("wide", (WIDE[0], 3.2)), ("narrow", NARROW))
-    )
-    return _figure("Tokens a second against memory", caption, drawings, legend)
+    drawings = both_widths("plan-pareto", lambda name, size: drawn(name, size, caption, draw), wide=(WIDE[0], 3.2))
+    return figure("Tokens a second against memory", caption, drawings, legend)

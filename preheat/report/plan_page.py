@@ -9,20 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from preheat.report import plan_charts, svg
+from preheat.report import page, plan_charts, svg
 from preheat.report.formatting import LONG, count, duration, escape, gib, grouped, headline, nbsp_units, percent, sizes
-from preheat.report.run_page import GENERATOR, document, scrolling
-from preheat.run_dir import write_asked
+from preheat.report.page import cell, number_cell, text_cell
+from preheat.report.run_charts import CATEGORY_COLOURS
 
 __all__ = ["write_plan"]
-
-_COLOURS = dict(
-    zip(
-        ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead"),
-        (f"series-{n}" for n in range(1, 7)),
-        strict=True,
-    )
-)
 
 
 def write_plan(plan: Mapping[str, Any], path: str | Path) -> Path:
@@ -34,7 +26,7 @@ def write_plan(plan: Mapping[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: it cannot be written.
     """
-    return write_asked(path, _page(plan), marks=[GENERATOR])
+    return page.write_page(_page(plan), path)
 
 
 def _page(plan: Mapping[str, Any]) -> str:
@@ -42,27 +34,22 @@ def _page(plan: Mapping[str, Any]) -> str:
     many = f"{plan['devices']:,} x " if plan["devices"] > 1 else ""
     where = f"{many}{plan['device']['name']}"
     drawn = plan["figures"]
+    step = page.two_columns(
+        plan_charts.timeline(drawn["timeline"], plan["available_gib"]), plan_charts.roofline(drawn["roofline"])
+    )
     sections = (
         ("memory", "Memory of a device", _memory(plan)),
-        (
-            "step",
-            "A step",
-            f'<div class="two">{plan_charts.timeline(drawn["timeline"], plan["available_gib"])}'
-            f"{plan_charts.roofline(drawn['roofline'])}</div>",
-        ),
+        ("step", "A step", step),
         ("choice", "Candidates", _candidates(plan)),
         ("reasons", "Why not the others", _reasons(plan)),
         ("recipe", "Recipe", f"<pre>{escape(plan['recipe_text'], LONG)}</pre>"),
     )
-    body = "".join(
-        f'<section id="{key}"><h2>{title}</h2>{content}</section>\n' for key, title, content in sections if content
-    )
-    return document(
+    return page.document(
         f"{name} on {where} · preheat plan",
-        f"""<header id="verdict"><p class="eyebrow">preheat plan</p><h1>{escape(name)} on {escape(where)}</h1>
-<p class="verdict">{nbsp_units(_verdict(plan))}</p></header>
+        f"""{page.header("preheat plan", f"{name} on {where}", _verdict(plan))}
 {_tiles(plan)}
-{body}<footer>Predicted by a dry run of the step; nothing was trained. 1 GiB is 2³⁰ bytes. All figures as data: \
+{"".join(page.section(*parts) for parts in sections)}
+<footer>Predicted by a dry run of the step; nothing was trained. 1 GiB is 2³⁰ bytes. All figures as data: \
 preheat plan --json.</footer>""",
     )
 
@@ -76,8 +63,8 @@ def _verdict(plan: Mapping[str, Any]) -> str:
     searched = plan["searched"]
     search_note = (
         (
-            f" The best of {searched['candidates']:,} candidates, of which {searched['looked_at']} "
-            f"{'was' if searched['looked_at'] == 1 else 'were'} dry-run"
+            f" The best of {searched['candidates']:,} candidates, of which {searched['dry_runs']} "
+            f"{'was' if searched['dry_runs'] == 1 else 'were'} dry-run"
         )
         if searched["candidates"]
         else ""
@@ -112,36 +99,26 @@ def _tiles(plan: Mapping[str, Any]) -> str:
         tiles.append(
             ("Energy, at most", f"{energy['million_tokens']:.3g} kWh", f"a million tokens; {run}; boards at full power")
         )
-    return (
-        '<dl class="tiles">'
-        + "".join(f"<div><dt>{a}</dt><dd>{nbsp_units(b)}</dd><dd>{nbsp_units(c)}</dd></div>" for a, b, c in tiles)
-        + "</dl>"
-    )
+    return page.tiles(tiles)
 
 
 def _memory(plan: Mapping[str, Any]) -> str:
     parts = list(plan["memory"].items())
     drawing = svg.stacked(
         "plan-memory",
-        [("peak", [(_COLOURS[category], size) for category, size in parts])],
+        [("peak", [(CATEGORY_COLOURS[category], size) for category, size in parts])],
         "Memory at the peak by category: " + ", ".join(f"{category} {gib(size)}" for category, size in parts),
         limit=(f"{plan['available_gib']:,.4g} GiB", plan["available_gib"]),
     )
     unit, texts = sizes([*(size for _, size in parts), plan["peak_gib"]])
-    rows = "".join(
-        (
-            f'<tr><td><span class="key" style="--c: var(--{_COLOURS[category]})"></span>{escape(category)}</td>'
-            f'<td class="n">{text}</td></tr>'
-        )
+    rows = [
+        page.row(cell(page.colour_key(CATEGORY_COLOURS[category]) + escape(category)), number_cell(text))
         for (category, _), text in zip(parts, texts, strict=False)
-    )
-    head = f'<tr><th scope="col">at the peak</th><th scope="col" class="n">{unit}</th></tr>'
-    peak = f'<tr class="sum"><td>peak</td><td class="n">{texts[-1]}</td></tr>'
+    ]
+    rows.append(page.row(cell("peak"), number_cell(texts[-1]), kind="sum"))
+    table = page.table(("at the peak", unit), rows)
     bars, split = _phases(plan)
-    return (
-        f'<div class="two"><div>{drawing}<table><thead>{head}</thead><tbody>{rows}{peak}</tbody></table>'
-        f"</div><div>{bars}</div></div>{split}{_overhead(plan)}"
-    )
+    return page.two_columns(f"<div>{drawing}{table}</div>", f"<div>{bars}</div>") + split + _overhead(plan)
 
 
 def _phases(plan: Mapping[str, Any]) -> tuple[str, str]:
@@ -149,43 +126,34 @@ def _phases(plan: Mapping[str, Any]) -> tuple[str, str]:
     split = plan["phase_memory"] | ({"export, later": plan["export"]} if plan["export"] else {})
     drawing = svg.stacked(
         "plan-phases",
-        [(phase, [(_COLOURS[c], size) for c, size in categories.items()]) for phase, categories in split.items()],
+        [
+            (phase, [(CATEGORY_COLOURS[c], size) for c, size in categories.items()])
+            for phase, categories in split.items()
+        ],
         "Peak by phase: " + ", ".join(f"{phase} {gib(size)}" for phase, size in plan["phases"].items()),
     )
     unit, texts = sizes(
         [size for categories in split.values() for size in (*categories.values(), sum(categories.values()))]
     )
     across = len(plan["memory"]) + 1
-    head = "".join(f'<th scope="col" class="n">{escape(c)}</th>' for c in plan["memory"])
-    rows = "".join(
-        f"<tr{' class=sum' if phase == plan['peak_phase'] else ''}><td>{escape(phase)}</td>"
-        + "".join(f'<td class="n">{text}</td>' for text in texts[n * across : (n + 1) * across])
-        + "</tr>"
+    rows = (
+        page.row(
+            cell(escape(phase)),
+            *map(number_cell, texts[n * across : (n + 1) * across]),
+            kind="sum" if phase == plan["peak_phase"] else "",
+        )
         for n, phase in enumerate(split)
     )
-    return (
-        f"<h3>Peak by phase</h3>{drawing}",
-        scrolling(
-            f'<table><thead><tr><th scope="col">phase, {unit}</th>{head}<th scope="col" class="n">all</th></tr></thead>'
-            f"<tbody>{rows}</tbody></table>"
-        ),
-    )
+    return f"<h3>Peak by phase</h3>{drawing}", page.table((f"phase, {unit}", *plan["memory"], "all"), rows)
 
 
 def _overhead(plan: Mapping[str, Any]) -> str:
     unit, texts = sizes(list(plan["overhead"].values()))
-    rows = "".join(
-        (
-            f'<tr><td>{escape(what)}</td><td class="n">{text}</td>'
-            f'<td class="free">{escape(plan["overhead_sources"][what])}</td></tr>'
-        )
+    rows = (
+        page.row(cell(escape(what)), number_cell(text), text_cell(plan["overhead_sources"][what]))
         for what, text in zip(plan["overhead"], texts, strict=True)
     )
-    head = (
-        f'<th scope="col">overhead at the peak</th><th scope="col" class="n">{unit}</th>'
-        '<th scope="col">where the figure is from</th>'
-    )
-    return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
+    return page.table(("overhead at the peak", unit, "where the figure is from"), rows, text=(0, 2))
 
 
 _MOST_LISTED = 12  # rows for estimated candidates that do not fit; the fastest are listed
@@ -196,9 +164,8 @@ def _candidates(plan: Mapping[str, Any]) -> str:
     figures, available = plan["figures"], plan["available_gib"]
     tried, guesses = figures["pareto"], figures["guesses"]
     if len(tried) + len(guesses) < 2 and not plan["alternatives"]:
-        return (
-            '<p class="small">The recipe was planned as it is, so there is nothing to compare; --aim fastest '
-            "searches around it.</p>"
+        return page.small(
+            "The recipe was planned as it is, so there is nothing to compare; --aim fastest searches around it."
         )
     known = {p["techniques"] for p in tried}
     least: dict[str, Mapping[str, Any]] = {}  # {techniques: their candidate with the least memory}
@@ -211,23 +178,16 @@ def _candidates(plan: Mapping[str, Any]) -> str:
         (p, f"not dry-run: estimated {gib(p['peak_gib'] - available)} too much") for p in too_large[:_MOST_LISTED]
     ]
     unit, texts = sizes([p["peak_gib"] for p, _ in listed])
-    rows = "".join(
-        (
-            f'<tr><td class="free">{escape(p["what"])}</td><td class="n">{text}</td>'
-            f'<td class="n">{grouped(p["tokens_per_second"])}</td>'
-            f'<td class="free">{nbsp_units(verdict)}</td></tr>'
+    rows = (
+        page.row(
+            text_cell(p["what"]), number_cell(text), number_cell(grouped(p["tokens_per_second"])), text_cell(verdict)
         )
         for (p, verdict), text in zip(listed, texts, strict=True)
     )
-    head = (
-        f'<th scope="col">techniques</th><th scope="col" class="n">memory, {unit}</th>'
-        '<th scope="col" class="n">tokens/s</th><th scope="col">verdict</th>'
-    )
+    titles = ("techniques", f"memory, {unit}", "tokens/s", "verdict")
     rest = len(too_large) - _MOST_LISTED
-    more = (
-        f'<p class="small">{rest:,} slower sets of techniques are estimated not to fit either.</p>' if rest > 0 else ""
-    )
-    table = scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>") if len(listed) > 1 else ""
+    more = page.small(f"{rest:,} slower sets of techniques are estimated not to fit either.") if rest > 0 else ""
+    table = page.table(titles, rows, text=(0, 3)) if len(listed) > 1 else ""
     return plan_charts.pareto(tried, guesses, available) + table + more + _alternatives(plan)
 
 
@@ -239,7 +199,7 @@ def _candidate_verdict(candidate: Mapping[str, Any], available: float) -> str:
 
 def _alternatives(plan: Mapping[str, Any]) -> str:
     if not plan["alternatives"]:
-        return '<p class="small">No other set of techniques was found to fit.</p>'
+        return page.small("No other set of techniques was found to fit.")
     priced = plan["cost"] is not None
     unit, texts = sizes([a["peak_gib"] for a in plan["alternatives"]])
     titles = [
@@ -249,29 +209,21 @@ def _alternatives(plan: Mapping[str, Any]) -> str:
         *(["$ a million tokens"] if priced else []),
         "beside the best",
     ]
-    head = "".join(
-        f'<th scope="col"{" class=n" if 0 < n < len(titles) - 1 else ""}>{title}</th>' for n, title in enumerate(titles)
-    )
-    rows = "".join(
-        (
-            f'<tr><td class="free">{escape(a["what"])}</td><td class="n">{text}</td>'
-            f'<td class="n">{grouped(a["tokens_per_second"])}</td>'
+    rows = (
+        page.row(
+            text_cell(a["what"]),
+            number_cell(text),
+            number_cell(grouped(a["tokens_per_second"])),
+            *([number_cell(f"{a['cost']['million_tokens']:.3g}")] if priced else []),
+            cell(nbsp_units(a["tradeoff"])),
         )
-        + (f'<td class="n">{a["cost"]["million_tokens"]:.3g}</td>' if priced else "")
-        + f"<td>{nbsp_units(a['gives_up'])}</td></tr>"
         for a, text in zip(plan["alternatives"], texts, strict=True)
     )
-    return "<h3>Alternatives</h3>" + scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
+    return "<h3>Alternatives</h3>" + page.table(titles, rows, text=(0, len(titles) - 1))
 
 
 def _reasons(plan: Mapping[str, Any]) -> str:
     if not plan["rejected"]:
         return ""
-    rows = "".join(
-        f'<tr><td class="free">{escape(r["recipe"])}</td><td class="free">{nbsp_units(r["reason"])}</td></tr>'
-        for r in plan["rejected"]
-    )
-    return scrolling(
-        '<table><thead><tr><th scope="col">what</th><th scope="col">why not</th></tr></thead>'
-        f"<tbody>{rows}</tbody></table>"
-    )
+    rows = (page.row(text_cell(r["recipe"]), text_cell(r["reason"])) for r in plan["rejected"])
+    return page.table(("what", "why not"), rows, text=(0, 1))

@@ -45,7 +45,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     plan, environment, changes = run.plan, run.environment, run.changes
     metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
     evaluation = run.evaluation
-    recipe, recipe_text = run.recipe_shown()
+    recipe, recipe_text = run.raw_recipe()
     # A damaged or foreign file may hold anything: enforce the types that the page relies on.
     recipe, plan, environment, changes, evaluation = map(mapping, (recipe, plan, environment, changes, evaluation))
     metrics, evaluations = ([m for m in lines if _is_step(m.get("step"))] for lines in (metrics, evaluations))
@@ -117,7 +117,7 @@ def collect(path: str | Path) -> dict[str, Any]:
         "events": [e for e in events if e["kind"] not in NOT_IN_TIMELINE],
         "environment": environment,
         "recipe": recipe_text,
-        "damaged": run.words,
+        "damaged": run.damage_notes,
         "again": (
             f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}"
         ),
@@ -135,15 +135,15 @@ def _setup(recipe: dict[str, Any], plan: dict[str, Any], environment: dict[str, 
     model, data, batch, optimizer, schedule, stop, techniques = (
         mapping(recipe.get(key)) for key in ("model", "data", "batch", "optimizer", "schedule", "stop", "techniques")
     )
-    size, length, rate = number(batch.get("size")), number(batch.get("length")), number(optimizer.get("lr"))
+    size, length, rate = number(batch.get("size")), number(batch.get("seq_len")), number(optimizer.get("lr"))
     micro = number(mapping(techniques.get("gradient_accumulation")).get("steps"))
     per_step = f"{size:,.0f} sequences" + (f", {size * length:,.0f} tokens" if length else "") if size else None
     if per_step and micro and micro > 1:
         per_step += f", in {micro:,.0f} micro-batches"
     steps = number(plan.get("steps"))
-    limits = [f"stop.{key} {value(limit)}" for key, limit in stop.items() if limit is not None and key != "steps"]
-    planned = ([f"{steps:,.0f}"] if steps else [value(stop["steps"])] if stop.get("steps") else []) + limits
-    warmup = number(schedule.get("warmup"))
+    limits = [f"stop.{key} {value(limit)}" for key, limit in stop.items() if limit is not None and key != "max_steps"]
+    planned = ([f"{steps:,.0f}"] if steps else [value(stop["max_steps"])] if stop.get("max_steps") else []) + limits
+    warmup = number(schedule.get("warmup_ratio"))
     curve = str(schedule.get("kind") or "") + (f" after {percent(warmup)} warm-up" if warmup and warmup < 1 else "")
     held_out = number(data.get("validation"))
     setup = {
@@ -167,7 +167,7 @@ def _model(model: dict[str, Any]) -> str | None:
     for key in ("path", "preset"):
         if model.get(key):
             return str(model[key]) + (", weights drawn at random" if model.get("weights") == "random" else "")
-    layers, width = number(model.get("layers")), number(model.get("width"))
+    layers, width = number(model.get("num_layers")), number(model.get("hidden_size"))
     if model.get("size"):
         return f"{model.get('family') or 'model'} of size {model['size']}"
     if layers and width:
@@ -229,18 +229,19 @@ def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: di
         ]
         return {
             "kind": "failed",
-            "words": f"Failed at {at}" + (f": {reasons[0]}" if reasons else ". No reason was recorded."),
+            "message": f"Failed at {at}" + (f": {reasons[0]}" if reasons else ". No reason was recorded."),
         }
     if "stopping" in session:
         why = session["stopping"].get("reason") or session["stopping"].get("signal")
-        return {"kind": "stopped", "words": f"Stopped early at {at}" + (f" ({why})" if why else "") + "."}
+        return {"kind": "stopped", "message": f"Stopped early at {at}" + (f" ({why})" if why else "") + "."}
     if "finished" in session:
-        return {"kind": "finished", "words": f"Finished at {at}."}
+        return {"kind": "finished", "message": f"Finished at {at}."}
     if not events and not metrics:
-        return {"kind": "open", "words": "Not started: neither a step nor an event is recorded."}
+        return {"kind": "open", "message": "Not started: neither a step nor an event is recorded."}
     return {
         "kind": "open",
-        "words": f"No end is recorded: the run is still going on, or it was killed. Its newest figures are from {at}.",
+        "message": f"No end is recorded: the run is still going on, or it was killed. "
+        f"Its newest figures are from {at}.",
     }
 
 

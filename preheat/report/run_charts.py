@@ -1,4 +1,4 @@
-"""Charts of a run's report, each a `<figure>` with a title, a caption and a drawing."""
+"""Charts of a run's report, each a figure of the page."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from preheat.report import expert_heatmap, svg
-from preheat.report.formatting import escape, gib, grouped, headline, loss, mapping, number, percent, unit_of
+from preheat.report.formatting import gib, grouped, headline, loss, mapping, number, percent, unit_of
+from preheat.report.page import LegendEntry, figure, series_colour
 from preheat.report.svg import Curve
 
-__all__ = ["CATEGORIES", "categories", "evaluations", "losses", "memory", "over_time"]
+__all__ = ["CATEGORY_COLOURS", "categories", "evaluations", "losses", "memory", "over_time"]
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead")
-
-
-def _figure(title: str, caption: str, drawing: str, legend: Sequence[tuple[str, str, str]] = ()) -> str:
-    """Returns a `<figure>`; the legend holds (name, colour, class)."""
-    items = "".join(
-        f'<li class="{kind}" style="--c: var(--{colour})">{escape(name)}</li>' for name, colour, kind in legend
-    )
-    shown = f'<ul class="legend">{items}</ul>{drawing}' if drawing else ""
-    heading = f"<h3>{escape(title)}</h3>" if title else ""
-    return f"<figure><figcaption>{heading}<p>{escape(caption)}</p></figcaption>{shown}</figure>"
+CATEGORY_COLOURS = {
+    name: series_colour(n)
+    for n, name in enumerate(("parameters", "gradients", "optimizer", "activations", "temporary", "overhead"))
+}
+"""Categories of memory in the order of drawing -> colour."""
 
 
 def losses(figures: dict[str, Any]) -> str:
@@ -37,10 +32,10 @@ def losses(figures: dict[str, Any]) -> str:
     if finite:
         smoothed = svg.smooth(raw, len(raw) // 40)
         lines.append(Curve("each step", steps, raw, style="raw"))
-        legend.append(("training, each step", "series-1", "raw"))
+        legend.append(LegendEntry("training, each step", "series-1", "raw"))
         if len(raw) >= 40:
             lines.append(Curve("smoothed", steps, smoothed))
-            legend.append(("smoothed", "series-1", "line"))
+            legend.append(LegendEntry("smoothed", "series-1"))
         sentences.append(
             f"Training loss from {loss(finite[0][1])} at step {finite[0][0]:,.0f} to {loss(finite[-1][1])} "
             f"at step {finite[-1][0]:,.0f}, in nats a token."
@@ -52,7 +47,7 @@ def losses(figures: dict[str, Any]) -> str:
     if evaluated:
         x, y = svg.numbers([e.get("step") for e in evaluated]), svg.numbers([e["validation_loss"] for e in evaluated])
         lines.append(Curve("validation", x, y, "series-2", "points"))
-        legend.append(("validation", "series-2", "line"))
+        legend.append(LegendEntry("validation", "series-2"))
         sentences.append(f"Validation loss {loss(y[-1])} at step {x[-1]:,.0f}, {loss(min(y))} at best.")
     else:
         sentences.append("There is no validation loss.")
@@ -63,15 +58,14 @@ def losses(figures: dict[str, Any]) -> str:
         )
     if figures["not_finite"]:
         sentences.append(f"Loss or gradient was not finite at {_steps_text(figures['not_finite'])} (▼).")
+    caption = " ".join(sentences)
     if not lines:
-        return _figure("", " ".join(sentences), "")
+        return figure("", caption, "")
     lines += [Curve(f"{name} {level:.2f}", [0.0], [level], style="named") for name, level in levels]
-    drawn = [
-        f'<div class="{kind}">'
-        f"{svg.curves(f'loss-{kind}', lines, ' '.join(sentences), marks=figures['not_finite'], size=size)}</div>"
-        for kind, size in (("wide", svg.WIDE), ("narrow", svg.NARROW))
-    ]
-    return _figure("", " ".join(sentences), "".join(drawn), legend)
+    drawing = svg.both_widths(
+        "loss", lambda name, size: svg.curves(name, lines, caption, marks=figures["not_finite"], size=size)
+    )
+    return figure("", caption, drawing, legend)
 
 
 def _levels(baseline: dict[str, Any] | None) -> list[tuple[str, float]]:
@@ -137,8 +131,8 @@ def over_time(figures: dict[str, Any]) -> list[str]:
         ),
     ]
     if figures["expert_loads"]:
-        drawn.append(_figure("Load of experts", *expert_heatmap.loads(figures["expert_loads"])))
-    return [figure for figure in drawn if figure]
+        drawn.append(figure("Load of experts", *expert_heatmap.loads(figures["expert_loads"])))
+    return [drawing for drawing in drawn if drawing]
 
 
 def evaluations(figures: dict[str, Any]) -> list[str]:
@@ -163,7 +157,7 @@ def evaluations(figures: dict[str, Any]) -> list[str]:
                 [Curve(metric, x, y, "series-2", "points")],
                 f"{title}. {caption}",
             )
-            drawings.append(_figure(title, caption, drawn))
+            drawings.append(figure(title, caption, drawn))
     return drawings
 
 
@@ -200,12 +194,12 @@ def _curve_figure(
         lines = [Curve("each step", x, values)]
     if level is not None and level[1] is not None:
         lines.append(Curve(f"{level[0]} {show(level[1])}", [0.0], [level[1]], style="level"))
-    legend = [(line.name, "series-1", line.style) for line in lines] if len(lines) > 1 else []
+    legend = [LegendEntry(line.name, "series-1", line.style) for line in lines] if len(lines) > 1 else []
     if measured is not None and measured[1] is not None:
         caption += f" Measured {measured[0]}: {show(measured[1])}."
     if level is not None and level[1] is not None:
         caption += f" {level[0].capitalize()}: {show(level[1])}."
-    return _figure(title, caption, svg.curves(name, lines, f"{title}. {caption}", from_zero=True), legend)
+    return figure(title, caption, svg.curves(name, lines, f"{title}. {caption}", from_zero=True), legend)
 
 
 def _rate(value: float) -> str:
@@ -253,13 +247,14 @@ def memory(figures: dict[str, Any]) -> str:
     if real is not None:
         rows.append(("measured", [("ink", real)]))
     limit = (f"device {gib(available)}", available) if available is not None else None
-    return _figure("At the peak", " ".join(sentences), svg.stacked("memory", rows, " ".join(sentences), limit=limit))
+    return figure("At the peak", " ".join(sentences), svg.stacked("memory", rows, " ".join(sentences), limit=limit))
 
 
 def categories(figures: dict[str, Any]) -> list[tuple[str, float, str]]:
     """Returns (category, GiB, colour) of the predicted peak; unknown categories come last."""
     by_category = mapping(figures["memory"])
-    names = [n for n in CATEGORIES if n in by_category] + [n for n in by_category if n not in CATEGORIES]
+    names = [n for n in CATEGORY_COLOURS if n in by_category] + [n for n in by_category if n not in CATEGORY_COLOURS]
     sizes = [(name, number(by_category[name])) for name in names]
-    colours = {name: f"series-{i}" for i, name in enumerate(CATEGORIES, start=1)}
-    return [(name, size, colours.get(name, "series-6")) for name, size in sizes if size is not None and size >= 0]
+    return [
+        (name, size, CATEGORY_COLOURS.get(name, "series-6")) for name, size in sizes if size is not None and size >= 0
+    ]

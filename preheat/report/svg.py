@@ -31,6 +31,7 @@ __all__ = [
     "WIDE",
     "Curve",
     "Span",
+    "both_widths",
     "by_size",
     "curves",
     "drawn",
@@ -199,20 +200,7 @@ def curves(
             colour = SENTINEL[line.colour]
             lone = sum(map(math.isfinite, y)) < 3
             if line.style in ("level", "named"):
-                axes.axhline(y[0], color=SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
-                if line.style == "named":
-                    axes.annotate(
-                        line.name,
-                        (1, y[0]),
-                        xycoords=("axes fraction", "data"),
-                        xytext=(-2, 3),
-                        textcoords="offset points",
-                        ha="right",
-                        va="bottom",
-                        color=SENTINEL["muted"],
-                        fontsize=10.5,
-                        parse_math=False,
-                    )
+                _level(axes, line)
             elif line.style == "raw":
                 axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.5, marker="o" if lone else None, markersize=5)
             elif line.style == "points":
@@ -242,6 +230,24 @@ def curves(
     return drawn(name, size, alt_text, draw)
 
 
+def _level(axes: Axes, line: Curve) -> None:
+    """Draws a dashed line across the plot, with its name above it if it is a named level."""
+    axes.axhline(line.y[0], color=SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
+    if line.style == "named":
+        axes.annotate(
+            line.name,
+            (1, line.y[0]),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 3),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            color=SENTINEL["muted"],
+            fontsize=10.5,
+            parse_math=False,
+        )
+
+
 def by_size(
     name: str,
     lines: Sequence[Curve],
@@ -265,19 +271,7 @@ def by_size(
     def draw(axes: Axes) -> None:
         for line in lines:
             if line.style == "named":
-                axes.axhline(line.y[0], color=SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
-                axes.annotate(
-                    line.name,
-                    (1, line.y[0]),
-                    xycoords=("axes fraction", "data"),
-                    xytext=(-2, 3),
-                    textcoords="offset points",
-                    ha="right",
-                    va="bottom",
-                    color=SENTINEL["muted"],
-                    fontsize=10.5,
-                    parse_math=False,
-                )
+                _level(axes, line)
             else:
                 axes.plot(line.x, line.y, color=SENTINEL[line.colour], linewidth=1.6, marker="o", markersize=4.5)
         axes.set_xscale("log", base=2, nonpositive="mask")
@@ -392,6 +386,18 @@ def spans(name: str, rows: Sequence[Span], alt_text: str, *, unit: str) -> str:
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
     return drawn(name, (NARROW[0], 0.62 + 0.3 * len(rows)), alt_text, draw)
+
+
+def both_widths(name: str, draw: Callable[[str, tuple[float, float]], str], *, wide: tuple[float, float] = WIDE) -> str:
+    """Returns a drawing twice, of which the page shows the one that suits its width.
+
+    Args:
+        name: of the drawing, without its width.
+        draw: returns the SVG element for a name and a size.
+        wide: size on a wide page.
+    """
+    sizes = {"wide": wide, "narrow": NARROW}
+    return "".join(f'<div class="{width}">{draw(f"{name}-{width}", size)}</div>' for width, size in sizes.items())
 
 
 def drawn(name: str, size: tuple[float, float], alt_text: str, draw: Callable[[Axes], None]) -> str:

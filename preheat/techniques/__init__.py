@@ -1,9 +1,7 @@
 """One module per technique. `preheat.core.registry` imports them all. No torch."""
 
-from typing import Any
 
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Provides `preheat.techniques.integration_example`, which combines several techniques."""
     if name != "integration_example":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,11 +32,14 @@ from preheat.core import (
     conflicts_of,
     has_room,
 )
-from preheat.recipe import Bound, Share
+from preheat.recipe import Bound, Fraction
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from torch import nn
 
+    from preheat.core.json_types import JsonObject
     from preheat.ops.memory.selective_checkpoint import CheckpointPolicyCache
 
 __all__ = ["ActivationCheckpointing", "Checkpointed", "checkpoint_layers"]
@@ -93,11 +96,11 @@ class Checkpointed:
         planner: chooses what to keep besides the layer's input; None: nothing.
     """
 
-    def __init__(self, forward: Callable[..., Any], kind: Any, planner: CheckpointPolicyCache | None):
+    def __init__(self, forward: Callable[..., object], kind: Hashable, planner: CheckpointPolicyCache | None):
         self.forward, self.kind, self.planner = forward, kind, planner
         self.checkpoint_kwargs: dict[str, Any] | None = None if planner else {}
 
-    def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def prepare(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Chooses what to keep for inputs of these shapes.
 
         Callers that trace the layer must call this first, because it runs the layer under fake tensors.
@@ -107,7 +110,7 @@ class Checkpointed:
         if self.planner is not None and torch.is_grad_enabled():
             self.checkpoint_kwargs = {"context_fn": self.planner(self.kind, self.forward, args, dict(kwargs))}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         import torch
         from torch.utils.checkpoint import checkpoint
 
@@ -142,7 +145,7 @@ class ActivationCheckpointing(Searchable):
     on_gpu: Literal["mode", "auto"] = "mode"
     """auto: on a GPU the fastest of none, selective and full that fits in 90 % of the memory according to the dry run;
     on a CPU `mode`. The run records the choice."""
-    budget: Share | None = None
+    budget: Fraction | None = None
     """With mode budget: fraction of a layer's activations, beyond its input, that may be kept; 0 is full, 1 would keep
     all."""
     products: Annotated[int, Bound(1)] = 1
@@ -160,7 +163,7 @@ class ActivationCheckpointing(Searchable):
     def provided(self) -> frozenset[Tag]:
         return self.provides if self.acts() else frozenset()
 
-    def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], JsonObject]) -> Technique:
         fixed = replace(self, on_gpu="mode")
         if not self.left_open(context.device):
             return fixed
@@ -200,7 +203,7 @@ class ActivationCheckpointing(Searchable):
             return ["budget: 1 keeps everything; leave activation_checkpointing out, or set budget below 1"]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.hf import anatomy
 
         layers = anatomy(part).blocks

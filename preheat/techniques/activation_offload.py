@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Searchable, Stage, Trials
-from preheat.recipe import Bound, Whole
+from preheat.recipe import Bound, NonNegativeInt
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +63,7 @@ class ActivationOffload(Searchable):
 
     stay: Annotated[int, Bound(1)] = 1
     """Last layers whose activations stay on the device: the backward pass begins with them."""
-    least_kib: Whole = 64
+    least_kib: NonNegativeInt = 64
     """Tensors smaller than this many KiB stay: a small copy costs more than it frees."""
 
     def search_numerics(self) -> Literal["exact"]:
@@ -82,7 +82,7 @@ class ActivationOffload(Searchable):
             )
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.hf import anatomy
 
         layers = anatomy(part).blocks

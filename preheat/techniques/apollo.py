@@ -18,15 +18,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Tag, Technique, Trials
-from preheat.recipe import Bound, Positive, Share
+from preheat.recipe import Bound, Fraction, Positive
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor, nn
+    from torch.optim.optimizer import ParamsT
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["Apollo", "apollo_optimizer"]
 
 
-def apollo_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **settings: Any) -> torch.optim.Optimizer:
+def apollo_optimizer(groups: ParamsT, *, by_adamw: Iterable[Tensor] = (), **settings: Any) -> torch.optim.Optimizer:
     """Returns the optimizer (`preheat.ops.optim.apollo.Apollo`): APOLLO for matrices, AdamW for the rest.
 
     Args:
@@ -55,7 +59,7 @@ class Apollo(Technique):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PER_MATRIX_STATES})
 
-    rank: Share = 0.25
+    rank: Fraction = 0.25
     """Rows of the projection, as a fraction of a matrix's smaller side; 0: APOLLO-Mini, one row and one scale for a
     whole matrix."""
     every: Annotated[int, Bound(1)] = 200
@@ -63,10 +67,10 @@ class Apollo(Technique):
     scale: Literal["auto"] | Positive = "auto"
     """Factor on the updates; auto: the authors' 1, and the square root of 128 for a rank of 0."""
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.hf import ends
 
-        options: dict[str, Any] = {
+        options: JsonObject = {
             "rank": self.rank,
             "every": self.every,
             "scale": (1.0 if self.rank else 128**0.5) if self.scale == "auto" else self.scale,
@@ -74,11 +78,11 @@ class Apollo(Technique):
             "number": lambda: build.state.step,
         }
 
-        def make(groups: Any, **settings: Any) -> Any:
+        def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
             others = [weight for trained in build.trained for weight in ends(trained)]
             return apollo_optimizer(groups, by_adamw=others, **options, **settings)
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         others = {id(weight) for weight in ends(part)}
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
         rows = f"{self.rank:g} of the rows" if self.rank else "one row"

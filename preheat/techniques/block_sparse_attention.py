@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Count
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 __all__ = ["BlockSparseAttention", "add_block_sparse_attention"]
@@ -71,23 +72,23 @@ class BlockSparseAttention(Technique):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN})
 
     local: Literal["auto"] | Count = "auto"
-    """Number of last tokens that a token sees, itself included; auto: a quarter of batch.length."""
+    """Number of last tokens that a token sees, itself included; auto: a quarter of batch.seq_len."""
     global_tokens: Count = 4
     """Tokens at the start of each document that the whole document sees."""
 
     def _local(self, context: Context | Build) -> int:
-        return max(1, context.recipe.batch.length // 4) if self.local == "auto" else int(self.local)
+        return max(1, context.recipe.batch.seq_len // 4) if self.local == "auto" else int(self.local)
 
     def check(self, context: Context) -> list[str]:
-        local, length = self._local(context), context.recipe.batch.length
+        local, length = self._local(context), context.recipe.batch.seq_len
         if local + self.global_tokens >= length:
             return [
                 f"local: {local} and {self.global_tokens} global of {length} "
-                "tokens hide nothing; use less than batch.length together"
+                "tokens hide nothing; use less than batch.seq_len together"
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         local = self._local(build)
         count = add_block_sparse_attention(part, local=local, global_tokens=self.global_tokens)
         return Change(f"{count} layers see {local} tokens back and the first {self.global_tokens} of a document", count)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Technique, Trials
 from preheat.recipe import Bound
@@ -114,7 +114,7 @@ class ChunkedLoss(Searchable):
                     f"kernel: torch {torch.__version__} has no chunked linear_cross_entropy; use ours, or torch 2.13"
                 )
         if self.kernel in ("torch", "liger"):
-            adds = [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]
+            adds = [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.claimed()]
             if adds:
                 problems.append(
                     f"kernel: {self.kernel} knows plain cross entropy only, without what {adds[0]} adds; use ours"
@@ -125,13 +125,13 @@ class ChunkedLoss(Searchable):
                 )
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.hf import require_plain_head
 
         chosen = "ours" if self.kernel == "auto" else self.kernel
         require_plain_head(part, self.name(), tied=chosen == "ours")
         rows = self._rows(build.device.kind)
-        build.own(Slot.OVER_LOGITS, _kernel(chosen, rows, build.device.kind == "cuda"), self.name())
+        build.claim(Slot.OVER_LOGITS, _kernel(chosen, rows, build.device.kind == "cuda"), self.name())
         many = "as many rows as Liger chooses" if chosen == "liger" else f"{rows} rows"
         return Change(f"head and loss {many} at a time, gradients made in the forward pass", 1, kernel=chosen)
 

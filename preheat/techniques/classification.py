@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from preheat.core import (
     Batch,
@@ -36,11 +36,12 @@ from preheat.recipe import Bound, Recipe
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["Classification", "accuracy_and_f1", "classify", "confusion"]
 
 
-def classify(model: Any, classes: int, *, seed: int = 0) -> str:
+def classify(model: PreTrainedModel, classes: int, *, seed: int = 0) -> str:
     """Replaces the head of a transformers model with a new one over `classes`, in place. Returns its name.
 
     Raises:
@@ -113,7 +114,7 @@ class Classification(Technique):
     def examples(self) -> ExampleKind:
         return ExampleKind("classes", self.classes)
 
-    def configure(self, config: Any, recipe: Recipe) -> None:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
         config.tie_word_embeddings = False
         config.num_labels = self.classes
 
@@ -121,19 +122,19 @@ class Classification(Technique):
         recipe, problems = context.recipe, []
         if recipe.data.packing == "stream":
             problems.append("data.packing: stream cuts documents at row ends; use auto or whole")
-        if recipe.sample.wanted:
+        if recipe.sample.is_active:
             problems.append("sample: a classifier writes no text; leave them out")
         if recipe.evaluate.baselines:
             problems.append("evaluate.baselines: a unigram model knows no classes; set it to false")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.ops.classification_head import draw_head, give_classes
 
         name = give_classes(part, self.classes)
         draw = functools.partial(draw_head, std=part.config.get_text_config().initializer_range)
         build.weights.fresh(rf"^{name}\.weight$", [name], draw)
-        build.own(Slot.OBJECTIVE, self._objective(part), self.name())
+        build.claim(Slot.OBJECTIVE, self._objective(part), self.name())
         build.loss.scores = _scores
         return Change(
             f"{name} over {self.classes} classes, drawn new, in place of "
@@ -141,7 +142,7 @@ class Classification(Technique):
             1,
         )
 
-    def _objective(self, part: Any) -> Callable[..., LossSum]:
+    def _objective(self, part: PreTrainedModel) -> Callable[..., LossSum]:
         import torch
 
         from preheat.models.hf import head
@@ -167,5 +168,5 @@ def _last_positions(batch: Batch) -> torch.Tensor:
     return to_device(sizes, batch.tokens.device).cumsum(0) - 1
 
 
-def _scores(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
+def _scores(metrics: Mapping[str, Tensor], weight: float) -> dict[str, float]:
     return accuracy_and_f1(metrics["confusion"])

@@ -20,7 +20,7 @@ import functools
 import math
 import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -29,7 +29,14 @@ from preheat.errors import RunError
 from preheat.recipe import Bound
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import nn
+    from transformers import PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
+    from preheat.models.kernel_swap import Forwards
+    from preheat.ops.attention.custom_op import OpaqueAttention
 
 __all__ = ["Compile", "CompiledLayers", "compile_layers"]
 
@@ -54,21 +61,21 @@ class CompiledLayers:
     def __init__(self, *, backend: str, mode: str, dynamic: bool, fullgraph: bool, limit: int):
         import torch
 
-        def layer(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def layer(forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             return forward(*args, **kwargs)
 
         self.graphs, self.limit = 0, limit
-        self._planning: Any = None
-        self.planned: list[tuple[Any, Any]] = []
+        self._planning: AbstractContextManager[None] | None = None
+        self.planned: Forwards = []
         # torch caches graphs by code object: use our own copy, so that graphs of other models are neither used nor
         # counted.
         own = types.FunctionType(layer.__code__.replace(), globals())
         self._compiled = torch.compile(
             own, backend=backend, mode=None if mode == "default" else mode, dynamic=dynamic, fullgraph=fullgraph
         )
-        self._attention: Any = None
+        self._attention: OpaqueAttention | None = None
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Calls `forward(*args, **kwargs)`, compiled if possible."""
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -109,7 +116,7 @@ class CompiledLayers:
         finally:
             self.graphs += counters["stats"]["unique_graphs"] - before
 
-    def _recompile_limit(self) -> Any:
+    def _recompile_limit(self) -> AbstractContextManager[None]:
         """Replaces torch's recompile limit, which counts layers and silently falls back to eager, by our own."""
         import torch
 
@@ -117,7 +124,7 @@ class CompiledLayers:
             return torch.compiler.set_stance("eager_on_recompile")
         return torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
 
-    def _opaque_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _opaque_attention(self, args: tuple[Any, ...], kwargs: JsonObject) -> JsonObject:
         """Returns the arguments with attention as one opaque operator if its kernel or mask cannot be traced."""
         from preheat.ops.attention.custom_op import OpaqueAttention, OpaqueMask
         from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
@@ -229,7 +236,7 @@ class Compile(Searchable):
     def startup_seconds(self, device: Device) -> float:
         return _COMPILE_SECONDS[device.kind] if self.acts() else 0.0
 
-    def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], JsonObject]) -> Technique:
         if self.when != "auto":
             return self
         never = replace(self, when="never")
@@ -242,19 +249,19 @@ class Compile(Searchable):
         without, compiled = plan(never), plan(always)
         if compiled["fits"] != without["fits"]:
             return always if compiled["fits"] else never
-        return always if _ends_sooner(compiled, without) else never
+        return always if _finishes_sooner(compiled, without) else never
 
     def options(self, context: Context) -> Iterable[Technique]:
         # Routing decides at run time which rows an expert reads, which a graph cannot hold; and each batch shape needs
         # a graph of its own.
-        shapes = any(Slot.BATCH_SHAPE in t.owned() for t in context.recipe.techniques.values())
+        shapes = any(Slot.BATCH_SHAPE in t.claimed() for t in context.recipe.techniques.values())
         return (
             []
             if context.model.experts or shapes
             else [replace(self, when="always", fullgraph=self.fullgraph and context.model.family in _ONE_GRAPH)]
         )
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.models.hf import anatomy
         from preheat.models.kernel_swap import KERNEL_FAMILIES, forwards, gates
         from preheat.ops.fused_norm_gate import gated_silu, rms_norm
@@ -282,19 +289,19 @@ class Compile(Searchable):
                     f"techniques.compile.limit: {compiled.graphs} graphs are compiled; "
                     "batches of other shapes run uncompiled from here on"
                 )
-                build.state.events.append({"kind": "notice", "words": message})
+                build.state.events.append({"kind": "notice", "message": message})
 
         build.hooks.after_update.append(report_limit)
         return Change(f"{len(layers)} layers compiled when they first run", len(layers))
 
 
-def _ends_sooner(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _finishes_sooner(one: JsonObject, other: JsonObject) -> bool:
     """Returns True if the first plan finishes the same work sooner, startup included.
 
     Compares only steps if the length of the run is unknown.
     """
 
-    def per_token(plan: Mapping[str, Any]) -> float:
+    def per_token(plan: JsonObject) -> float:
         total = plan["seconds_total"]
         if total is None:
             return 1 / float(plan["tokens_per_second"])

@@ -29,6 +29,8 @@ from preheat.recipe import Bound
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from transformers import PretrainedConfig
 
     from preheat.core import Batch
     from preheat.recipe import Recipe
@@ -54,7 +56,9 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
     return context_parallel.cut_rows(batch, degree, rank, zigzag=zigzag)
 
 
-def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulysses", "ring"]) -> Callable[..., Tensor]:
+def exchanged(
+    kernel: Callable[..., Tensor], group: ProcessGroup, *, kind: Literal["ulysses", "ring"]
+) -> Callable[..., Tensor]:
     """Wraps an attention kernel for sequences sharded by `cut_rows` across a group: (q, k, v, mask, scale) -> out.
 
     Args:
@@ -97,7 +101,7 @@ class ContextParallel(Searchable):
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.CONTEXT: self.degree}
 
-    def configure(self, config: Any, recipe: Recipe) -> None:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
         from preheat.models.conversions.architecture import rope_of_longest
 
         if kind := rope_of_longest(config):
@@ -115,12 +119,12 @@ class ContextParallel(Searchable):
             problems.append(
                 "each device has gradients of its own places, and nothing adds them up; add data_parallel or fsdp"
             )
-        if recipe.batch.length < 2 * self.degree:
+        if recipe.batch.seq_len < 2 * self.degree:
             problems.append(
                 f"degree: {self.degree} devices cannot share out rows of "
-                f"{recipe.batch.length} places; use at most {recipe.batch.length // 2}"
+                f"{recipe.batch.seq_len} places; use at most {recipe.batch.seq_len // 2}"
             )
-        objectives = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.owned()]
+        objectives = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.claimed()]
         if objectives:
             problems.append(
                 f"the loss of {objectives[0]} is over whole rows, of which each device has a part; leave one out"
@@ -146,12 +150,12 @@ class ContextParallel(Searchable):
             return self.kind, ""
         from preheat.ops.distributed.context_parallel import ulysses_bytes
         from preheat.ops.distributed.ring_attention import ring_bytes
-        from preheat.ops.distributed.ring_attention_blocks import FlashPieces, pieces_like
+        from preheat.ops.distributed.ring_attention_blocks import FlashTiles, tiles_for_kernel
 
         heads, shared = self._heads(build)
         if heads % self.degree:
             return "ring", f"{heads} heads cannot be shared out among {self.degree} devices"
-        positions = -(-build.recipe.batch.length // self.degree)
+        positions = -(-build.recipe.batch.seq_len // self.degree)
         layer: dict[str, Any] = {
             "places": positions,
             "shared": shared,
@@ -162,7 +166,7 @@ class ContextParallel(Searchable):
         if positions < _RING_POSITIONS:
             return "ulysses", f"{positions:,} places on a device are too few to hide a ring's sending"
         try:
-            fused = pieces_like(build.slot(Slot.ATTENTION_KERNEL)) is FlashPieces
+            fused = tiles_for_kernel(build.slot(Slot.ATTENTION_KERNEL)) is FlashTiles
         except ValueError:
             fused = False
         if not fused:
@@ -183,13 +187,13 @@ class ContextParallel(Searchable):
                 f"{self._heads(build)[0]} heads for kind: ulysses"
             )
             raise RecipeError(f"techniques.context_parallel.kind: {error}{fix}") from None
-        build.own(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
+        build.claim(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
         rank, zigzag = build.mesh.index(Axis.CONTEXT), kind == "ring"
         build.hooks.transforms.append((Order.SPLIT, lambda batch: cut_rows(batch, self.degree, rank, zigzag=zigzag)))
         summary = f"each row among {self.degree} devices, attention of {build.model.layers} layers by {kind}"
         return Change(summary + (f" ({reason})" if reason else ""), build.model.layers, kernel=kind)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        world, length = math.prod(context.sizes.values()), context.recipe.batch.length
+        world, length = math.prod(context.sizes.values()), context.recipe.batch.seq_len
         degrees = [n for n in (2, 4, 8, 16) if world % n == 0 and length >= n * _MIN_POSITIONS] or [self.degree]
         return [replace(self, degree=n) for n in degrees]

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Slot, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["DataParallel", "replicate_all"]
 
 
-def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> int:
+def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> int:
     """Replicates a module over a mesh, in place: backward all-reduces each layer's gradients as one bucket.
 
     Args:
@@ -47,7 +49,7 @@ class DataParallel(Searchable):
     trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
     supports_encoder_decoder: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.REPLICATED_WEIGHTS, Tag.REDUCED_GRADIENTS})
-    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.UNSHARD_SCOPE})
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.REPLICATE: 0}
@@ -62,12 +64,12 @@ class DataParallel(Searchable):
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.hf import anatomy
         from preheat.ops.distributed.fully_shard import forward_through
 
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
         buckets = replicate_all(part, anatomy(part).blocks, build.mesh.sub(*across))
-        build.own(Slot.FORWARD, forward_through(part), self.name())
-        build.hooks.before_backward.append(part.set_requires_gradient_sync)
+        build.claim(Slot.UNSHARD_SCOPE, forward_through(part), self.name())
+        build.hooks.before_backward.append(cast("FSDPModule", part).set_requires_gradient_sync)
         return Change(f"gradients in {buckets} buckets, summed over {build.mesh.size(*across)} devices", buckets)

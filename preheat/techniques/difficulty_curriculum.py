@@ -18,16 +18,19 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Slot, Stage, Technique, Trials
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.recipe import Bound, Share
+from preheat.recipe import Bound, Fraction
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import nn
 
+    from preheat.core.json_types import JsonObject, StateDict
     from preheat.data.packing import Rows
+    from preheat.models.weights import WeightSource
 
 __all__ = ["DifficultyCurriculum", "competence", "losses_of", "order_by_difficulty"]
 
@@ -121,12 +124,12 @@ def losses_of(
         raise RecipeError(f"{_MODEL}: {folder} has no config.json; name the folder of a Hugging Face model")
     source = WeightSource(folder, knob=_MODEL)
     content = [
-        hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.ends)
+        hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.offsets)
     ]
     config = (folder / "config.json").read_text(encoding="utf-8")
     key = digest("difficulty", 1, source.fingerprint(), config, *content, rows.length, rows.packing)
 
-    def build(target: Path) -> dict[str, Any]:
+    def build(target: Path) -> JsonObject:
         np.save(target / "losses.npy", _losses(folder, source, rows, device, micro))
         return {}
 
@@ -134,7 +137,7 @@ def losses_of(
     return np.load(cached / "losses.npy")
 
 
-def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> np.ndarray:
+def _losses(folder: Path, source: WeightSource, rows: Rows, device: str, micro: int) -> np.ndarray:
     import numpy as np
     import torch
 
@@ -146,7 +149,7 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
     from preheat.ops.losses.cross_entropy import CrossEntropy
     from preheat.recipe import Batch, Model, Recipe, Stop
 
-    config = hf.configure(Recipe(model=Model(path=str(folder)), batch=Batch(length=2), stop=Stop(steps=1)))
+    config = hf.configure(Recipe(model=Model(path=str(folder)), batch=Batch(seq_len=2), stop=Stop(max_steps=1)))
     facts, largest = hf.facts(config), int(np.max(rows.tokens.ids, initial=0))
     if largest >= facts.vocabulary:
         raise DataError(
@@ -195,10 +198,10 @@ class _Ranking:
             )
         self.mark = mark
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"ranking": self.mark}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.mark = state["ranking"]
 
 
@@ -221,7 +224,7 @@ class DifficultyCurriculum(Technique):
     loss."""
     start: Annotated[float, Bound(0, 1, open_low=True)] = 0.1
     """Fraction of the rows, the easiest, to begin with."""
-    until: Share = 0.5
+    until: Fraction = 0.5
     """Fraction of the run after which all rows are sampled."""
     curve: Literal["root", "linear"] = "root"
     """How the fraction grows: with the square root of the progress, or linearly."""
@@ -238,10 +241,10 @@ class DifficultyCurriculum(Technique):
                 "start: with 1 (or until: 0) all rows are drawn from the "
                 "beginning; use start: 0.1 and until: 0.5, or leave it out"
             )
-        if not (stop.steps or stop.tokens or stop.epochs):
+        if not (stop.max_steps or stop.tokens or stop.epochs):
             problems.append(
                 "until: is a share of the run, whose length is not known by "
-                "stop.hours alone; add stop.steps, tokens or epochs"
+                "stop.hours alone; add stop.max_steps, tokens or epochs"
             )
         return problems
 
@@ -254,7 +257,7 @@ class DifficultyCurriculum(Technique):
             return losses_of(Path(self.model), rows, device=device)
         return by_length(rows) if self.by == "length" else by_rarity(rows)
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         ranking = _Ranking()
         build.state.saved[self.name()] = ranking
 
@@ -272,7 +275,7 @@ class DifficultyCurriculum(Technique):
                 committed=committed,
             )
 
-        build.own(Slot.SAMPLE_ORDER, order, self.name())
+        build.claim(Slot.SAMPLE_ORDER, order, self.name())
         source = (
             f"scores of {self.scores}"
             if self.scores

@@ -32,13 +32,20 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.core import Batch, Build, Change, Context, LossSum, Numerics, Order, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import PreheatError, RunError
-from preheat.recipe import Bound, NonNegative, Positive, Share
+from preheat.recipe import Bound, Fraction, NonNegative, Positive
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
+    from preheat.core.json_types import JsonObject
+    from preheat.data.packing import Rows
+    from preheat.data.row_cache import RowCache
+    from preheat.models.distillation.on_policy import OnPolicy
     from preheat.models.distillation.teacher import Teacher
     from preheat.models.distillation.tokenizer_alignment import TokenAligner
+    from preheat.ops.losses.distillation import CommonHead, Distilled, TeacherHead
 
 __all__ = ["Distillation", "distillation_loss", "hidden_distance"]
 
@@ -88,7 +95,7 @@ def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
 class Distillation(Technique):
     # After adapters and precision are applied to the student, so that they affect neither the teacher nor the discarded
     # maps.
-    stage: ClassVar[Stage] = Stage.SPLIT
+    stage: ClassVar[Stage] = Stage.PIPELINE_SPLIT
     numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(
         settings=(
@@ -110,16 +117,16 @@ class Distillation(Technique):
     teacher: str = ""
     """A Hugging Face folder: the model to learn from. Export a run first: preheat export RUN."""
     pieces: Literal["same", "common"] = "same"
-    """same: the teacher has the student's tokenizer; common: it has another one, and the `top` likeliest of the tokens
-    in both vocabularies are compared at positions where both have read the same text. A plan assumes that it splits
-    text into as many tokens as the student."""
+    """same: the teacher has the student's tokenizer; common: it has another one, and the `top_k` likeliest of the
+    tokens in both vocabularies are compared at positions where both have read the same text. A plan assumes that it
+    splits text into as many tokens as the student."""
     divergence: Literal["forward", "reverse"] = "forward"
     """forward: KL(teacher || student), covers everything that the teacher considers likely; reverse: KL(student ||
     teacher), concentrates on its likeliest tokens."""
     temperature: Positive = 1.0
     """Both models' logits are divided by it; above 1, unlikely tokens count for more. The divergence is multiplied by
     its square."""
-    mixture: Share = 0.5
+    mixture: Fraction = 0.5
     """Weight of the teacher in the loss; the labels have the rest."""
     hidden: NonNegative = 0.0
     """Weight of the relative squared distance of hidden states, added to the loss; 0: hidden states are ignored."""
@@ -135,15 +142,15 @@ class Distillation(Technique):
     cache: str | None = None
     """A folder for the teacher's likeliest tokens at every position: filled in a first pass (and if rows are missing),
     read afterwards, so that the teacher is not in memory during training."""
-    top: Annotated[int, Bound(1)] = 32
+    top_k: Annotated[int, Bound(1)] = 32
     """With `cache` or `pieces: common`: number of tokens per position; all others count together."""
-    on_policy: Share = 0.0
+    on_policy: Fraction = 0.0
     """Fraction of the rows in which the student generates the answers itself (the second half of plain text) by
     sampling, and learns there from the teacher only: it is corrected on its own outputs. A plan does not include the
     time and the KV cache of this generation."""
 
     def check(self, context: Context) -> list[str]:
-        from preheat.data.tokenizer import other_pieces
+        from preheat.data.tokenizer import vocabulary_mismatch
         from preheat.models import configs, hf
         from preheat.models.distillation import teacher
 
@@ -151,16 +158,16 @@ class Distillation(Technique):
         if not self.teacher:
             return ["teacher: is not stated; name the Hugging Face folder of the model to learn from"]
         try:
-            teacher_facts = hf.facts(teacher.config_of(Path(self.teacher), recipe.batch.length))
+            teacher_facts = hf.facts(teacher.config_of(Path(self.teacher), recipe.batch.seq_len))
             own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
-            mismatch = other_pieces(own, self.teacher, recipe.model.add_tokens)
+            mismatch = vocabulary_mismatch(own, self.teacher, recipe.model.add_tokens)
             problems = [mismatch] if mismatch and self.pieces == "same" else self._tokenizer_problems(own, mismatch)
         except PreheatError as error:
             return [str(error)]
         if not mismatch and model.vocabulary > teacher_facts.vocabulary:
             problems.append(
                 f"teacher: its head has {teacher_facts.vocabulary:,} rows and the student's "
-                f"{model.vocabulary:,}, so it says nothing of some of them; set model.vocabulary: "
+                f"{model.vocabulary:,}, so it says nothing of some of them; set model.vocab_size: "
                 f"{teacher_facts.vocabulary} for a new student, or take another teacher"
             )
         if not self.mixture and not self.hidden and not self.on_policy:
@@ -215,7 +222,7 @@ class Distillation(Technique):
             for name in unsupported
         ]
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models import hf
         from preheat.models.distillation import teacher as teachers
         from preheat.models.weights import WeightSource
@@ -224,7 +231,7 @@ class Distillation(Technique):
         from preheat.ops.losses.distillation import means
 
         folder = Path(self.teacher)
-        config = teachers.config_of(folder, build.recipe.batch.length)
+        config = teachers.config_of(folder, build.recipe.batch.seq_len)
         bf16 = self.precision == "bf16" or (self.precision == "auto" and Tag.BF16_COMPUTE in build.tags)
         teacher = teachers.Teacher(
             build, teachers.build_teacher(config, bf16=bf16), hf.facts(config), blocked_attention
@@ -246,7 +253,7 @@ class Distillation(Technique):
                 "; begins from the teacher's layers "
                 f"{teachers.init_from_layers(part, build.weights, teacher.facts.layers)}"
             )
-        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # for evaluation; a training step passes its own
+        build.claim(Slot.ROW_LOSS, CrossEntropy(), self.name())  # for evaluation; a training step passes its own
         if self.cache is None:
             build.parts["teacher"] = [teacher.model]
             training_loss = self._common_loss(teacher, matcher) if matcher else self._live_loss(part, teacher)
@@ -254,9 +261,9 @@ class Distillation(Technique):
                 build.hooks.transforms.append((Order.MOVE, self._on_policy(build, part)))
                 summary += f"; in {self.on_policy:.0%} of the rows of what the student writes itself"
         else:
-            teacher_cache = _TeacherCache(teacher, part, Path(self.cache), top=self.top, temperature=self.temperature)
+            teacher_cache = _TeacherCache(teacher, part, Path(self.cache), top=self.top_k, temperature=self.temperature)
             build.hooks.dataset_passes.append(teacher_cache)
-            build.hooks.transforms.append((Order.PACK, teacher_cache.beside))
+            build.hooks.transforms.append((Order.PACK, teacher_cache.attach))
             training_loss = self._cached_loss
             summary += (
                 f", whose {teacher_cache.top} likeliest tokens a place are read from "
@@ -268,17 +275,17 @@ class Distillation(Technique):
                 return LossSum(over_logits(hidden(batch), batch.labels), batch.weight)
             return training_loss(batch, hidden, over_logits)
 
-        build.own(Slot.OBJECTIVE, objective, self.name())
+        build.claim(Slot.OBJECTIVE, objective, self.name())
         build.loss.scores = means
         return Change(summary, count)
 
-    def _row_loss(self, head: Any, *, partly: bool = False) -> Any:
+    def _row_loss(self, head: TeacherHead | CommonHead | None, *, partly: bool = False) -> Distilled:
         from preheat.ops.losses.distillation import Distilled
 
-        settings: Any = {"direction": self.divergence, "temperature": self.temperature, "mixture": self.mixture}
+        settings: JsonObject = {"direction": self.divergence, "temperature": self.temperature, "mixture": self.mixture}
         return Distilled(head, **settings, written=self.on_policy > 0, partly=partly)
 
-    def _on_policy(self, build: Build, part: Any) -> Any:
+    def _on_policy(self, build: Build, part: nn.Module) -> OnPolicy:
         from preheat.data.tokenizer import load_tokenizer
         from preheat.models import configs
         from preheat.models.distillation import on_policy
@@ -293,14 +300,14 @@ class Distillation(Technique):
         return on_policy.OnPolicy(build, part, tokenizer, self.on_policy, stop)
 
     def _matcher(self, build: Build, teacher: Teacher) -> TokenAligner:
-        from preheat.data.tokenizer import load_tokenizer, pieces_of
+        from preheat.data.tokenizer import load_tokenizer, token_bytes
         from preheat.models import configs
         from preheat.models.distillation import tokenizer_alignment
 
         recipe = build.recipe
         own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)  # not None: `check` requires it
         both = (load_tokenizer(str(own), add_tokens=recipe.model.add_tokens), load_tokenizer(self.teacher))
-        mine, theirs = (tokenizer_alignment.TokenizerView(t, pieces_of(t), t.eos_token_id) for t in both)
+        mine, theirs = (tokenizer_alignment.TokenizerView(t, token_bytes(t), t.eos_token_id) for t in both)
         return tokenizer_alignment.TokenAligner(mine, theirs, teacher.facts.positions)
 
     def _common_loss(self, teacher: Teacher, matcher: TokenAligner) -> Callable[..., LossSum]:
@@ -317,9 +324,9 @@ class Distillation(Technique):
             other = matcher(batch)
             last, _ = teacher.read(other.batch)
             states = last.gather(1, other.at.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
-            head = CommonHead(_head(teacher, last.dtype, same=False), own, theirs, self.top, self.temperature)
+            head = CommonHead(_head(teacher, last.dtype, same=False), own, theirs, self.top_k, self.temperature)
             row_loss = self._row_loss(head, partly=True)
-            total = over_logits(hidden(batch), batch.labels, states, other.said, row_loss=row_loss)
+            total = over_logits(hidden(batch), batch.labels, states, other.known, row_loss=row_loss)
             return LossSum(total, batch.weight, row_loss.sums)
 
         return training_loss
@@ -329,10 +336,10 @@ class Distillation(Technique):
     ) -> LossSum:
         """Computes the loss from the teacher's cached top tokens."""
         row_loss = self._row_loss(None)
-        total = over_logits(hidden(batch), batch.labels, *batch.beside, row_loss=row_loss)
+        total = over_logits(hidden(batch), batch.labels, *batch.aligned, row_loss=row_loss)
         return LossSum(total, batch.weight, row_loss.sums)
 
-    def _live_loss(self, part: Any, teacher: Teacher) -> Callable[..., LossSum]:
+    def _live_loss(self, part: PreTrainedModel, teacher: Teacher) -> Callable[..., LossSum]:
         """Returns the loss for a teacher that runs on each micro-batch.
 
         The teacher runs before the student, so that only its hidden states are in memory along with the student's.
@@ -348,7 +355,7 @@ class Distillation(Technique):
             last, theirs = teacher.read(batch, count)
             row_loss = self._row_loss(_head(teacher, last.dtype))
             states, own = teachers.capture_hidden(part, count, lambda: hidden(batch))
-            total = over_logits(states, batch.labels, last, *batch.beside, row_loss=row_loss)
+            total = over_logits(states, batch.labels, last, *batch.aligned, row_loss=row_loss)
             if not count:
                 return LossSum(total, batch.weight, row_loss.sums)
             maps = part.get_submodule(teachers.MAPS)
@@ -360,15 +367,15 @@ class Distillation(Technique):
         return training_loss
 
 
-def _head(teacher: Teacher, dtype: Any, *, same: bool = True) -> Any:
+def _head(teacher: Teacher, dtype: torch.dtype, *, same: bool = True) -> TeacherHead:
     """Returns the teacher's output head, gathered if sharded; limited to the student's vocabulary if `same`."""
     from preheat.models import hf
-    from preheat.ops.distributed.dtensor_utils import whole
+    from preheat.ops.distributed.dtensor_utils import full_tensor
     from preheat.ops.losses.distillation import TeacherHead
 
     weight: Any = hf.head(teacher.model).weight
     rows = teacher.build.model.vocabulary if same else len(weight)
-    return TeacherHead(whole(weight.detach()).to(dtype), rows, hf.softcap(teacher.model))
+    return TeacherHead(full_tensor(weight.detach()).to(dtype), rows, hf.softcap(teacher.model))
 
 
 class _TeacherCache:
@@ -376,16 +383,16 @@ class _TeacherCache:
 
     ROWS = 512  # rows of logits at a time
 
-    def __init__(self, teacher: Teacher, student: Any, folder: Path, *, top: int, temperature: float):
+    def __init__(self, teacher: Teacher, student: nn.Module, folder: Path, *, top: int, temperature: float):
         self.teacher, self.student, self.folder, self.temperature = teacher, student, folder, temperature
         vocabulary = teacher.build.model.vocabulary
         self.top = min(top, vocabulary - 1)
         # Log-probabilities are stored in fp16 (relative error 0.05 %); most vocabularies need no 32-bit token ids.
         self.kind = "uint16" if vocabulary <= 1 << 16 else "int32"
         self.bytes = 2 * (self.top + 1) + (2 if self.kind == "uint16" else 4) * self.top
-        self.rows: Any = None
+        self.rows: RowCache  # opened by the pass over the rows
 
-    def __call__(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
+    def __call__(self, rows: Rows, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
         from preheat.data.row_cache import RowCache, content_of
         from preheat.data.sources import digest
         from preheat.models.weights import materialize
@@ -417,7 +424,7 @@ class _TeacherCache:
         self.rows.fill(rows, missing, lambda batch: self._likeliest(teacher, batch), micro=micro, progress=progress)
         size = len(missing) * length * self.bytes / 2**20
         build.state.events.append(
-            {"kind": "notice", "words": f"the teacher read {len(missing):,} rows: {size:,.1f} MiB in {self.folder}"}
+            {"kind": "notice", "message": f"the teacher read {len(missing):,} rows: {size:,.1f} MiB in {self.folder}"}
         )
 
     def once(self, batch: Batch) -> None:
@@ -446,7 +453,7 @@ class _TeacherCache:
         indices = torch.cat([f.indices for f in tops]).to(getattr(torch, self.kind))
         return [t.unflatten(0, batch.tokens.shape) for t in (values, indices)]
 
-    def beside(self, batch: Batch) -> Batch:
+    def attach(self, batch: Batch) -> Batch:
         """Attaches the teacher's top tokens to a training batch; evaluation does not need them."""
         import torch
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -454,7 +461,7 @@ class _TeacherCache:
         if not self.student.training:
             return batch
         if not is_in_torch_dispatch_mode():
-            return replace(batch, beside=self.rows.beside(batch))
+            return replace(batch, aligned=self.rows.tensors_for(batch))
         shape = batch.tokens.shape  # a dry run has no data
         values = torch.empty(*shape, self.top + 1, dtype=torch.float16)
-        return replace(batch, beside=(values, torch.empty(*shape, self.top, dtype=getattr(torch, self.kind))))
+        return replace(batch, aligned=(values, torch.empty(*shape, self.top, dtype=getattr(torch, self.kind))))

@@ -16,9 +16,9 @@ size finder.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import (
     DATA,
@@ -36,6 +36,13 @@ from preheat.core import (
     Trials,
 )
 from preheat.recipe import Bound, Count
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from preheat.core import LossSum
+    from preheat.core.json_types import JsonObject, StateDict
+
 
 __all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
 
@@ -81,8 +88,8 @@ def _joined(parts: Sequence[Batch]) -> Batch:
         documents = tuple(row for p in parts for row in p.mask.documents or ((p.tokens.shape[1],),) * p.tokens.shape[0])
     mask = replace(parts[0].mask, documents=documents)
     weight, rows = sum(p.weight for p in parts), tuple(n for p in parts for n in p.rows)
-    liked = tuple(row for p in parts for row in p.liked)
-    return Batch(tokens, labels, positions, mask, weight, rows, parts[0].group, liked)
+    desirable = tuple(row for p in parts for row in p.desirable)
+    return Batch(tokens, labels, positions, mask, weight, rows, parts[0].group, desirable)
 
 
 def _rows_of(batch: Batch, first: int, end: int) -> Batch:
@@ -92,11 +99,13 @@ def _rows_of(batch: Batch, first: int, end: int) -> Batch:
 
     labels, documents = batch.labels[first:end], batch.mask.documents
     mask: MaskSpec = replace(batch.mask, documents=documents[first:end] if documents is not None else None)
-    liked = batch.liked[first:end]
+    desirable = batch.desirable[first:end]
     # Computed on the host: batches are moved by the step.
-    weight = weight_of(labels, mask.documents, batch.group, liked)
+    weight = weight_of(labels, mask.documents, batch.group, desirable)
     rows = batch.rows[first:end]
-    return Batch(batch.tokens[first:end], labels, batch.positions[first:end], mask, weight, rows, batch.group, liked)
+    return Batch(
+        batch.tokens[first:end], labels, batch.positions[first:end], mask, weight, rows, batch.group, desirable
+    )
 
 
 def foreseen(floor: float, peak: float, rows: int, more: int) -> float:
@@ -158,10 +167,10 @@ class MicroBatch:
         self.rows = more
         return f"{prediction / 2**30:.2f} GiB foreseen of {self.limit / 2**30:.2f}"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"rows": self.rows, "most": self.most}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.rows, self.most = int(state["rows"]), int(state["most"])
 
 
@@ -201,7 +210,7 @@ class DynamicBatch(Searchable):
             )
         return problems
 
-    def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], JsonObject]) -> Technique:
         if self.start != "auto":
             return self
 
@@ -213,7 +222,7 @@ class DynamicBatch(Searchable):
         fits = (size for size in candidates if share(replace(self, start=size)) <= self.target)
         return replace(self, start=next(fits, candidates[-1]))
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.hardware.cpu_allocator import release_unused
         from preheat.hardware.gpu_memory import CONTEXT
         from preheat.hardware.probe import begin_peak, peak_bytes, resident_bytes
@@ -233,9 +242,9 @@ class DynamicBatch(Searchable):
         inner = build.slot(Slot.FORWARD_BACKWARD)
         measuring = False
 
-        def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> Any:
+        def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
             nonlocal measuring
-            length, full = batches[0].tokens.shape[1], build.recipe.batch.length
+            length, full = batches[0].tokens.shape[1], build.recipe.batch.seq_len
             if not state.begun:
                 state.begun, state.floor = True, resident_bytes() if kind == "cpu" else _allocated()
             # Only full-length steps show what full rows need; the first step warms up.
@@ -259,7 +268,7 @@ class DynamicBatch(Searchable):
                     {"kind": "micro_batch", "step": build.state.step + 1, "rows": state.rows, "was": before, "why": why}
                 )
 
-        build.own(Slot.FORWARD_BACKWARD, forward_backward, self.name())
+        build.claim(Slot.FORWARD_BACKWARD, forward_backward, self.name())
         build.hooks.after_update.append(after_update)
         return Change(
             f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill "

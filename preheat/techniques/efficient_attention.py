@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from preheat.core import Axis, Build, Change, Context, MaskSpec, Numerics, Searchable, Slot, Stage, Tag, Trials
 
@@ -93,7 +93,7 @@ def convert_model_to_efficient_attention(model: Model) -> Model:
 efficient_attention = convert_model_to_efficient_attention
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[nn.Module]:
     """Imports `EfficientAttention` on first access: the module is a torch class."""
     if name != "EfficientAttention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -161,7 +161,7 @@ class EfficientAttentionTechnique(Searchable):
         from preheat.ops.attention.multihead import BLOCKS_UP_TO
 
         if context.device.kind == "cpu":
-            fast = Tag.BF16_COMPUTE in context.tags and context.recipe.batch.length <= BLOCKS_UP_TO
+            fast = Tag.BF16_COMPUTE in context.tags and context.recipe.batch.seq_len <= BLOCKS_UP_TO
             return "blocks" if _beyond_causal(context) or fast else "flash"
         if _half(context) and (context.device.capability or _AMPERE) >= _AMPERE and _flash_supports(context):
             return "cudnn" if _prefers_cudnn(context) else "flash"
@@ -227,12 +227,12 @@ class EfficientAttentionTechnique(Searchable):
             )
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         chosen = self._chosen(build)
         # If auto selects cuDNN, packed rows and windows still use flash attention.
         both = self.kernel == "auto" and chosen == "cudnn"
         kernel = _kernel("preferred" if both else chosen, varlen=True if build.device.kind == "cuda" else None)
-        build.own(Slot.ATTENTION_KERNEL, kernel, self.name())
+        build.claim(Slot.ATTENTION_KERNEL, kernel, self.name())
         shared = (
             f", {build.model.heads} query heads on {build.model.kv_heads}"
             if build.model.kv_heads != build.model.heads
@@ -245,7 +245,7 @@ class EfficientAttentionTechnique(Searchable):
 def _windowed(context: Context | Build) -> bool:
     """Returns True if some layer sees less than a sequence, by the model's own window or by a technique."""
     window = context.model.window
-    return Tag.SLIDING_WINDOW in context.tags or (window is not None and window < context.recipe.batch.length)
+    return Tag.SLIDING_WINDOW in context.tags or (window is not None and window < context.recipe.batch.seq_len)
 
 
 def _beyond_causal(context: Context | Build) -> bool:

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import DATA, Axis, Build, Change, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Positive
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PretrainedConfig
 
     from preheat.recipe import Recipe
 
@@ -54,7 +55,7 @@ def add_bias(model: nn.Module) -> list[Tensor]:
     modules = routers(model)
     for router in modules:
         if BIAS not in router._buffers:
-            weight: Any = router.weight
+            weight = router.get_parameter("weight")
             zeros = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
             router.register_buffer(BIAS, zeros, persistent=False)
     return [router.get_buffer(BIAS) for router in modules]
@@ -97,13 +98,15 @@ class ExpertBalancing(Technique):
     coefficient: Literal["auto"] | Positive = "auto"
     """Weight of the loss; auto: 0.01 with `loss`, none with `bias` (which may have a small one too)."""
 
-    def configure(self, config: Any, recipe: Recipe) -> None:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
         from preheat.models import moe
 
         if not moe.sizes_of(config)[0]:
             raise ValueError(f"balances experts, and {config.model_type} has none; leave it out")
         if config.get_text_config().model_type not in moe.FAMILIES:
-            raise ValueError(f"cannot change the routers of {config.model_type}, which are transformers' own; leave it out")
+            raise ValueError(
+                f"cannot change the routers of {config.model_type}, which are transformers' own; leave it out"
+            )
         if "router_aux_loss_coef" in recipe.model.config:
             raise ValueError("coefficient: model.config.router_aux_loss_coef says the same; state it here alone")
         if self.coefficient == "auto" and self.method == "bias":
@@ -119,7 +122,7 @@ class ExpertBalancing(Technique):
             return
         config.router_aux_loss_coef = coefficient
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.moe import TOKENS, coefficient, has_bias, routers
 
         layers = len(routers(part))

@@ -16,18 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Stage, Tag, Technique, Trials
-from preheat.recipe import Whole
+from preheat.recipe import NonNegativeInt
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ExpertParallel", "share_experts"]
+__all__ = ["ExpertParallel", "shard_experts"]
 
 
-def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
+def shard_experts(module: nn.Module, among: DeviceMesh, alike: DeviceMesh) -> int:
     """Splits the experts of each layer across devices, in place; tokens are then sent to their experts.
 
     Args:
@@ -42,7 +45,7 @@ def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("alike", "among"))  # doctest: +SKIP
-        >>> share_experts(model, mesh["among"], mesh["alike"])  # doctest: +SKIP
+        >>> shard_experts(model, mesh["among"], mesh["alike"])  # doctest: +SKIP
     """
     from torch import nn
     from torch.distributed.tensor import DTensor, Shard
@@ -73,7 +76,7 @@ class ExpertParallel(Searchable):
     # The host reads token counts back in the middle of a layer.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.COMPILED_LAYERS})
 
-    degree: Whole = 0
+    degree: NonNegativeInt = 0
     """Devices that split the experts of a layer, neighbours among the data-parallel devices. 0: all of them, or all
     within a replica of `fsdp`'s hybrid sharding."""
 
@@ -106,13 +109,13 @@ class ExpertParallel(Searchable):
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         axis = _axis(build.mesh.sizes)
         degree = self.degree or build.mesh.size(axis)
         alike, among = build.mesh.cut(axis, degree)
         if axis is Axis.SHARD and build.mesh.size(Axis.REPLICATE) > 1:
             alike = build.mesh.together(build.mesh.sub(Axis.REPLICATE), alike)
-        layers = share_experts(part, among, alike)
+        layers = shard_experts(part, among, alike)
         summary = (
             f"{build.model.experts} experts of {layers} layers over {degree} devices, "
             f"{build.model.experts // degree} on each; tokens by all-to-all"
@@ -128,6 +131,6 @@ class ExpertParallel(Searchable):
         ]
 
 
-def _axis(sizes: Any) -> Axis:
+def _axis(sizes: Mapping[Axis, int]) -> Axis:
     """Returns the axis along which experts are split: the sharding axis if used, otherwise the replication axis."""
     return Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE

@@ -2,7 +2,7 @@
 
 What: swiglu, geglu and reglu multiply the activation of one linear map with another (three matrices); gelu and relu
 have no gate (two). If the number of matrices changes, the inner width changes by 2/3 or 3/2, so that the parameter
-count is unchanged. `model.feed_forward` sets the width of the family's own block.
+count is unchanged. `model.intermediate_size` sets the width of the family's own block.
 Helps: gated blocks reach a lower loss at equal parameters; relu produces many zeros, which sparse kernels can skip.
 Hurts: a gate is one more activation to keep for the backward pass; a block that the family does not have in
 transformers (gelu or relu in a llama, a gate in a GPT-2) cannot be exported to a Hugging Face folder.
@@ -12,19 +12,20 @@ Source: Shazeer 2020 (arXiv:2002.05202).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from preheat.recipe import Recipe
 
 __all__ = ["FeedForward", "replace_feed_forward", "set_feed_forward"]
 
 
-def set_feed_forward(config: Any, activation: str) -> None:
+def set_feed_forward(config: PretrainedConfig, activation: str) -> None:
     """Sets activation and inner width of a transformers configuration (llama, qwen, mistral, gpt2), in place.
 
     The inner width keeps the number of parameters.
@@ -72,7 +73,7 @@ class FeedForward(Technique):
     def provided(self) -> frozenset[Tag]:
         return self.provides if self.activation in ("gelu", "relu") else frozenset()
 
-    def configure(self, config: Any, recipe: Recipe) -> None:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
         if recipe.model.path and recipe.model.weights == "pretrained":
             raise ValueError(
                 "is for new models: the weights of model.path were trained with "
@@ -80,7 +81,7 @@ class FeedForward(Technique):
             )
         set_feed_forward(config, self.activation)
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.models.conversions import architecture
         from preheat.models.hf import anatomy
 

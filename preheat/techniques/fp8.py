@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Searchable, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
@@ -81,7 +81,7 @@ class Fp8(Searchable):
 
     def check(self, context: Context) -> list[str]:
         problems = []
-        device, rows = context.device, context.recipe.batch.length
+        device, rows = context.device, context.recipe.batch.seq_len
         if device.kind == "cpu":
             problems.append(
                 "needs a CUDA device of compute capability 8.9 or more (Ada, "
@@ -93,12 +93,12 @@ class Fp8(Searchable):
                 f"needs compute capability 8.9 or more; {device.name} has {capability}: leave fp8 out there"
             )
         if rows % _ALIGNMENT:  # a weight's gradient sums over tokens, which are then the inner dimension
-            problems.append(f"needs batch.length to be a multiple of {_ALIGNMENT}, not {rows}")
+            problems.append(f"needs batch.seq_len to be a multiple of {_ALIGNMENT}, not {rows}")
         if importlib.util.find_spec("torchao") is None:
             problems.append("needs torchao, which is not installed: pip install torchao")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.hf import head
 
         converted, left = convert_to_fp8(part, recipe=self.recipe, keep=[head(part)])

@@ -1,31 +1,33 @@
 """Fully sharded data parallel: shards weights, gradients, optimizer states and the batch across devices.
 
 What: torch's FSDP2. A layer's weights are all-gathered before use and freed afterwards; its gradients are
-reduce-scattered as soon as backward has computed them. `reshard: false` keeps the gathered weights until backward has
-used them: less communication, more memory.
+reduce-scattered as soon as backward has computed them. `reshard_after_forward: false` keeps the gathered weights until
+backward has used them: less communication, more memory.
 Helps: memory of weights, gradients and optimizer falls with the number of devices; communication overlaps with compute.
 Hurts: every layer's weights are gathered twice per micro-batch (three times the bytes of data parallel's gradients), so
 slow links and small batches suffer.
-Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054): `reshard` is its stage 3, without it stage 2; Zhao et al.
-2023, "PyTorch FSDP" (arXiv:2304.11277).
+Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054): `reshard_after_forward` is its stage 3, without it stage 2;
+Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Count
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["FSDP", "shard_fully"]
 
 
-def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **settings: Any) -> int:
+def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, **settings: Any) -> int:
     """Shards a module with FSDP2, each of its layers as its own group, in place; gradients are summed.
 
     Args:
@@ -59,10 +61,10 @@ class FSDP(Searchable):
             Tag.BF16_ALL_GATHER,
         }
     )
-    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.UNSHARD_SCOPE})
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "teacher"})
 
-    reshard: bool = True
+    reshard_after_forward: bool = True
     """Free a layer's weights after its forward pass and gather them again for backward (ZeRO-3); false keeps them
     (ZeRO-2)."""
     replicate: Count = 1
@@ -77,7 +79,7 @@ class FSDP(Searchable):
     """Keep the shards on the host, and run the optimizer there (CUDA only)."""
 
     def provided(self) -> frozenset[Tag]:
-        without = {Tag.RESHARD_AFTER_FORWARD} if not self.reshard else set()
+        without = {Tag.RESHARD_AFTER_FORWARD} if not self.reshard_after_forward else set()
         without |= {Tag.REDUCE_EACH_MICRO_BATCH} if self.reduce != "each" else set()
         return self.provides - without - ({Tag.BF16_ALL_GATHER} if self.gather != "bf16" else set())
 
@@ -97,7 +99,7 @@ class FSDP(Searchable):
             problems.append("offload: the weights are on the host already; leave it out")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
         from preheat.models.hf import anatomy, embedding, head
@@ -105,7 +107,7 @@ class FSDP(Searchable):
 
         across = (Axis.SHARD,) if build.mesh.size(Axis.CONTEXT) == 1 else (Axis.SHARD, Axis.CONTEXT)
         mesh = build.mesh.sub(*across) if self.replicate == 1 else build.mesh.plane(Axis.REPLICATE, across)
-        ends: Any = [embedding(part), head(part)]
+        ends = [embedding(part), head(part)]
         shared = len({id(end.weight) for end in ends if end is not None}) < len(ends)
         # An untied embedding is its own group, so that it is freed while the layers run. With tensor parallel it
         # returns views, which FSDP2 cannot hook.
@@ -114,15 +116,15 @@ class FSDP(Searchable):
             part,
             [*apart, *anatomy(part).blocks],
             mesh,
-            reshard=self.reshard,
+            reshard=self.reshard_after_forward,
             gather=torch.bfloat16 if self.gather == "bf16" else None,
             offload=self.offload,
         )
         if self.offload:
             build.storage_device = torch.device("cpu")
-        build.own(Slot.FORWARD, fully_shard.forward_through(part), self.name())
+        build.claim(Slot.UNSHARD_SCOPE, fully_shard.forward_through(part), self.name())
         if self.reduce == "last":
-            build.hooks.before_backward.append(part.set_requires_gradient_sync)
+            build.hooks.before_backward.append(cast("FSDPModule", part).set_requires_gradient_sync)
         degree = build.mesh.size(*across)
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
         return Change(f"weights in {groups} groups, a {degree}th of each on a device{copies}", groups)
@@ -138,11 +140,13 @@ class FSDP(Searchable):
             (False, "last"),
         )
         return [
-            replace(self, reshard=again, reduce=reduce, gather=gather)
+            replace(self, reshard_after_forward=again, reduce=reduce, gather=gather)
             for gather in precisions
             for again, reduce in combinations
         ]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:
         milder = [replace(self, reduce="each")] if self.reduce == "last" else []
-        return milder + ([replace(self, reduce="each", reshard=True)] if not self.reshard else [])
+        return milder + (
+            [replace(self, reduce="each", reshard_after_forward=True)] if not self.reshard_after_forward else []
+        )

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 __all__ = ["FusedOperators", "fuse_operators"]
@@ -82,7 +83,7 @@ class FusedOperators(Searchable):
             problems.append("norm, gate: both are false; leave fused_operators out")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         if build.mesh.size(Axis.TENSOR) > 1:
             from preheat.ops.fused_norm_gate import shared_by_rows
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from preheat.core.json_types import JsonObject
     from preheat.recipe import Recipe
 
 __all__ = ["GradientAccumulation", "train_with_gradient_accumulation"]
@@ -48,7 +49,7 @@ __all__ = ["GradientAccumulation", "train_with_gradient_accumulation"]
 _MAX_GPU_TOKENS = 8192
 
 
-def _share(criterion: Any, targets: Tensor) -> float:
+def _mean_divisor(criterion: Any, targets: Tensor) -> float:
     """Returns the divisor of a criterion's mean: the number of its targets that are not ignored."""
     from torch import nn
 
@@ -66,10 +67,10 @@ def _share(criterion: Any, targets: Tensor) -> float:
 
 def train_with_gradient_accumulation(
     model: nn.Module,
-    dataloader: Iterable[tuple[Any, Any]],
+    dataloader: Iterable[tuple[Tensor, Tensor]],
     optimizer: torch.optim.Optimizer,
     accumulation_steps: int,
-    criterion: Callable[[Any, Any], Tensor],
+    criterion: Callable[[Tensor, Tensor], Tensor],
     epochs: int = 1,
 ) -> list[float]:
     """Trains a model with one update per `accumulation_steps` batches of the loader, in place.
@@ -100,7 +101,7 @@ def train_with_gradient_accumulation(
     device = next(model.parameters()).device
     summed = getattr(criterion, "reduction", "mean") == "sum"
 
-    def loss_of(part: tuple[Any, Any, float]) -> Tensor:
+    def loss_of(part: tuple[Tensor, Tensor, float]) -> Tensor:
         inputs, targets, share = part
         loss = criterion(model(inputs.to(device)), targets.to(device))
         if loss.ndim:
@@ -112,7 +113,7 @@ def train_with_gradient_accumulation(
     for _ in range(epochs):
         batches = iter(dataloader)
         while group := list(itertools.islice(batches, accumulation_steps)):
-            shares = [_share(criterion, targets) for _, targets in group]
+            shares = [_mean_divisor(criterion, targets) for _, targets in group]
             total = 1.0 if summed else sum(shares)
             # skips batches without targets: their mean is NaN, not 0
             parts = [(*batch, share / total) for batch, share in zip(group, shares, strict=True) if share]
@@ -158,7 +159,7 @@ class GradientAccumulation(Searchable):
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         build.state.accumulation = self.steps
         rows, devices = _rows(build.recipe, build.mesh.sizes)
         micro = -(-rows // self.steps)
@@ -167,7 +168,7 @@ class GradientAccumulation(Searchable):
             f"{build.recipe.batch.size} rows a step{among} in {-(-rows // micro)} micro-batches of {micro}", self.steps
         )
 
-    def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], JsonObject]) -> Technique:
         if self.on_gpu != "auto":
             return self
         fixed = replace(self, on_gpu="steps")
@@ -177,7 +178,7 @@ class GradientAccumulation(Searchable):
         chosen = fixed
         for steps in (n for n in range(2, rows + 1) if rows % n == 0):
             candidate = replace(fixed, steps=steps)
-            large = rows // steps > 1 and rows // steps * context.recipe.batch.length > _MAX_GPU_TOKENS
+            large = rows // steps > 1 and rows // steps * context.recipe.batch.seq_len > _MAX_GPU_TOKENS
             if large or conflicts_of({**context.recipe.techniques, self.name(): candidate}.values(), context):
                 continue
             prediction = plan(chosen := candidate)

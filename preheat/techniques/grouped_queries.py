@@ -1,7 +1,7 @@
 """Grouped queries: fewer key-value heads, each shared by a group of query heads.
 
-What: the model keeps its query heads and gets `kv_heads` key-value heads. Pretrained weights are mean-pooled: each new
-head is the mean of the heads of its group; a new model is simply built with fewer.
+What: the model keeps its query heads and gets `num_kv_heads` key-value heads. Pretrained weights are mean-pooled: each
+new head is the mean of the heads of its group; a new model is simply built with fewer.
 Helps: the KV cache, which dominates with long contexts and many requests, shrinks by the same factor; key and value
 matrices too.
 Hurts: a pooled model is worse until it is trained further (the paper uses 5 % of the pretraining steps); with fewer
@@ -12,13 +12,14 @@ Source: Ainslie et al. 2023 (arXiv:2305.13245); one head for all: Shazeer 2019 (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from preheat.core import Build, Change, Numerics, Stage, Technique, Trials
 from preheat.recipe import Bound
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig
 
     from preheat.recipe import Recipe
 
@@ -59,15 +60,15 @@ class GroupedQueries(Technique):
     trials: ClassVar[Trials] = Trials(family="llama")
     unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"
 
-    kv_heads: Annotated[int, Bound(1)] = 1
+    num_kv_heads: Annotated[int, Bound(1)] = 1
     """Key-value heads of each layer: a divisor of the model's current number."""
 
-    def configure(self, config: Any, recipe: Recipe) -> None:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
         from preheat.models.conversions import architecture
 
-        architecture.set_kv_heads(config, self.kv_heads)
+        architecture.set_kv_heads(config, self.num_kv_heads)
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.errors import RecipeError
         from preheat.models.conversions import architecture
 
@@ -77,11 +78,12 @@ class GroupedQueries(Technique):
         except ValueError as error:
             raise RecipeError(f"techniques.grouped_queries: {error}") from None
 
-        def pool(name: str, value: Any) -> Any:
-            return architecture.pool_heads(value, self.kv_heads, facts.head_dim)
+        def pool(name: str, value: Tensor) -> Tensor:
+            return architecture.pool_heads(value, self.num_kv_heads, facts.head_dim)
 
         build.weights.map(architecture.KEYS_AND_VALUES, pool)
         origin = "new weights" if build.weights.folder is None else "the mean of each group of those read"
         return Change(
-            f"{facts.heads} query heads on {self.kv_heads} key-value heads in {facts.layers} layers, {origin}", count
+            f"{facts.heads} query heads on {self.num_kv_heads} key-value heads in {facts.layers} layers, {origin}",
+            count,
         )

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["integration_example"]
 
@@ -31,7 +34,7 @@ def integration_example(
     steps: int = 8,
     lr: float = 1e-3,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Trains a small decoder on the bytes of Python's standard library with the four techniques switched on or off.
 
     Uses a CUDA device if there is one. Under torchrun each process reads its own rows.
@@ -85,7 +88,7 @@ def integration_example(
             return PlainAttention(dim, num_heads)
         from preheat.techniques import efficient_attention
 
-        module: Any = efficient_attention.EfficientAttention
+        module: type[nn.Module] = efficient_attention.EfficientAttention
         return module(dim, num_heads, dropout=0.0, causal=True, memory_efficient=True)
 
     model = Decoder(vocabulary=256, dim=dim, num_layers=num_layers, length=length, attention=attention).to(device)
@@ -136,7 +139,7 @@ def _rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def _optimizer(model: Any, lr: float, stage: int, world: int) -> Any:
+def _optimizer(model: nn.Module, lr: float, stage: int, world: int) -> Any:
     import torch
 
     from preheat.techniques.zero_optimizer import ZeROAdamW

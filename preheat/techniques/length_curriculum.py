@@ -1,6 +1,6 @@
 """Length curriculum: starts with short sequences and grows them to the full length over the first part of the run.
 
-What: splits the packed rows of the data into shorter ones whose length grows to `batch.length`; every token is still
+What: splits the packed rows of the data into shorter ones whose length grows to `batch.seq_len`; every token is still
 trained once, with the context within its shorter row. By default a step keeps its tokens and has more rows instead.
 Helps: attention is cheaper on short rows, so early steps are faster; early training is more stable, which allows large
 batches and learning rates (most of the paper's gain).
@@ -17,12 +17,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Shape, Slot, Stage, Tag, Technique, Trials
-from preheat.recipe import Bound, Count, Positive, Share
+from preheat.recipe import Bound, Count, Fraction, Positive
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from preheat.recipe import Recipe
 
 __all__ = ["LengthCurriculum", "length_at", "shape_at"]
@@ -111,16 +113,16 @@ class LengthCurriculum(Technique):
     """How the length grows: steps (it doubles, and each length lasts equally long: few shapes, no padding); linear;
     root (fast first)."""
     start: Literal["auto"] | Count = "auto"
-    """Tokens of a row at the beginning; auto: a quarter of `batch.length`."""
+    """Tokens of a row at the beginning; auto: a quarter of `batch.seq_len`."""
     lengths: tuple[Annotated[int, Bound(2)], ...] = ()
-    """Explicit stages instead of `start` and `schedule`: increasing lengths below `batch.length`, each for the same
+    """Explicit stages instead of `start` and `schedule`: increasing lengths below `batch.seq_len`, each for the same
     time."""
-    until: Share = 0.3
+    until: Fraction = 0.3
     """Fraction of the run's steps after which rows have the full length."""
     root_degree: Positive = 2.0
     """With `schedule: root`: 2 is the square root; larger values grow faster at first."""
     multiple: Literal["auto"] | Count = "auto"
-    """Lengths are multiples of this, so that there are few of them; auto: an eighth of `batch.length`, rounded down to
+    """Lengths are multiples of this, so that there are few of them; auto: an eighth of `batch.seq_len`, rounded down to
     a multiple of 8."""
     keep: Literal["tokens", "rows"] = "tokens"
     """tokens: a step has more, shorter rows, so steps, tokens and learning rate mean the same as without the
@@ -129,29 +131,29 @@ class LengthCurriculum(Technique):
 
     def _lengths(self, recipe: Recipe) -> tuple[int, int]:
         """Returns `start` and `multiple` in tokens."""
-        full = recipe.batch.length
+        full = recipe.batch.seq_len
         multiple = max(8, full // 8 // 8 * 8) if self.multiple == "auto" else int(self.multiple)
         start = max(multiple, full // 4 // multiple * multiple) if self.start == "auto" else int(self.start)
         return start, multiple
 
     def check(self, context: Context) -> list[str]:
         recipe = context.recipe
-        data, stop, full = recipe.data, recipe.stop, recipe.batch.length
+        data, stop, full = recipe.data, recipe.stop, recipe.batch.seq_len
         start, multiple = self._lengths(recipe)
         problems = []
         if self.lengths:
             stages = [*self.lengths, full]
             shorter = next(((a, b) for a, b in itertools.pairwise(stages) if b <= a), None)
             if shorter:
-                named = " (batch.length)" if shorter[1] == full else ""
+                named = " (batch.seq_len)" if shorter[1] == full else ""
                 problems.append(
                     f"lengths: a stage of {shorter[1]:,} tokens{named} follows one of "
-                    f"{shorter[0]:,}; they must rise up to batch.length {full:,}"
+                    f"{shorter[0]:,}; they must rise up to batch.seq_len {full:,}"
                 )
             if self.start != "auto" or self.schedule != "steps":
                 problems.append("lengths: are the stages themselves; leave start and schedule out")
         elif start >= full:
-            problems.append(f"start: {start} is not below batch.length {full}; use {full // 4} or so, or longer rows")
+            problems.append(f"start: {start} is not below batch.seq_len {full}; use {full // 4} or so, or longer rows")
         if start % multiple and not self.lengths:
             problems.append(
                 f"start: {start} is no multiple of {multiple}; use start: "
@@ -159,21 +161,25 @@ class LengthCurriculum(Technique):
             )
         if start < 2:
             problems.append("start: a row of 1 token has nothing to predict from; use 8 or more")
-        last = (stop.steps - 1) / stop.steps if stop.steps else 1.0
+        last = (stop.max_steps - 1) / stop.max_steps if stop.max_steps else 1.0
         if not 0 < self.until < 1 or self.until > last:
-            end = f"the last of {stop.steps} steps begins at {last:g} of the run" if stop.steps else "the run ends at 1"
+            end = (
+                f"the last of {stop.max_steps} steps begins at {last:g} of the run"
+                if stop.max_steps
+                else "the run ends at 1"
+            )
             problems.append(
                 f"until: at {self.until:g} the full length is never reached, or from the start ({end}); use 0.3 or so"
             )
-        if not (stop.steps or stop.tokens or stop.epochs):
+        if not (stop.max_steps or stop.tokens or stop.epochs):
             problems.append(
                 "until: is a share of the run, whose length is not known by "
-                "stop.hours alone; add stop.steps, tokens or epochs"
+                "stop.hours alone; add stop.max_steps, tokens or epochs"
             )
         if self.keep == "rows" and (stop.tokens or stop.epochs):
             problems.append(
                 "keep: rows reads fewer tokens a step, so stop.tokens and "
-                "stop.epochs give no number of steps; use stop.steps"
+                "stop.epochs give no number of steps; use stop.max_steps"
             )
         paired = data.prompt is not None or data.source == "docstrings" or data.layout not in ("auto", "text")
         if data.packing == "whole" or (data.packing == "auto" and paired):
@@ -189,7 +195,7 @@ class LengthCurriculum(Technique):
         return length_at(
             progress,
             start=start,
-            full=recipe.batch.length,
+            full=recipe.batch.seq_len,
             until=self.until,
             schedule=self.schedule,
             root_degree=self.root_degree,
@@ -197,7 +203,7 @@ class LengthCurriculum(Technique):
             lengths=self.lengths,
         )
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         recipe = build.recipe
 
         def shape(progress: float) -> Shape:
@@ -205,9 +211,9 @@ class LengthCurriculum(Technique):
             # Read at run time: another technique of this stage may set it after us.
             micro = -(-rows // build.state.accumulation)
             length = self.length(recipe, progress)
-            return shape_at(length, rows=rows, micro=micro, full=recipe.batch.length, keep=self.keep)
+            return shape_at(length, rows=rows, micro=micro, full=recipe.batch.seq_len, keep=self.keep)
 
-        build.own(Slot.BATCH_SHAPE, shape, self.name())
+        build.claim(Slot.BATCH_SHAPE, shape, self.name())
         lengths = list(dict.fromkeys(self.length(recipe, n / 1000) for n in range(1001)))
         shown = lengths if len(lengths) < 9 else [*lengths[:3], "...", *lengths[-2:]]
         summary = (

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 __all__ = ["Liger", "use_liger"]
+
+T = TypeVar("T")
 
 
 def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True, gate: bool = True) -> dict[str, int]:
@@ -47,7 +49,7 @@ def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True,
     from preheat.models.kernel_swap import use_kernels
     from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
-    def or_plain(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    def or_plain(kernel: Callable[..., T], plain: Callable[..., T]) -> Callable[..., T]:
         # Triton kernels cannot run on the fake tensors of a dry run.
         return lambda *tensors: (plain if is_in_torch_dispatch_mode() else kernel)(*tensors)
 
@@ -86,7 +88,7 @@ class Liger(Searchable):
     loss: bool = False
     """Head and cross entropy by Liger, in chunks of its own choice."""
 
-    def owned(self) -> frozenset[Slot]:
+    def claimed(self) -> frozenset[Slot]:
         return self.owns if self.loss else frozenset()
 
     def provided(self) -> frozenset[Tag]:
@@ -120,20 +122,20 @@ class Liger(Searchable):
         if not (self.norm or self.rotary or self.gate or self.loss):
             problems.append("norm, rotary, gate, loss: all are false; leave liger out")
         if self.loss and (
-            other := [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]
+            other := [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.claimed()]
         ):
             problems.append(f"loss: is plain cross entropy, without what {other[0]} adds; set loss: false")
         if self.loss and context.model.logit_softcap:
             problems.append(f"loss: would leave out the cap on the logits of {context.model.family}; set loss: false")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         counts = use_liger(part, norm=self.norm, rotary=self.rotary, gate=self.gate) if self.provided() else {}
         if self.loss:
             from preheat.models.hf import require_plain_head
             from preheat.ops.losses.cross_entropy import liger_logits
 
             require_plain_head(part, self.name())
-            build.own(Slot.OVER_LOGITS, liger_logits, self.name())
+            build.claim(Slot.OVER_LOGITS, liger_logits, self.name())
             counts = {**counts, "head with loss": 1}
         return Change(", ".join(f"{n} {what}" for what, n in counts.items()), sum(counts.values()), kernel="liger")

@@ -10,20 +10,21 @@ Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (arXiv
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Technique
-from preheat.recipe import Positive, Share
+from preheat.recipe import Fraction, Positive
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from torch.optim.optimizer import ParamsT
 
 __all__ = ["Lion", "lion_optimizer"]
 
 
-def lion_optimizer(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
+def lion_optimizer(parameters: ParamsT, **settings: Any) -> torch.optim.Optimizer:
     """Returns the optimizer (`preheat.ops.optim.optimizers.Lion`); settings: lr, betas, weight_decay, scale.
 
     Example:
@@ -44,16 +45,16 @@ class Lion(Technique):
 
     scale: Positive = 0.2
     """Lion's learning rate is `optimizer.lr` times this."""
-    momentum: Share = 0.99
+    momentum: Fraction = 0.99
     """Decay of the momentum; the first of `optimizer.betas` is the interpolation's."""
 
-    def apply(self, build: Build, part: Any) -> Change:
-        def make(groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> Any:
+    def apply(self, build: Build, part: nn.Module) -> Change:
+        def make(groups: ParamsT, *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
             # A GPU wants few large kernels; a CPU chunks that fit its cache.
             chunk = 1 << 24 if build.device.kind == "cuda" and build.storage_device is None else 1 << 20
             return lion_optimizer(groups, lr=lr, betas=(betas[0], self.momentum), scale=self.scale, chunk=chunk)
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         return Change(
             f"Lion at {self.scale:g} of the learning rate: one moment", sum(p.requires_grad for p in part.parameters())
         )

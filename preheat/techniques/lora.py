@@ -24,13 +24,16 @@ import copy
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.errors import SettingError
-from preheat.recipe import Bound, Positive, Share, Whole
+from preheat.recipe import Bound, Fraction, NonNegativeInt, Positive
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from peft import LoraConfig
     from torch import nn
 
 __all__ = ["Lora", "add_lora", "merge_lora"]
@@ -83,7 +86,7 @@ def add_lora(
     )
 
 
-def _add(model: nn.Module, config: Any, expert_rank: int) -> list[str]:
+def _add(model: nn.Module, config: LoraConfig, expert_rank: int) -> list[str]:
     from preheat.ops.adapters.peft_layers import base_of, inject
 
     rank, on_meta = config.r, next(model.parameters()).device.type == "meta"
@@ -122,12 +125,12 @@ def _config(
     rank: int,
     alpha: float,
     dropout: float,
-    targets: Any,
+    targets: str | Sequence[str],
     variant: str,
     start: bool | str,
     exclude: str | None = None,
     embedding_rank: int = 0,
-) -> Any:
+) -> LoraConfig:
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
@@ -165,7 +168,7 @@ def _end_names(model: nn.Module) -> tuple[str, str]:
     return first, last
 
 
-def _add_target(model: nn.Module, targets: Any, name: str) -> Any:
+def _add_target(model: nn.Module, targets: str | Sequence[str], name: str) -> str | Sequence[str]:
     """Adds a module to the targets."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -207,21 +210,21 @@ class Lora(Technique):
     """Rank of the updates."""
     alpha: Positive = 32.0
     """The updates are scaled by alpha / rank; with `rslora` by alpha / sqrt(rank)."""
-    dropout: Share = 0.0
+    dropout: Fraction = 0.0
     """Dropout on the input of the adapters."""
-    targets: str | tuple[str, ...] = "all-linear"
+    target_modules: str | tuple[str, ...] = "all-linear"
     """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
     their last parts."""
     variant: Literal["lora", "rslora", "dora", "pissa"] = "lora"
     """lora; rslora: scaled for high ranks; dora: also trains the norms of the outputs' rows; pissa: starts from the
     base's largest singular directions."""
-    expert_rank: Whole = 0
+    expert_rank: NonNegativeInt = 0
     """Rank of an adapter on each expert's matrices, in models with experts (lora and rslora); 0: experts are not
     adapted."""
-    embedding_rank: Whole = 0
+    embedding_rank: NonNegativeInt = 0
     """Rank of an adapter on the embedding, and on a head that is tied to it (lora and rslora); 0: they are not
     adapted."""
-    pissa_iterations: Whole = 0
+    pissa_iterations: NonNegativeInt = 0
     """With `pissa`: iterations of a randomized decomposition (4 suffice, and take seconds while the exact one takes
     minutes); 0: exact."""
     start: str | None = None
@@ -272,11 +275,11 @@ class Lora(Technique):
                 )
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.errors import RecipeError
         from preheat.models.vision import tower_modules
         from preheat.ops.adapters.peft_io import begin
-        from preheat.ops.adapters.peft_layers import shares, under_autocast
+        from preheat.ops.adapters.peft_layers import parameter_counts, under_autocast
 
         exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
@@ -286,7 +289,7 @@ class Lora(Technique):
                 self.rank,
                 self.alpha,
                 self.dropout,
-                self.targets,
+                self.target_modules,
                 self.variant,
                 start,
                 exclude,
@@ -297,7 +300,7 @@ class Lora(Technique):
             raise RecipeError(f"techniques.lora.{error}") from None
         except ValueError as error:
             raise RecipeError(
-                f"techniques.lora.targets: {self.targets!r}: {str(error).splitlines()[0][:200]}"
+                f"techniques.lora.target_modules: {self.target_modules!r}: {str(error).splitlines()[0][:200]}"
             ) from None
         begun = begin(
             build.weights,
@@ -315,7 +318,7 @@ class Lora(Technique):
         half = {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & build.tags
         if half and self.variant != "dora":  # DoRA's norms need fp32
             under_autocast(part)
-        trained, total = shares(part)
+        trained, total = parameter_counts(part)
         extras = (
             f", of rank {self.expert_rank} on each of {build.model.experts} experts in {count - len(names)} layers"
             if self.expert_rank
@@ -331,7 +334,7 @@ class Lora(Technique):
             count,
         )
 
-    def _begin_experts(self, build: Build, part: Any) -> int:
+    def _begin_experts(self, build: Build, part: nn.Module) -> int:
         from preheat.ops.adapters.moe_lora import OWN, adapted_experts, draw_pairs
 
         expert_ids = {id(experts) for experts in adapted_experts(part)}

@@ -19,15 +19,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Technique, Trials
 from preheat.errors import RecipeError
-from preheat.recipe import Whole
+from preheat.recipe import NonNegativeInt
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from torch.optim.optimizer import ParamsT
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["LowBitAdamW", "low_bit_adamw"]
 
 
-def low_bit_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
+def low_bit_adamw(parameters: ParamsT, **settings: Any) -> torch.optim.Optimizer:
     """Returns the optimizer (`preheat.ops.optim.low_bit_adamw.LowBitAdamW`).
 
     Settings: bits, block, least, lr, betas, eps, weight_decay.
@@ -50,8 +54,8 @@ class LowBitAdamW(Searchable):
     numerics: ClassVar[Numerics] = "exact"  # for the gradients; the updates differ
     trials: ClassVar[Trials] = Trials(
         settings=(
-            {"bits": 4, "block_size": 64, "least": 0},
-            {"least": 0},
+            {"bits": 4, "block_size": 64, "min_size": 0},
+            {"min_size": 0},
         )
     )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
@@ -61,26 +65,26 @@ class LowBitAdamW(Searchable):
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = 256
     """Elements that share a scale; smaller blocks are more exact and cost 8 / block_size bytes per parameter."""
 
-    least: Whole = 4096
+    min_size: NonNegativeInt = 4096
     """Parameters with fewer elements keep fp32 moments."""
 
     def search_numerics(self) -> Literal["rounding", "different"]:
         return "rounding" if self.bits == 8 else "different"
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         # A GPU wants few large kernels; a CPU chunks that fit its cache.
         chunk = 1 << 24 if build.device.kind == "cuda" else 1 << 18
 
-        def make(groups: Any, **settings: Any) -> Any:
-            more: dict[str, Any] = {"seed": build.recipe.seed, "number": lambda: build.state.step, "chunk": chunk}
+        def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
+            more: JsonObject = {"seed": build.recipe.seed, "number": lambda: build.state.step, "chunk": chunk}
             try:
                 return low_bit_adamw(
-                    groups, bits=self.bits, block=self.block_size, least=self.least, **more, **settings
+                    groups, bits=self.bits, block=self.block_size, least=self.min_size, **more, **settings
                 )
             except ValueError as error:
                 raise RecipeError(f"techniques.low_bit_adamw.{error}") from None
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         count = sum(p.requires_grad for p in part.parameters())
         return Change(f"AdamW with moments in {self.bits} bits, a scale for {self.block_size} elements", count)
 

@@ -46,7 +46,8 @@ from preheat.recipe import Bound, Positive
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.optim.optimizer import ParamsT
 
 __all__ = [
     "MixedPrecision",
@@ -140,7 +141,7 @@ def keep_in_fp32(
     return [*tops, *tied]
 
 
-def stochastic_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
+def stochastic_adamw(parameters: ParamsT, **settings: Any) -> torch.optim.Optimizer:
     """Returns AdamW for bf16 weights with stochastic rounding (`preheat.ops.optim.optimizers.StochasticAdamW`).
 
     Example:
@@ -156,9 +157,9 @@ def stochastic_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.
 
 def train_with_mixed_precision(
     model: nn.Module,
-    dataloader: Iterable[tuple[Any, Any]],
+    dataloader: Iterable[tuple[Tensor, Tensor]],
     optimizer: torch.optim.Optimizer,
-    criterion: Callable[[Any, Any], torch.Tensor],
+    criterion: Callable[[Tensor, Tensor], Tensor],
     precision: str = "bf16",
     epochs: int = 1,
 ) -> list[float]:
@@ -251,11 +252,11 @@ class MixedPrecision(Searchable):
     """On a GPU, compute the remaining fp32 products (all in mode fp32, those of keep_fp32 and of an fp32 head) in TF32,
     which rounds their factors to 10 bits of mantissa. NVIDIA GPUs from Ampere on."""
 
-    def owned(self) -> frozenset[Slot]:
+    def claimed(self) -> frozenset[Slot]:
         return self.owns if self.mode.endswith(("_weights", "_master")) else frozenset()
 
     def provided(self) -> frozenset[Tag]:
-        own = frozenset({Tag.ELEMENTWISE_UPDATE} if self.owned() else ())
+        own = frozenset({Tag.ELEMENTWISE_UPDATE} if self.claimed() else ())
         own |= frozenset({Tag.TF32_PRODUCTS} if self.tf32 else ())
         if self.mode.startswith("fp16"):
             return own | {Tag.FP16_COMPUTE, Tag.LOSS_SCALING}
@@ -292,7 +293,7 @@ class MixedPrecision(Searchable):
             problems.append(
                 "frozen: half has nothing to keep so, since no technique freezes a base; leave it out, or use auto"
             )
-        if self.keep_fp32 and self.owned() and Tag.REDUCED_GRADIENTS in context.tags:
+        if self.keep_fp32 and self.claimed() and Tag.REDUCED_GRADIENTS in context.tags:
             problems.append(
                 f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together "
                 f"and need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
@@ -303,7 +304,7 @@ class MixedPrecision(Searchable):
             problems.append(f"mode: {self.mode} is for models that are trained whole; with a frozen base use {other}")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
         total = sum(p.numel() for p in part.parameters())
@@ -341,13 +342,13 @@ class MixedPrecision(Searchable):
             return Change(f"frozen weights in {name}; trained ones in fp32 under autocast{suffix}", count)
         if self.mode == "bf16_pure":
             return Change(f"weights, gradients and moments in bf16, rounded to the nearest{suffix}", count)
-        build.own(Slot.OPTIMIZER, functools.partial(self._optimizer, build), self.name())
+        build.claim(Slot.OPTIMIZER, functools.partial(self._optimizer, build), self.name())
         if self.mode == "bf16_weights":
             return Change(f"weights and gradients in bf16, rounded stochastically; moments in fp32{suffix}", count)
         scaled = ", loss scaled" if half == torch.float16 else ""
         return Change(f"weights and gradients in {name}; masters and moments in fp32{scaled}{suffix}", count)
 
-    def _keep(self, build: Build, part: Any, back_to: Any) -> list[Any]:
+    def _keep(self, build: Build, part: nn.Module, back_to: torch.dtype | None) -> list[nn.Module]:
         import torch
 
         from preheat.models.hf import head
@@ -377,7 +378,7 @@ class MixedPrecision(Searchable):
         build.loss.skippable_overflow = scale.endures
         build.state.saved[self.name()] = scale
 
-    def _optimizer(self, build: Build, groups: Any, **settings: Any) -> Any:
+    def _optimizer(self, build: Build, groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
         from preheat.ops.cuda_kernels import is_plain
 
         if build.device.kind == "cuda" and build.storage_device is None:

@@ -18,15 +18,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Technique
-from preheat.recipe import Bound, Share
+from preheat.recipe import Bound, Fraction
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor, nn
+    from torch.optim.optimizer import ParamsT
 
 __all__ = ["Muon", "muon_optimizer"]
 
 
-def muon_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **settings: Any) -> torch.optim.Optimizer:
+def muon_optimizer(groups: ParamsT, *, by_adamw: Iterable[Tensor] = (), **settings: Any) -> torch.optim.Optimizer:
     """Returns the optimizer (`preheat.ops.optim.optimizers.Muon`): Muon for matrices, AdamW for the rest.
 
     Args:
@@ -53,12 +55,12 @@ class Muon(Technique):
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 
-    momentum: Share = 0.95
+    momentum: Fraction = 0.95
     """Decay of the momentum (Nesterov's)."""
-    steps: Annotated[int, Bound(1)] = 5
+    ns_steps: Annotated[int, Bound(1)] = 5
     """Newton-Schulz iterations."""
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
         from preheat.hardware.probe import quick_half
@@ -66,13 +68,13 @@ class Muon(Technique):
 
         dtype = quick_half() if build.device.kind == "cpu" else torch.bfloat16
 
-        def make(groups: Any, **settings: Any) -> Any:
+        def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
             others = [weight for trained in build.trained for weight in ends(trained)]
             return muon_optimizer(
-                groups, by_adamw=others, momentum=self.momentum, steps=self.steps, dtype=dtype, **settings
+                groups, by_adamw=others, momentum=self.momentum, steps=self.ns_steps, dtype=dtype, **settings
             )
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         others = {id(weight) for weight in ends(part)}
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
         full = ", which iterates in fp32 on this CPU" if dtype == torch.float32 else ""

@@ -10,7 +10,7 @@ Source: Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Positive
@@ -40,7 +40,7 @@ def add_embedding_noise(embedding: nn.Module, alpha: float = 5.0) -> RemovableHa
         True
     """
 
-    def add_noise(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+    def add_noise(module: nn.Module, _: object, output: Tensor) -> Tensor:
         import torch
 
         if not module.training:
@@ -66,7 +66,7 @@ class Neftune(Technique):
     alpha: Positive = 5.0
     """Scale of the noise (`neftune_noise_alpha` elsewhere): 5 to 15 in the paper."""
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models import hf
 
         add_embedding_noise(hf.embedding(part), self.alpha)

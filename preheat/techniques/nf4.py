@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Numerics, Searchable, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 __all__ = ["Nf4", "from_nf4", "to_nf4"]
 
@@ -101,9 +102,9 @@ class Nf4(Searchable):
     """Linear layers besides the head that are not quantized: a regular expression for module names, or a list of their
     last parts."""
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.errors import RecipeError
-        from preheat.ops.adapters.peft_layers import shares
+        from preheat.ops.adapters.peft_layers import parameter_counts
 
         try:
             names = to_nf4(part, double_quantization=self.double_quantization, keep=self.keep)
@@ -113,7 +114,7 @@ class Nf4(Searchable):
         build.weights.pack(modules, r"\.nf4_")
         weights = sum(m.nf4_shape[0] * m.nf4_shape[1] for m in modules)
         packed_bytes = sum(p.nbytes for m in modules for key, p in m.named_parameters() if key.startswith("nf4_"))
-        rest = shares(part)[1] - weights
+        rest = parameter_counts(part)[1] - weights
         return Change(
             f"{len(names)} linear maps in NF4: {weights:,} weights at "
             f"{packed_bytes / weights:.3f} bytes; {rest:,} stay as they are",

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Batch, Build, Change, Context, LossSum, Numerics, Searchable, Slot, Stage, Tag, Trials
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from preheat.ops.optim.step_in_backward import UpdateInBackward
 
@@ -59,7 +59,7 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> UpdateInBackward:
 class OptimizerInBackward(Searchable):
     stage: ClassVar[Stage] = Stage.LOADER  # the only stage after the optimizer is created
     numerics: ClassVar[Numerics] = "exact"
-    trials: ClassVar[Trials] = Trials(recipe=("optimizer.clip=0",))
+    trials: ClassVar[Trials] = Trials(recipe=("optimizer.max_grad_norm=0",))
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.STEP_IN_BACKWARD})
@@ -69,15 +69,15 @@ class OptimizerInBackward(Searchable):
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        clip = context.recipe.optimizer.clip
+        clip = context.recipe.optimizer.max_grad_norm
         if clip > 0:
             return [
-                f"optimizer.clip: {clip:g}: weights move before the norm over "
-                "all gradients is known; set optimizer.clip: 0"
+                f"optimizer.max_grad_norm: {clip:g}: weights move before the norm over "
+                "all gradients is known; set optimizer.max_grad_norm: 0"
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
         if build.hooks.finish_gradients:
@@ -101,8 +101,8 @@ class OptimizerInBackward(Searchable):
         def update(build: Build, norm: Tensor) -> Tensor:
             return torch.isfinite(norm).to(torch.float32)  # the updates are done
 
-        build.own(Slot.FORWARD_BACKWARD, forward_backward, self.name())
-        build.own(Slot.CLIP, lambda build: updates.norm(), self.name())
-        build.own(Slot.UPDATE, update, self.name())
+        build.claim(Slot.FORWARD_BACKWARD, forward_backward, self.name())
+        build.claim(Slot.CLIP, lambda build: updates.norm(), self.name())
+        build.claim(Slot.UPDATE, update, self.name())
         count = sum(p.requires_grad for p in part.parameters())
         return Change(f"{count} parameters updated in the backward pass, their gradients freed one by one", count)

@@ -20,11 +20,15 @@ from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Sta
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from torch.optim.optimizer import ParamsT
+
+    from preheat.ops.optim.cpu_adamw import HostAdamW
 
 __all__ = ["OptimizerOffload", "host_adamw"]
 
 
-def host_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
+def host_adamw(parameters: ParamsT, **settings: Any) -> HostAdamW:
     """Returns the optimizer (`preheat.ops.optim.cpu_adamw.HostAdamW`); settings: lr, betas, eps, weight_decay.
 
     Example:
@@ -71,22 +75,22 @@ class OptimizerOffload(Searchable):
             ]
         return ["needs a CUDA device: on a CPU the optimizer is on the host already; leave it out, or set on_cpu: stay"]
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         count = sum(p.requires_grad for p in part.parameters())
         if build.device.kind == "cpu" and self.on_cpu == "stay":
             return Change(
                 f"nothing to move: AdamW of {count} parameters is on the host already, there being no GPU", count
             )
 
-        def make(groups: Any, **settings: Any) -> Any:
-            optimizer: Any = host_adamw(groups, **settings)
+        def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
+            optimizer = host_adamw(groups, **settings)
             if self.weights == "bf16":
                 for p in (p for trained in build.trained for p in trained.parameters()):
                     p.data = p.data.bfloat16()
                 optimizer.prepare()
             return optimizer
 
-        build.own(Slot.OPTIMIZER, make, self.name())
+        build.claim(Slot.OPTIMIZER, make, self.name())
         return Change(f"AdamW of {count} parameters on the host, the device's weights in {self.weights}", count)
 
     def options(self, context: Context) -> Iterable[Technique]:

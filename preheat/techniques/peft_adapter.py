@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from peft import PeftConfig
     from torch import nn
 
 __all__ = ["METHODS", "PeftAdapter", "add_peft_adapter", "merge_peft_adapter"]
@@ -64,8 +67,8 @@ _RESERVED = (
 
 
 def configure(
-    method: str, settings: Mapping[str, Any], targets: str | tuple[str, ...], exclude: str | None = None
-) -> Any:
+    method: str, settings: Mapping[str, object], targets: str | Sequence[str], exclude: str | None = None
+) -> PeftConfig:
     """Returns peft's configuration of a method; `exclude` is a regular expression for modules that are not adapted.
 
     Raises:
@@ -85,7 +88,7 @@ def configure(
     known = [f.name for f in dataclasses.fields(cls) if f.init and f.name not in inherited]
     for key in settings:
         if key not in known:
-            hint = "use targets" if key == "target_modules" else nearest(key, known)
+            hint = "set target_modules beside settings" if key == "target_modules" else nearest(key, known)
             raise ValueError(f"settings.{key}: {method} has no such setting; {hint}")
         if key == "module_dropout" and settings[key]:
             raise ValueError(
@@ -105,7 +108,7 @@ def add_peft_adapter(
     *,
     targets: str | tuple[str, ...] = "all-linear",
     exclude: str | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> list[str]:
     """Adds a peft adapter to a transformers model and freezes the rest, in place.
 
@@ -155,7 +158,7 @@ class PeftAdapter(Technique):
     """peft's name of the method: delora, gralora, hira, hra, ia3, loha, lokr, miss, oft, randlora, road or vera."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The method's own settings in peft, e.g. {r: 8, alpha: 16} for loha."""
-    targets: str | tuple[str, ...] = "all-linear"
+    target_modules: str | tuple[str, ...] = "all-linear"
     """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
     their last parts."""
     start: str | None = None
@@ -164,26 +167,26 @@ class PeftAdapter(Technique):
 
     def check(self, context: Context) -> list[str]:
         try:
-            configure(self.method, self.settings, self.targets)
+            configure(self.method, self.settings, self.target_modules)
         except ValueError as error:
             return [str(error)]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.errors import RecipeError
         from preheat.models.moe import adapted
         from preheat.models.vision import tower_modules
         from preheat.ops.adapters.peft_io import begin
-        from preheat.ops.adapters.peft_layers import shares
+        from preheat.ops.adapters.peft_layers import parameter_counts
 
         exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
-            names = add_peft_adapter(part, self.method, targets=self.targets, exclude=exclude, **self.settings)
+            names = add_peft_adapter(part, self.method, targets=self.target_modules, exclude=exclude, **self.settings)
         except ValueError as error:
             raise RecipeError(
-                f"techniques.peft_adapter: {self.method} on {self.targets!r}: {str(error).splitlines()[0][:200]}"
+                f"techniques.peft_adapter: {self.method} on {self.target_modules!r}: {str(error).splitlines()[0][:200]}"
             ) from None
-        config = configure(self.method, self.settings, adapted(part, self.targets), exclude)
+        config = configure(self.method, self.settings, adapted(part, self.target_modules), exclude)
         start_note = begin(
             build.weights,
             part,
@@ -194,7 +197,7 @@ class PeftAdapter(Technique):
             knob="techniques.peft_adapter.start",
             called={},
         )
-        trained, total = shares(part)
+        trained, total = parameter_counts(part)
         return Change(
             f"{self.method} on {len(names)} linear maps{start_note}: {trained:,} of "
             f"{total:,} parameters trained ({trained / total:.1%})",

@@ -113,8 +113,8 @@ class _Runner:
     def __init__(self, build: Build, schedule: str, stages: Mapping[int, nn.Module], count: int, dtype: Any):
         from preheat.ops.distributed.pipelining import Pipeline
 
-        def forward(part: Any, batch: Batch) -> Tensor:
-            output, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
+        def forward(part: nn.Module, batch: Batch) -> Tensor:
+            output, metrics = build.slot(Slot.UNSHARD_SCOPE)(part, lambda: build.slot(Slot.STAGE_LOSS)(part, batch))
             assert not metrics, "check refuses objectives with metrics: only the last stage's device would have them"
             for change in build.loss.scaling if part is stages.get(count - 1) else ():
                 output = change(output)
@@ -142,13 +142,13 @@ class _Runner:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallel(Searchable):
-    stage: ClassVar[Stage] = Stage.SPLIT
+    stage: ClassVar[Stage] = Stage.PIPELINE_SPLIT
     numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="pipeline 2 does not multiply to 1 device")
     unsupported_for_images: ClassVar[str] = (
         "cuts a chain of layers into stages, and a vision tower feeds several of them; use fsdp"
     )
-    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.WHOLE_FORWARD})
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.MODEL_LOSS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PIPELINE_STAGES})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # only the last stage would have their scores
 
@@ -212,7 +212,7 @@ class PipelineParallel(Searchable):
                 "evaluate.tasks: reads logits of single tokens, which only the "
                 "last device makes; run `preheat eval` on the checkpoint"
             )
-        if recipe.sample.wanted:
+        if recipe.sample.is_active:
             problems.append("sample: no device has the whole model; run `preheat generate` on the checkpoint")
         return problems
 
@@ -222,7 +222,7 @@ class PipelineParallel(Searchable):
         if Tag.RESHARD_AFTER_FORWARD in context.tags:
             problems.append(
                 f"schedule: {self.schedule} takes the gradients of weights later, "
-                "when fsdp has let go of these; set fsdp.reshard: false"
+                "when fsdp has let go of these; set fsdp.reshard_after_forward: false"
             )
         problems += [
             f"schedule: {self.schedule} passes backward twice through "
@@ -230,7 +230,7 @@ class PipelineParallel(Searchable):
             for tag, what in _ONE_PASS.items()
             if tag in context.tags
         ]
-        losses = [t.name() for t in context.recipe.techniques.values() if Slot.OVER_LOGITS in t.owned()]
+        losses = [t.name() for t in context.recipe.techniques.values() if Slot.OVER_LOGITS in t.claimed()]
         problems += [
             f"schedule: {self.schedule} passes backward twice through the loss, "
             f"and that of {name} allows one; use 1f1b or interleaved"
@@ -268,7 +268,7 @@ class PipelineParallel(Searchable):
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
         from preheat.models import hf, pipeline_split
@@ -279,7 +279,7 @@ class PipelineParallel(Searchable):
         count, stage_rank = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
         try:
             course = pipeline_split.observe(
-                part.config, build.recipe.batch.length, trust=build.recipe.model.trust_remote_code
+                part.config, build.recipe.batch.seq_len, trust=build.recipe.model.trust_remote_code
             )
             # A backward pass costs two forward passes; with recomputation the layers cost three.
             after = course.after * (0.75 if Tag.RECOMPUTATION in build.tags else 1)
@@ -300,8 +300,8 @@ class PipelineParallel(Searchable):
         half = cast or Tag.BF16_ALL_GATHER in build.tags
         dtype = torch.bfloat16 if half else hf.embedding(part).weight.dtype
         runner = _Runner(build, self.schedule, dict(zip(numbers, build.trained, strict=True)), count, dtype)
-        build.own(Slot.FORWARD_BACKWARD, runner.forward_backward, self.name())
-        build.own(Slot.WHOLE_FORWARD, runner.forward, self.name())
+        build.claim(Slot.FORWARD_BACKWARD, runner.forward_backward, self.name())
+        build.claim(Slot.MODEL_LOSS, runner.forward, self.name())
         costs = [sum(course.each[layer] for layer in cut) + (course.before if cut.start == 0 else 0) for cut in cuts]
         costs[-1] += after
         share = max(costs) * count / sum(costs) - 1
@@ -331,7 +331,7 @@ class PipelineParallel(Searchable):
 
         if stage_rank not in (0, self.degree - 1):
             return
-        part: Any = build.trained[0 if stage_rank == 0 else -1]
+        part: nn.Module = build.trained[0 if stage_rank == 0 else -1]
         if stage_rank != 0:
             weight = hf.embedding(part).weight
             build.parallel.duplicated_params |= {name for name, p in part.named_parameters() if p is weight}
@@ -350,5 +350,10 @@ class PipelineParallel(Searchable):
     def options(self, context: Context) -> Iterable[Technique]:
         world = math.prod(context.sizes.values())
         degrees = [n for n in (2, 4, 8, 16, 32) if world % n == 0 and 2 * n <= context.model.layers] or [self.degree]
-        schedules: tuple[Any, ...] = ("1f1b", "interleaved", "zero_bubble", "zbv")
+        schedules: tuple[Literal["1f1b", "interleaved", "zero_bubble", "zbv"], ...] = (
+            "1f1b",
+            "interleaved",
+            "zero_bubble",
+            "zbv",
+        )
         return [replace(self, degree=n, schedule=schedule, stages=None) for n in degrees for schedule in schedules]

@@ -3,10 +3,10 @@
 What: compares the log-probabilities of the preferred and the other answer, each relative to a reference model: the
 model before training. With an adapter, the reference is the base without it, which costs no memory; otherwise a frozen
 copy. `dpo`; `ipo`; `hinge`; without a reference `simpo` (mean log-probability per token, and a margin), `cpo` and
-`orpo` (with the likelihood of the preferred answer); `unpaired` for single answers that were liked or not (APO-zero, of
-KTO's family). A first pass computes the log-probabilities without gradients; they give the weight of each token's
-gradient in the loss, and one weighted pass over the head computes exactly that gradient. So the head may be chunked,
-and the logits of two answers are never in memory.
+`orpo` (with the likelihood of the preferred answer); `apo_zero` for single answers that were liked or not (of KTO's
+family). A first pass computes the log-probabilities without gradients; they give the weight of each token's gradient in
+the loss, and one weighted pass over the head computes exactly that gradient. So the head may be chunked, and the logits
+of two answers are never in memory.
 Helps: aligns a model's answers with preferences, from comparisons alone.
 Hurts: twice the rows, and with a reference a third pass; too high a learning rate, or too many epochs, lowers the
 likelihood of preferred answers too (watch `chosen_logp`; `nll` counteracts it).
@@ -41,7 +41,9 @@ from preheat.errors import DataError
 from preheat.recipe import Bound, NonNegative, Positive
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+
+    from preheat.ops.losses.preference import AnswerIndex
 
 __all__ = ["Preference", "preference_loss"]
 
@@ -82,27 +84,27 @@ def preference_loss(
 @dataclass(frozen=True, kw_only=True)
 class Preference(Technique):
     # After structure and precision are applied, so that a copy has them too; before what only training needs.
-    stage: ClassVar[Stage] = Stage.SPLIT
+    stage: ClassVar[Stage] = Stage.PIPELINE_SPLIT
     numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(
         settings=(
             {"loss": "orpo"},
             {"loss": "simpo", "label_smoothing": 0.1},
-            {"loss": "unpaired"},
+            {"loss": "apo_zero"},
         ),
         first_loss={
             None: math.log(2),
             "orpo": math.log(96) + 0.1 * math.log(2),
             "simpo": 0.9 * math.log(1 + math.exp(0.5)) + 0.1 * math.log(1 + math.exp(-0.5)),
-            "unpaired": 0.5,
+            "apo_zero": 0.5,
         },
     )
     unsupported_for_images: ClassVar[str] = "compares answers to text alone so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})
 
-    loss: Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "unpaired"] = "dpo"
-    """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; unpaired: single answers,
+    loss: Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "apo_zero"] = "dpo"
+    """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; apo_zero: single answers,
     liked or not."""
     beta: Literal["auto"] | Positive = "auto"
     """Strength of the pull towards the reference: smaller values allow larger changes. For orpo the weight of its odds
@@ -138,7 +140,7 @@ class Preference(Technique):
         return self.length_normalized or self.loss in ("simpo", "orpo")
 
     def examples(self) -> ExampleKind:
-        return ExampleKind("liked" if self.loss == "unpaired" else "pairs")
+        return ExampleKind("desirable" if self.loss == "apo_zero" else "pairs")
 
     def check(self, context: Context) -> list[str]:
         problems = []
@@ -146,11 +148,11 @@ class Preference(Technique):
             problems.append(f"label_smoothing: {self.loss} has no form with it; use {', '.join(_SMOOTHED)}, or 0")
         if self.label_smoothing == 0.5:
             problems.append("label_smoothing: at 0.5 either order is as good, and nothing is learnt; use 0.1")
-        if self.loss == "unpaired" and self._nll:
-            problems.append("nll: is of pairs' preferred answers; leave it out with loss: unpaired")
-        if self.loss == "unpaired" and self.reference == "none":
+        if self.loss == "apo_zero" and self._nll:
+            problems.append("nll: is of pairs' preferred answers; leave it out with loss: apo_zero")
+        if self.loss == "apo_zero" and self.reference == "none":
             problems.append(
-                "reference: without one no single answer is likely enough to be liked; leave it out with loss: unpaired"
+                "reference: without one no single answer is likely enough to be liked; leave it out with loss: apo_zero"
             )
         if self._uses_reference and Tag.MODIFIED_BASE in context.tags:
             problems.append(
@@ -164,7 +166,7 @@ class Preference(Technique):
             problems.append("evaluate.baselines: a unigram model compares no answers; set it to false")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         import copy
 
         from preheat.ops.losses.cross_entropy import CrossEntropy
@@ -183,20 +185,20 @@ class Preference(Technique):
             build.parts["reference"] = [reference_model]
             count = sum(p.numel() for p in reference_model.parameters())
             summary += f"; the reference is a frozen copy of {count:,} parameters"
-        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # log-probabilities are compared without regularization
-        build.own(Slot.OBJECTIVE, self._objective(build, part), self.name())
+        build.claim(Slot.ROW_LOSS, CrossEntropy(), self.name())  # log-probabilities are compared without regularization
+        build.claim(Slot.OBJECTIVE, self._objective(build, part), self.name())
         build.loss.scores = _scores
         return Change(summary, count)
 
-    def _objective(self, build: Build, part: Any) -> Callable[..., LossSum]:
+    def _objective(self, build: Build, part: nn.Module) -> Callable[..., LossSum]:
         import torch
 
-        from preheat.ops.adapters.peft_layers import without
+        from preheat.ops.adapters.peft_layers import adapters_disabled
         from preheat.ops.losses.cross_entropy import Recorded, WeightedCrossEntropy
         from preheat.ops.losses.preference import AnswerIndex
 
         def logp(
-            states: Tensor, batch: Batch, answers: AnswerIndex, over_logits: Callable[..., Tensor], of: Any
+            states: Tensor, batch: Batch, answers: AnswerIndex, over_logits: Callable[..., Tensor], of: nn.Module
         ) -> Tensor:
             recorded = Recorded()
             over_logits(states, batch.labels, row_loss=recorded, of=of)
@@ -212,7 +214,7 @@ class Preference(Technique):
             training = part.training
             part.eval()  # without dropout
             try:
-                with without(part):
+                with adapters_disabled(part):
                     return logp(build.slot(Slot.HIDDEN)(part, batch), batch, answers, over_logits, part)
             finally:
                 part.train(training)
@@ -220,7 +222,7 @@ class Preference(Technique):
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             training = torch.is_grad_enabled()
             # A stream cannot be checked before it is read.
-            if not (batch.liked if self.loss == "unpaired" else batch.group == 2):
+            if not (batch.desirable if self.loss == "apo_zero" else batch.group == 2):
                 raise DataError(
                     f"techniques.preference: loss {self.loss} finds no "
                     f"{self.examples().kind} in the rows {batch.rows[:8]}"
@@ -250,23 +252,23 @@ class Preference(Technique):
         return objective
 
     def _losses(
-        self, logps: Tensor, reference_logps: Tensor, answers: Any, batch: Batch
+        self, logps: Tensor, reference_logps: Tensor, answers: AnswerIndex, batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses of the examples, differentiable by `logps`, and the summed metrics."""
         from preheat.hardware.transfers import to_device
-        from preheat.ops.losses.preference import liked_losses, pair_losses
+        from preheat.ops.losses.preference import pair_losses, unpaired_losses
 
         reward = self._beta * (logps - reference_logps).detach()
-        if self.loss == "unpaired":
-            liked = to_device([n for row in batch.liked for n in row], logps.device)
-            correct = (reward > 0) == (liked > 0)
+        if self.loss == "apo_zero":
+            desirable = to_device([n for row in batch.desirable for n in row], logps.device)
+            correct = (reward > 0) == (desirable > 0)
             metrics = {
                 "reward_accuracy": correct.float().sum(),
-                "liked": liked.sum(),
-                "reward_liked": (reward * liked).sum(),
+                "desirable": desirable.sum(),
+                "reward_desirable": (reward * desirable).sum(),
             }
-            metrics["reward_disliked"] = (reward * (1 - liked)).sum()
-            return liked_losses(logps, reference_logps, liked, beta=self._beta), metrics
+            metrics["reward_undesirable"] = (reward * (1 - desirable)).sum()
+            return unpaired_losses(logps, reference_logps, desirable, beta=self._beta), metrics
         chosen, rejected = logps[0::2], logps[1::2]
         losses = pair_losses(
             chosen,
@@ -290,14 +292,14 @@ class Preference(Technique):
         return losses, metrics
 
 
-def _scores(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
+def _scores(metrics: Mapping[str, Tensor], weight: float) -> dict[str, float]:
     """Returns the means over the pairs; for single answers, the mean rewards of liked and of disliked ones."""
-    if "liked" not in metrics:
+    if "desirable" not in metrics:
         return {name: float(total) / weight for name, total in metrics.items()}
-    liked = float(metrics["liked"])
+    desirable = float(metrics["desirable"])
     means = {"reward_accuracy": float(metrics["reward_accuracy"]) / weight}
-    if liked:
-        means["reward_liked"] = float(metrics["reward_liked"]) / liked
-    if weight > liked:
-        means["reward_disliked"] = float(metrics["reward_disliked"]) / (weight - liked)
+    if desirable:
+        means["reward_desirable"] = float(metrics["reward_desirable"]) / desirable
+    if weight > desirable:
+        means["reward_undesirable"] = float(metrics["reward_undesirable"]) / (weight - desirable)
     return means

@@ -17,12 +17,13 @@ Source: Jacob et al. 2018 (arXiv:1712.05877); for language models, Liu et al. 20
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
     from preheat.ops.quantization.fake_quant import Grid
@@ -59,7 +60,7 @@ def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, G
         if not name.startswith(layers):
             continue
         if name not in excluded:
-            group = group_of(name, map_weight(module).shape[1], settings.group)
+            group = group_of(name, map_weight(module).shape[1], settings.group_size)
             grids[name] = Grid(4, group, settings.symmetric, settings.inputs == "int8")
         elif settings.high == "int8":
             grids[name] = Grid(8)
@@ -107,7 +108,7 @@ class QuantizationAware(Technique):
         }
     )
 
-    group: int | Literal["auto"] = "auto"
+    group_size: int | Literal["auto"] = "auto"
     """Inputs that share a scale; auto: for each linear layer the divisor nearest to 32."""
     symmetric: bool = True
     """A scale only; false adds a zero point."""
@@ -128,7 +129,7 @@ class QuantizationAware(Technique):
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         try:
             four, eight = round_weights(part, self)
         except ValueError as error:

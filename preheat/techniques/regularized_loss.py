@@ -13,13 +13,13 @@ section 5.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from preheat.core import Build, Change, Context, Numerics, Slot, Stage, Technique, Trials
-from preheat.recipe import Bound, Share
+from preheat.recipe import Bound, Fraction
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 __all__ = ["RegularizedLoss", "regularized_cross_entropy"]
 
@@ -47,7 +47,7 @@ class RegularizedLoss(Technique):
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ROW_LOSS})
 
-    label_smoothing: Share = 0.0
+    label_smoothing: Fraction = 0.0
     """Fraction of each label's weight that is distributed over all tokens equally."""
     z: Annotated[float, Bound(0)] = 1e-4
     """Weight of the squared logsumexp of the logits."""
@@ -57,10 +57,10 @@ class RegularizedLoss(Technique):
             return ["label_smoothing and z are both 0, which changes nothing; set one, or leave the technique out"]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.ops.losses.cross_entropy import RegularizedCrossEntropy
 
-        build.own(Slot.ROW_LOSS, RegularizedCrossEntropy(self.label_smoothing, self.z), self.name())
+        build.claim(Slot.ROW_LOSS, RegularizedCrossEntropy(self.label_smoothing, self.z), self.name())
         terms = [f"label smoothing {self.label_smoothing:g}"] * bool(self.label_smoothing) + [
             f"z-loss {self.z:g}"
         ] * bool(self.z)

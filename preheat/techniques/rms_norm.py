@@ -17,12 +17,12 @@ Source: Zhang and Sennrich 2019 (arXiv:1910.07467); folding: Ashkboos et al. 202
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Technique, Trials
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 __all__ = ["RmsNorm", "layer_norm_to_rms_norm"]
 
@@ -64,7 +64,7 @@ class RmsNorm(Technique):
         family = context.model.family
         return [] if family == "gpt2" else [f"knows the LayerNorms of gpt2 only, and this is a {family}; leave it out"]
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.conversions import architecture
 
         read = build.weights.folder is not None
@@ -72,7 +72,7 @@ class RmsNorm(Technique):
         if not read:
             return Change(f"{len(names)} LayerNorms are RMSNorms", len(names))
 
-        def fold(name: str, value: Any) -> Any:
+        def fold(name: str, value: Tensor) -> Tensor:
             return architecture.fold_layer_norms(name, value, build.weights.read, tied=build.model.tied)
 
         build.weights.map("", fold)

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count, Positive
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
     from preheat.recipe import Recipe
 
 __all__ = ["RopeScaling", "kind_for", "scale_rope"]
@@ -40,7 +43,7 @@ def kind_for(factor: float) -> str:
 
 
 def scale_rope(
-    config: Any, kind: str, factor: float, *, original_length: int | None = None, **yarn: float
+    config: PretrainedConfig, kind: str, factor: float, *, original_length: int | None = None, **yarn: float
 ) -> tuple[int, int]:
     """Sets the rotary scaling of a transformers configuration before the model is created, in place.
 
@@ -92,7 +95,7 @@ class RopeScaling(Technique):
     as the factor requires; yarn: by frequency. auto: yarn up to a factor of 32, base beyond; the run records the
     choice."""
     factor: Literal["auto"] | Annotated[float, Bound(1, open_low=True)] = 2.0
-    """Ratio of the new to the original number of positions; auto: what batch.length needs."""
+    """Ratio of the new to the original number of positions; auto: what batch.seq_len needs."""
     original_length: Count | None = None
     """Positions that the model was trained on; by default those of its configuration."""
     beta_fast: Positive | None = None
@@ -102,7 +105,7 @@ class RopeScaling(Technique):
     attention_factor: Positive | None = None
     """yarn: scale of the rotary tables; 0.1 ln(factor) + 1 by default."""
 
-    def configure(self, config: Any, recipe: Recipe) -> None:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
         given = {
             key: value
             for key in ("beta_fast", "beta_slow", "attention_factor")
@@ -114,21 +117,21 @@ class RopeScaling(Technique):
             raise ValueError(f"{next(iter(given))}: is yarn's; remove it, or use kind: yarn")
         if self.factor == "auto" and factor <= 1:
             raise ValueError(
-                f"factor: auto: the model's {original:,} positions hold batch.length "
-                f"{recipe.batch.length:,} already; raise batch.length, or leave rope_scaling out"
+                f"factor: auto: the model's {original:,} positions hold batch.seq_len "
+                f"{recipe.batch.seq_len:,} already; raise batch.seq_len, or leave rope_scaling out"
             )
         original, reach = scale_rope(config, kind, factor, original_length=self.original_length, **given)
-        if recipe.batch.length > reach:
+        if recipe.batch.seq_len > reach:
             raise ValueError(
                 f"factor: {factor:g} takes the model's {original:,} positions to {reach:,}, but "
-                f"batch.length is {recipe.batch.length:,}; use factor: {_needed(recipe, original):g}"
+                f"batch.seq_len is {recipe.batch.seq_len:,}; use factor: {_needed(recipe, original):g}"
             )
 
     def _chosen(self, recipe: Recipe, original: int) -> tuple[str, float]:
         factor = _needed(recipe, original) if self.factor == "auto" else float(self.factor)
         return (kind_for(factor) if self.kind == "auto" else self.kind), factor
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.configs import of
 
         config = of(build.recipe, build.model.vocabulary).get_text_config()  # the configuration before scaling
@@ -139,10 +142,10 @@ class RopeScaling(Technique):
             summary += f" ({kind} suits factors {'up to' if factor <= YARN_UP_TO else 'above'} {YARN_UP_TO:g})"
         needed = _needed(build.recipe, original)
         if needed < factor:
-            summary += f"; batch.length {build.recipe.batch.length:,} needs only {needed:g}"
+            summary += f"; batch.seq_len {build.recipe.batch.seq_len:,} needs only {needed:g}"
         return Change(summary, build.model.layers)
 
 
 def _needed(recipe: Recipe, original: int) -> float:
-    """Returns the smallest factor that reaches batch.length, rounded up to hundredths."""
-    return max(math.ceil(100 * recipe.batch.length / original) / 100, 1.0)
+    """Returns the smallest factor that reaches batch.seq_len, rounded up to hundredths."""
+    return max(math.ceil(100 * recipe.batch.seq_len / original) / 100, 1.0)

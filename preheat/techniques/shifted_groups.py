@@ -1,8 +1,8 @@
 """Shifted groups: trains with attention within groups; half of the heads use groups shifted by half a group (S2-Attn).
 
-What: documents are split into groups of `group` tokens and attention stays inside; half of the heads split half a group
-later, so that their groups span the boundaries of the other half, and information flows along the document from layer
-to layer. Evaluation and generation use full attention.
+What: documents are split into groups of `group_size` tokens and attention stays inside; half of the heads split half a
+group later, so that their groups span the boundaries of the other half, and information flows along the document from
+layer to layer. Evaluation and generation use full attention.
 Helps: fine-tunes a pretrained model to longer sequences at the cost of short ones: attention costs length x group, with
 any kernel that keeps documents apart.
 Hurts: training differs from inference, so it suits fine-tuning (with LoRA and trained embeddings and norms, as its
@@ -16,12 +16,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 __all__ = ["ShiftedGroups", "add_shifted_groups"]
@@ -57,7 +58,7 @@ def add_shifted_groups(model: PreTrainedModel, *, group: int) -> int:
     return limit_layers(model, functools.partial(_while_training, model, group), attend=attend_any)
 
 
-def _while_training(model: Any, group: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _while_training(model: PreTrainedModel, group: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from preheat.ops.attention.patterns import in_shifted_groups
 
     return in_shifted_groups(kernel, group) if model.training else kernel
@@ -67,7 +68,7 @@ def _while_training(model: Any, group: int, kernel: Callable[..., Any]) -> Calla
 class ShiftedGroups(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Numerics] = "different"
-    trials: ClassVar[Trials] = Trials(settings=({"group": 10},))
+    trials: ClassVar[Trials] = Trials(settings=({"group_size": 10},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN, Tag.PER_HEAD_PATTERN})
     # Groups change the documents, which compiled layers have as data only.
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
@@ -77,23 +78,23 @@ class ShiftedGroups(Technique):
         }
     )
 
-    group: Literal["auto"] | Annotated[int, Bound(2)] = "auto"
-    """Tokens per group; auto: a quarter of batch.length."""
+    group_size: Literal["auto"] | Annotated[int, Bound(2)] = "auto"
+    """Tokens per group; auto: a quarter of batch.seq_len."""
 
     def _tokens(self, context: Context | Build) -> int:
-        return max(2, context.recipe.batch.length // 4) if self.group == "auto" else int(self.group)
+        return max(2, context.recipe.batch.seq_len // 4) if self.group_size == "auto" else int(self.group_size)
 
     def check(self, context: Context) -> list[str]:
-        problems, length = [], context.recipe.batch.length
+        problems, length = [], context.recipe.batch.seq_len
         if self._tokens(context) >= length:
             problems.append(
-                f"group: {self._tokens(context)} of {length} tokens parts nothing; use less than batch.length"
+                f"group_size: {self._tokens(context)} of {length} tokens parts nothing; use less than batch.seq_len"
             )
         if context.model.heads % 2:
             problems.append(f"takes half of the heads, and the model has {context.model.heads}; leave it out")
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         group = self._tokens(build)
         count = add_shifted_groups(part, group=group)
         return Change(

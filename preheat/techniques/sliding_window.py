@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 __all__ = ["SlidingWindow", "add_sliding_window"]
@@ -66,19 +67,19 @@ class SlidingWindow(Technique):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN})
 
     window: Literal["auto"] | Count = "auto"
-    """Tokens that a token sees, itself included; auto: a quarter of batch.length."""
+    """Tokens that a token sees, itself included; auto: a quarter of batch.seq_len."""
     every: Annotated[int, Bound(2)] | None = None
     """Every n-th layer stays full (Gemma 3: 6); all are limited by default."""
 
     def _tokens(self, context: Context | Build) -> int:
-        return max(1, context.recipe.batch.length // 4) if self.window == "auto" else int(self.window)
+        return max(1, context.recipe.batch.seq_len // 4) if self.window == "auto" else int(self.window)
 
     def check(self, context: Context) -> list[str]:
-        problems, length = [], context.recipe.batch.length
+        problems, length = [], context.recipe.batch.seq_len
         if self._tokens(context) >= length:
             problems.append(
                 f"window: {self._tokens(context)} of {length} tokens hides "
-                "nothing; use less than batch.length, or leave it out"
+                "nothing; use less than batch.seq_len, or leave it out"
             )
         if self.every is not None and self.every > context.model.layers:
             problems.append(
@@ -87,7 +88,7 @@ class SlidingWindow(Technique):
             )
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         window = self._tokens(build)
         count = add_sliding_window(part, window=window, every=self.every)
         return Change(f"{count} of {build.model.layers} layers see {window} tokens back", count)

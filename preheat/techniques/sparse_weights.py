@@ -99,7 +99,7 @@ class SparseWeights(Technique):
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from torch._subclasses.fake_tensor import FakeTensor
 
         from preheat.models.layerwise import linear_maps

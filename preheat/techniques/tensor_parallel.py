@@ -20,20 +20,22 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from preheat.core import Axis, Build, Change, Context, Finish, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
-from preheat.recipe import Bound, Whole
+from preheat.recipe import Bound, NonNegativeInt
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
 __all__ = ["TensorParallel", "parallelize"]
 
 
 def parallelize(
-    model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vocabulary: bool = True, regather: bool = False
+    model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool = False, vocabulary: bool = True, regather: bool = False
 ) -> int:
     """Shards a transformers model's matrices across a mesh as DTensors, in place; works on meta too.
 
@@ -65,7 +67,7 @@ def parallelize(
     if problems:
         raise ValueError(problems[0])
     return tensor_parallel.parallelize(
-        model, tp_plan.shares(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
+        model, tp_plan.tp_styles(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
     )
 
 
@@ -90,7 +92,7 @@ class TensorParallel(Searchable):
     )
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
-    degree: Whole = 0
+    degree: NonNegativeInt = 0
     """Devices that each matrix is split across; 0: all that other techniques leave. It must divide the heads and the
     key-value heads, and should not exceed the devices of a host."""
     sequence_parallel: bool = False
@@ -105,7 +107,7 @@ class TensorParallel(Searchable):
     rows: Annotated[int, Bound(1)] = 512
     """With loss_parallel: rows of logits in memory at a time."""
 
-    def owned(self) -> frozenset[Slot]:
+    def claimed(self) -> frozenset[Slot]:
         return self.owns if self.loss_parallel else frozenset()
 
     def provided(self) -> frozenset[Tag]:
@@ -140,17 +142,17 @@ class TensorParallel(Searchable):
                 "regather: layers that are computed again gather anew anyway, "
                 "and would keep the pieces besides; leave it out"
             )
-        if self.sequence_parallel and recipe.batch.length % degree:
+        if self.sequence_parallel and recipe.batch.seq_len % degree:
             problems.append(
-                f"sequence_parallel: batch.length {recipe.batch.length} does not divide by "
-                f"degree {degree}; use {recipe.batch.length // degree * degree}"
+                f"sequence_parallel: batch.seq_len {recipe.batch.seq_len} does not divide by "
+                f"degree {degree}; use {recipe.batch.seq_len // degree * degree}"
             )
         if self.sequence_parallel and Tag.GROWING_LENGTH in context.tags:
             problems.append(
                 "sequence_parallel: the length changes from step to step, and "
                 "each must divide by the degree; set it to false"
             )
-        others = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.owned()]
+        others = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.claimed()]
         if self.loss_parallel and others:
             problems.append(
                 "loss_parallel: makes logits some rows at a time by itself; "
@@ -161,12 +163,12 @@ class TensorParallel(Searchable):
         elif self.loss_parallel and model.vocabulary % degree:
             problems.append(
                 f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it "
-                "to false, which keeps embedding and head whole, or state model.vocabulary for a new model"
+                "to false, which keeps embedding and head whole, or state model.vocab_size for a new model"
             )
         optimizers = [
             t.name()
             for t in recipe.techniques.values()
-            if Slot.OPTIMIZER in t.owned() and Tag.ELEMENTWISE_UPDATE not in t.provided()
+            if Slot.OPTIMIZER in t.claimed() and Tag.ELEMENTWISE_UPDATE not in t.provided()
         ]
         problems += [
             f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW"
@@ -174,7 +176,7 @@ class TensorParallel(Searchable):
         ]
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models import hf
         from preheat.models.token_mixers import require_plain_attention
         from preheat.ops.distributed import tensor_parallel
@@ -196,7 +198,7 @@ class TensorParallel(Searchable):
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
         if self.loss_parallel:
             hf.require_plain_head(part, self.name())
-            build.own(Slot.OVER_LOGITS, functools.partial(tensor_parallel.shared_logits, rows=self.rows), self.name())
+            build.claim(Slot.OVER_LOGITS, functools.partial(tensor_parallel.shared_logits, rows=self.rows), self.name())
         finish = (Finish.REDUCE, _sum_partial)
         if finish not in build.hooks.finish_gradients:
             build.hooks.finish_gradients.append(finish)
@@ -223,7 +225,7 @@ def _sum_partial(build: Build) -> None:
     sum_partial(p for _, p in build.parameters())
 
 
-def _without_dropout(model: Any) -> None:
+def _without_dropout(model: PreTrainedModel) -> None:
     """Raises an error if a module uses dropout: the ranks would drop different elements than one device would."""
     from torch import nn
 

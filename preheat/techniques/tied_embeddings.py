@@ -13,12 +13,13 @@ Source: Press and Wolf 2017 (arXiv:1608.05859); Inan et al. 2017 (arXiv:1611.014
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from preheat.recipe import Recipe
 
@@ -61,7 +62,7 @@ class TiedEmbeddings(Technique):
     keep: Literal["embedding", "head", "mean"] = "embedding"
     """For pretrained weights: which matrix remains. A new model initializes one, like an embedding."""
 
-    def configure(self, config: Any, recipe: Recipe) -> None:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
         if config.tie_word_embeddings:
             raise ValueError(
                 f"embedding and head of the {config.model_type} are one matrix already; leave the technique out"
@@ -70,7 +71,7 @@ class TiedEmbeddings(Technique):
             raise ValueError("contradicts model.tie_embeddings: false; remove one of them")
         config.tie_word_embeddings = True
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.models.conversions import architecture
 
         weight = part.get_input_embeddings().weight
@@ -81,7 +82,7 @@ class TiedEmbeddings(Technique):
         names = {id(module): name for name, module in part.named_modules()}
         embedding, head = (names[id(m)] for m in (part.get_input_embeddings(), part.get_output_embeddings()))
 
-        def tie(name: str, value: Any) -> Any:
+        def tie(name: str, value: Tensor) -> Tensor:
             return architecture.tied_value(value, build.weights.read(f"{head}.weight"), self.keep)
 
         build.weights.map(rf"^{embedding}\.weight$", tie)

@@ -1,15 +1,15 @@
 """Upcycling: turns a dense model into a mixture of experts, each initialized from its feed-forward block.
 
-What: each layer gets `experts` copies of its feed-forward block and a new router that sends each token to `chosen` of
-them. The weights of the chosen experts sum to 1, so with identical copies the model computes what the dense one did;
-they diverge as the router sends them different tokens. `redrawn` reinitializes a fraction of each copy's inner
-channels, so that they differ from the start. A llama or mistral becomes a mixtral, a qwen3 a qwen3_moe: exported
-folders open in transformers.
-Helps: many times the parameters for the FLOPs of `chosen` blocks, without starting from scratch: the paper passes the
-dense model's further training with about half its pretraining compute. `redrawn` near 0.5 learns faster in long runs
-(its loss starts higher).
-Hurts: all experts are in memory with gradients and optimizer state; a step costs `chosen` times the block's FLOPs; too
-few tokens leave the experts alike.
+What: each layer gets `num_experts` copies of its feed-forward block and a new router that sends each token to
+`num_experts_per_tok` of them. The weights of the chosen experts sum to 1, so with identical copies the model computes
+what the dense one did; they diverge as the router sends them different tokens. `redrawn` reinitializes a fraction of
+each copy's inner channels, so that they differ from the start. A llama or mistral becomes a mixtral, a qwen3 a
+qwen3_moe: exported folders open in transformers.
+Helps: many times the parameters for the FLOPs of `num_experts_per_tok` blocks, without starting from scratch: the paper
+passes the dense model's further training with about half its pretraining compute. `redrawn` near 0.5 learns faster in
+long runs (its loss starts higher).
+Hurts: all experts are in memory with gradients and optimizer state; a step costs `num_experts_per_tok` times the
+block's FLOPs; too few tokens leave the experts alike.
 Source: Komatsuzaki et al. 2022 (arXiv:2212.05055); partial reinitialization: Nakamura et al. 2025, "Drop-Upcycling"
 (arXiv:2502.19261).
 """
@@ -17,13 +17,14 @@ Source: Komatsuzaki et al. 2022 (arXiv:2212.05055); partial reinitialization: Na
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
-from preheat.recipe import Bound, Count, Share
+from preheat.recipe import Bound, Count, Fraction
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from preheat.recipe import Recipe
 
@@ -60,24 +61,24 @@ def upcycle(model: nn.Module, experts: int = 8, *, chosen: int = 2, redrawn: flo
 class Upcycling(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Numerics] = "different"
-    trials: ClassVar[Trials] = Trials(settings=({"experts": 4, "chosen": 1},), family="llama")
+    trials: ClassVar[Trials] = Trials(settings=({"num_experts": 4, "num_experts_per_tok": 1},), family="llama")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXPERTS})
     # Frozen copies would stay identical; experts need a gated block.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.QUANTIZED_BASE, Tag.UNGATED_MLP})
 
-    experts: Annotated[int, Bound(2)] = 8
+    num_experts: Annotated[int, Bound(2)] = 8
     """Experts of each layer, each as wide as the dense block."""
-    chosen: Count = 2
+    num_experts_per_tok: Count = 2
     """Experts per token."""
-    redrawn: Share = 0.0
+    redrawn: Fraction = 0.0
     """Fraction of each expert's inner channels that are reinitialized; 0: the first loss is the dense model's."""
 
-    def configure(self, config: Any, recipe: Recipe) -> Any:
+    def configure(self, config: PretrainedConfig, recipe: Recipe) -> PretrainedConfig:
         from preheat.models.conversions.upcycling import expert_config
 
-        return expert_config(config, self.experts, self.chosen)
+        return expert_config(config, self.num_experts, self.num_experts_per_tok)
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.models.conversions.upcycling import EXPERTS, expert_matrices
         from preheat.models.moe import routers
 
@@ -86,12 +87,14 @@ class Upcycling(Technique):
         if weights.folder is not None:
             router_ids = {id(router) for router in routers(part)}
             names = [name for name, module in part.named_modules() if id(module) in router_ids]
-            weights.compose(EXPERTS, lambda name: expert_matrices(name, weights.read, self.experts, self.redrawn, seed))
+            weights.compose(
+                EXPERTS, lambda name: expert_matrices(name, weights.read, self.num_experts, self.redrawn, seed)
+            )
             weights.fresh(r"\.mlp\.gate\.weight$", names, part._init_weights)
             redrawn_note = f", {self.redrawn:.0%} of the inner channels drawn anew" if self.redrawn else ""
             origin = f"each the dense block that was read{redrawn_note}; routers new"
         summary = (
-            f"{self.experts} experts in each of {layers} layers, {self.chosen} for a "
+            f"{self.num_experts} experts in each of {layers} layers, {self.num_experts_per_tok} for a "
             f"token, {origin}: now a {part.config.model_type}"
         )
         return Change(summary, layers)

@@ -14,7 +14,7 @@ tower.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 
@@ -72,7 +72,7 @@ class VisionTower(Technique):
             ]
         return []
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.vision import PROJECTORS, tower
 
         trained, total = train_tower(tower(part), self.train, PROJECTORS)  # type: ignore[arg-type]

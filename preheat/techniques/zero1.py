@@ -1,7 +1,7 @@
 """ZeRO-1: shards the optimizer's states across data-parallel devices.
 
 What: used with `data_parallel`. Each device keeps the states of its rows of every parameter, updates those rows, and
-the new weights are all-gathered. Any optimizer works on its shards: AdamW and similar ones as they are, Muon on the
+the new weights are all-gathered. Every optimizer works on its shards: AdamW and similar ones as they are, Muon on the
 full matrix. Parameters are sharded by rows (torch's DTensor), while torch's ZeroRedundancyOptimizer assigns each
 parameter to one owner: an embedding that is more than half of a small model would then be more than half of one
 device's states, and a checkpoint could not be loaded with another number of devices.
@@ -13,21 +13,28 @@ Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), stage 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.core import Axis, Build, Change, Numerics, Searchable, Stage, Tag, Trials
 
 if TYPE_CHECKING:
-    from preheat.ops.optim.zero1 import SharedOut
+    from collections.abc import Callable
 
-__all__ = ["Zero1", "share_out_optimizer"]
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from preheat.ops.optim.param_groups import ParamGroup
+    from preheat.ops.optim.zero1 import ShardedOptimizer
+
+__all__ = ["Zero1", "shard_optimizer"]
 
 
-def share_out_optimizer(
-    make: Callable[..., Any], groups: Iterable[dict[str, Any]], mesh: Any, **settings: Any
-) -> SharedOut:
+def shard_optimizer(
+    make: Callable[..., torch.optim.Optimizer], groups: Iterable[ParamGroup], mesh: DeviceMesh, **settings: Any
+) -> ShardedOptimizer:
     """Returns an optimizer over this device's shards of replicated parameters (`preheat.ops.optim.zero1`).
 
     Gradients must be complete and equal on every device when `step` is called, as DistributedDataParallel and
@@ -40,13 +47,13 @@ def share_out_optimizer(
 
     Example:
         >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
-        >>> optimizer = share_out_optimizer(
+        >>> optimizer = shard_optimizer(
         ...     torch.optim.AdamW, [{"params": model.parameters()}], mesh, fused=True
         ... )  # doctest: +SKIP
     """
-    from preheat.ops.optim.zero1 import share_out
+    from preheat.ops.optim.zero1 import shard_optimizer
 
-    return share_out(make, groups, mesh, **settings)
+    return shard_optimizer(make, groups, mesh, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +68,13 @@ class Zero1(Searchable):
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
         mesh = build.mesh.sub(*across)
 
-        def sharded(make: Callable[..., Any]) -> Callable[..., Any]:
-            def make_sharded(groups: Any, **settings: Any) -> Any:
-                return share_out_optimizer(make, groups, mesh, modules=build.trained, **settings)
+        def sharded(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., ShardedOptimizer]:
+            def make_sharded(groups: list[ParamGroup], **settings: Any) -> ShardedOptimizer:
+                return shard_optimizer(make, groups, mesh, modules=build.trained, **settings)
 
             return make_sharded
 

@@ -14,15 +14,17 @@ This is the optimizer for custom training loops; recipes shard with the techniqu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from preheat.ops.optim.zero import ZeROAdamW
 
 __all__ = ["ZeROAdamW"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[torch.optim.Optimizer]:
     """Imports `ZeROAdamW` on first access: it subclasses torch's Optimizer."""
     if name != "ZeROAdamW":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

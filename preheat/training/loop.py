@@ -32,7 +32,7 @@ from preheat.hardware.probe import reset_peak
 from preheat.recipe import Recipe
 from preheat.run_dir import MEMORY_KEYS, Reader, expected_memory
 from preheat.training.hang_watchdog import HangWatchdog
-from preheat.training.lr_schedule import share_of_peak
+from preheat.training.lr_schedule import lr_factor
 from preheat.training.observer import Logged, Watch
 from preheat.training.recovery.oom import Recovery
 from preheat.training.session import Finished, Session, open_session
@@ -73,7 +73,7 @@ def train(
 
     Example:
         >>> from preheat import load_recipe, train
-        >>> train(load_recipe("demo", ["stop.steps=20"]), out="runs/first")      # doctest: +SKIP
+        >>> train(load_recipe("demo", ["stop.max_steps=20"]), out="runs/first")      # doctest: +SKIP
     """
     with remote_code.trusting(trust_remote_code):
         return _train(recipe, out, resume=resume, force=force, watch=watch or (Logged() if progress else Watch()))
@@ -90,6 +90,7 @@ def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool,
     try:
         summary = loop.run()
     except BaseException as error:
+        # A checkpoint that is being written may still become complete, and is then what --resume begins with.
         if warning := session.assembled and session.saving.close():
             watch.alarm(warning)
         explained = explain_lacking(error) or session.ranks.explained(error, session.progress.step)
@@ -128,7 +129,7 @@ class _Loop:
         self.signals = Signals()
         self.stopped: str | None = None  # the signal that ends the run
         self.tried = False  # whether this session has evaluated
-        self.late = False  # whether some rank has reached stop.hours
+        self.out_of_time = False  # whether some rank has reached stop.hours
         self.ahead: list[Batch] | Exception | None = None  # the prefetched batch, or the error of reading it
         self.last_eval_step = self._first_eval_step()  # the last step whose evaluation, if due, is done
 
@@ -181,6 +182,7 @@ class _Loop:
     def _train(self) -> dict[str, Any]:
         """Trains from the session's progress to the end of the run."""
         self.meter = ThroughputMeter(self.session)
+        # After recovery the loader begins at the committed samples again, so a batch read before is dropped.
         self.ahead = None
         if self.progress.step == 0 and self.session.samples.before and self.last_eval_step < 0:
             self._unless_stopped(self._samples)
@@ -191,13 +193,15 @@ class _Loop:
                 self._run_due_hooks()
                 if self._finished() or self.stopped is not None:
                     break
+                # An asynchronous checkpoint is logged once it is complete; an error of its write is raised here.
                 self.watchdog.set_phase(self.progress.step, Phase.SAVING)
-                self._log_checkpoints(self.session.saving.look())
+                self._log_checkpoints(self.session.saving.poll())
                 self._step(stream)
         if self.stopped is not None:
             self._stopping()
         self.watchdog.set_phase(self.progress.step, Phase.SAVING)
-        if self.progress.step > max(self.session.saving.at, 0):
+        # Before the last evaluation, so that an evaluation that fails loses no step.
+        if self.progress.step > max(self.session.saving.last_step, 0):
             self._save(last=True)
         self._log_checkpoints(self.session.saving.wait())
         return self._finish()
@@ -233,7 +237,7 @@ class _Loop:
         if self.last_eval_step != step and (evaluation_due or (step == 0 and self.session.probes.at_start)):
             if self.stopped is not None:
                 return
-            if not self.tried and step not in (0, self.session.saving.at, self.recovery.left_out):
+            if not self.tried and step not in (0, self.session.saving.last_step, self.recovery.skipped_saves):
                 # Saves first, so that a run whose evaluation kills the process resumes at that evaluation.
                 self._save()
                 self._log_checkpoints(self.session.saving.wait())
@@ -241,14 +245,14 @@ class _Loop:
             if not self._unless_stopped(self._evaluate):
                 return
         self.last_eval_step = step
-        if save_due and step not in (self.session.saving.at, self.recovery.left_out):
+        if save_due and step not in (self.session.saving.last_step, self.recovery.skipped_saves):
             self._save()
 
     def _finished(self) -> bool:
         total = self.session.total
         if total is not None and self.progress.step >= total:
             return True
-        return self.late or (self.build.mesh.world == 1 and self._is_late())
+        return self.out_of_time or (self.build.mesh.world == 1 and self._is_late())
 
     def _step(self, stream: Any) -> None:
         start, step = time.perf_counter(), self.progress.step + 1
@@ -259,13 +263,16 @@ class _Loop:
                 return
         except RunError as error:
             raise RunError(f"{error}; {self._saved_before_the_end()}") from None
+        # The shape may change between steps; cached blocks of the old sizes would stay beside those of the new ones.
         shape = self.session.shape(self.progress.step)
         if self.shape not in (None, shape):
             release_unused(self.build.device.kind)
         self.shape = shape
-        lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
+        lr = self.session.peak_lr * lr_factor(self.recipe.schedule, self.progress.step, self.session.total)
         self.watchdog.set_phase(step, Phase.GRADIENTS)
+        # `lr` is passed to both verbs: a build that steps in backward needs it with the gradients.
         loss = gradients(self.build, batch, lr)
+        # Between the two verbs, while the gradients are queued on the device and the host is free.
         self._read_ahead(stream)
         self.watchdog.set_phase(step, Phase.UPDATE)
         stats = update(self.build, lr)
@@ -279,7 +286,7 @@ class _Loop:
             self.build, loss, torch.stack([*stats, skippable]), (self.signals.received is not None, late)
         )
         self.stopped = self.signals.received or ("a signal to another process" if some_stopped else None)
-        self.late = some_late and self.build.mesh.world > 1
+        self.out_of_time = some_late and self.build.mesh.world > 1
         mean = total / max(weight, 1)
         if not finite and forgiven and math.isfinite(mean):
             self.writer.event("overflow", step=step)
@@ -287,8 +294,9 @@ class _Loop:
         elif not (finite and math.isfinite(mean)):
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - start
+        # The step counts from here on: an error before this line repeats it on the same rows.
         p = self.progress
-        p.samples += rows_consumed(shape, self.recipe.batch.length)
+        p.samples += rows_consumed(shape, self.recipe.batch.seq_len)
         p.step += 1
         tokens = shape.rows * shape.length  # on all devices
         p.tokens += tokens
@@ -343,9 +351,9 @@ class _Loop:
 
     def _saved_before_the_end(self) -> str:
         """Saves the current step, if this is the only process, and describes where `--resume` would resume."""
-        if self.build.mesh.world == 1 and self.progress.step > max(self.session.saving.at, 0):
+        if self.build.mesh.world == 1 and self.progress.step > max(self.session.saving.last_step, 0):
             self._save(last=True)
-        at = self.session.saving.at
+        at = self.session.saving.last_step
         return f"--resume goes on from step {at}" if at > 0 else "no checkpoint was saved yet"
 
     def _is_late(self, seconds: float = 0.0) -> bool:
@@ -357,8 +365,8 @@ class _Loop:
         while self.build.state.events:
             event = self.build.state.events.pop(0)
             self.writer.event(**{"step": self.progress.step, **event})
-            if "words" in event:
-                self.watch.notice(event["words"])
+            if "message" in event:
+                self.watch.notice(event["message"])
         return {name: count() for name, count in self.build.state.counters.items()}
 
     def _refuse(self, mean: float, norm: float, batch: list[Batch], lr: float) -> None:
@@ -372,12 +380,12 @@ class _Loop:
         )
         raise RunError(
             f"step {step}: the loss is {mean:g} and the gradients' norm {norm:g}; rows {listed} of the training data. "
-            f"{state}. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup, or fp32"
+            f"{state}. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup_ratio, or fp32"
         )
 
     def _save(self, *, last: bool = False) -> None:
         self.watchdog.set_phase(self.progress.step, Phase.LAST_SAVING if last else Phase.SAVING)
-        self._log_checkpoints(self.session.saving.begin(self.progress, last=last))
+        self._log_checkpoints(self.session.saving.save(self.progress, last=last))
 
     def _log_checkpoints(self, saved: list[Saved]) -> None:
         for save in saved:

@@ -6,29 +6,30 @@ import math
 
 from preheat.recipe import Schedule
 
-__all__ = ["share_of_peak"]
+__all__ = ["lr_factor"]
 
 
-def share_of_peak(schedule: Schedule, step: int, total: int | None) -> float:
+def lr_factor(schedule: Schedule, step: int, total: int | None) -> float:
     """Returns the fraction of the peak learning rate in step `step` (from 0) of `total` (None: no known end).
 
     Warmup is linear, and the first step's rate is above 0. cosine: Loshchilov and Hutter 2017 (arXiv:1608.03983);
     wsd: Hu et al. 2024 (arXiv:2404.06395), linear decay.
 
-    >>> [round(share_of_peak(Schedule(kind="wsd", warmup=0.2, decay=0.2, floor=0.0), s, 10), 2) for s in range(10)]
+    >>> schedule = Schedule(kind="wsd", warmup_ratio=0.2, decay_ratio=0.2, min_lr_ratio=0)
+    >>> [round(lr_factor(schedule, s, 10), 2) for s in range(10)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5]
     """
     if total is None:
         assert schedule.kind == "constant", "the recipe refuses a schedule without an end"
         return 1.0
-    warmup = round(schedule.warmup * total)
+    warmup = round(schedule.warmup_ratio * total)
     if step < warmup:
         return (step + 1) / warmup
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "cosine":
         progress = (step - warmup) / max(total - warmup, 1)
-        return schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * progress)) / 2
-    decay = max(round(schedule.decay * total), 1)
+        return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    decay = max(round(schedule.decay_ratio * total), 1)
     left = (total - step) / decay
-    return 1.0 if left >= 1 else schedule.floor + (1 - schedule.floor) * left
+    return 1.0 if left >= 1 else schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * left

@@ -1,4 +1,8 @@
-"""Resolves the arguments of `preheat plan` to a recipe (from a recipe, model name, folder or size) and a device."""
+"""Decides what is planned, once: from the user's arguments to a recipe, and from a recipe to the planner's `Request`.
+
+`subject_of` finds the recipe (a recipe, model name, folder or size), without importing torch; `request_of` adds the
+device with its rates, the vocabulary, the number of rows and the model's configuration.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat import recipe as recipes
+from preheat import remote_code
 from preheat.core import Device
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import accelerator, stated
+from preheat.hardware.catalogue import accelerator, parse_accelerator
 from preheat.hardware.probe import parse_memory
 from preheat.hardware.rates import Rates
 from preheat.hardware.segments import grows
@@ -23,9 +28,25 @@ from preheat.recipe.yaml_io import write
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from preheat.data import PreparedData
+    from preheat.planning.request import Request
     from preheat.planning.speed.roofline import Roofline
 
-__all__ = ["METHODS", "Question", "asked", "hardware"]
+__all__ = [
+    "METHODS",
+    "Subject",
+    "data_of",
+    "hardware",
+    "in_use",
+    "plan_here",
+    "request_of",
+    "row_count",
+    "rows_of",
+    "subject_of",
+    "vocabulary_of",
+]
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "full": {},
@@ -38,23 +59,23 @@ _ROWS, _LENGTH = 16, 2048  # default rows and tokens per row of a global batch
 
 
 @dataclass(frozen=True)
-class Question:
-    """A recipe to plan.
+class Subject:
+    """The recipe that a command plans.
 
     Attributes:
-        given: True for a recipe of the user, which is planned as it is.
+        from_user: True for a recipe of the user, which is planned as it is.
         checkpoint: hub checkpoint with the weights of a model given by name.
         absent: `model.path` of a given recipe, if it is the preset's checkpoint and cannot be read here: the preset is
             planned, and the recipe lacks the path.
     """
 
     recipe: Recipe
-    given: bool
+    from_user: bool
     checkpoint: str | None = None
     absent: str | None = None
 
 
-def asked(
+def subject_of(
     what: str | None,
     overrides: Sequence[str] = (),
     *,
@@ -62,8 +83,8 @@ def asked(
     length: int | None = None,
     batch_tokens: int | None = None,
     devices: int = 1,
-) -> Question:
-    """Returns the recipe to plan.
+) -> Subject:
+    """Returns the recipe that the arguments name.
 
     Args:
         what: a recipe (a file, or the name of a built-in one), a model's name, a folder or its config.json, or a size
@@ -80,9 +101,9 @@ def asked(
     more = [*(f"batch.{key}={value}" for key, value in batch.items()), f"parallel.devices={devices}"]
     if what is not None and _is_recipe(what):
         values_set = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
-        return _given(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
+        return _user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
     model, positions, checkpoint = _model(what)
-    batch = {"length": min(length or _LENGTH, positions or _LENGTH), **batch}
+    batch = {"seq_len": min(length or _LENGTH, positions or _LENGTH), **batch}
     batch.setdefault("size", math.ceil(_ROWS / devices) * devices)
     values = {
         "name": _name(what or "model"),
@@ -93,19 +114,19 @@ def asked(
         **METHODS[method],
     }
     named = recipes.parse(write(values), where=what or "the model", overrides=overrides, warn=True)
-    return Question(_check_batch_tokens(named, batch_tokens), False, checkpoint)
+    return Subject(_check_batch_tokens(named, batch_tokens), False, checkpoint)
 
 
-def _given(recipe: Recipe) -> Question:
+def _user_recipe(recipe: Recipe) -> Subject:
     model = recipe.model
     known = presets.find(model.preset) if model.preset else None
     if known is None or model.path not in (known.hub, known.chat) or Path(model.path).is_dir():
-        return Question(recipe, True)
+        return Subject(recipe, True)
     try:
         configs.read(model.path, model.trust_remote_code)
     except RecipeError:
-        return Question(replace(recipe, model=replace(model, path=None)), True, absent=model.path)
-    return Question(recipe, True)
+        return Subject(replace(recipe, model=replace(model, path=None)), True, absent=model.path)
+    return Subject(recipe, True)
 
 
 def _is_recipe(what: str) -> bool:
@@ -145,7 +166,7 @@ def _positions(config: Path) -> int | None:
 
 
 def _batch(length: int | None, tokens: int | None) -> dict[str, int]:
-    batch = {} if length is None else {"length": length}
+    batch = {} if length is None else {"seq_len": length}
     if tokens is None:
         return batch
     row = length or _LENGTH
@@ -154,17 +175,143 @@ def _batch(length: int | None, tokens: int | None) -> dict[str, int]:
         raise RecipeError(
             f"--batch-tokens: {tokens:,} is no multiple of rows of {row:,} tokens; use {near}, or another --length"
         )
-    return {**batch, "length": row, "size": tokens // row}
+    return {**batch, "seq_len": row, "size": tokens // row}
 
 
 def _check_batch_tokens(recipe: Recipe, tokens: int | None) -> Recipe:
-    if tokens is not None and recipe.batch.size * recipe.batch.length != tokens:
+    if tokens is not None and recipe.batch.size * recipe.batch.seq_len != tokens:
         raise RecipeError(f"--batch-tokens: {tokens:,} and --set batch say different things; leave one out")
     return recipe
 
 
 def _name(what: str) -> str:
     return re.sub(r"[^\w.-]+", "-", Path(what).name) or "model"
+
+
+def request_of(
+    recipe: Recipe, gpu: str | None = None, *, world: int | None = None, per_host: int = 1, count_rows: bool = True
+) -> Request:
+    """Returns the request for a recipe on this machine, or on `gpu`.
+
+    Args:
+        gpu: a device of the catalogue, or one that the user describes.
+        world: number of devices; the recipe's own number by default.
+        per_host: devices per host; on CPUs they share this machine's cores and memory.
+        count_rows: read the data if the length of the run depends on it.
+
+    Raises:
+        RecipeError: there is no such device or model, or the two do not match the recipe.
+    """
+    import preheat.planning.plan  # noqa: F401  # count its memory as in use, as a run does
+    from preheat.planning.request import Request
+
+    device, rates, used = hardware(gpu, recipe, per_host)
+    source_config = configs.source(recipe)
+    return Request(
+        recipe,
+        device=device,
+        vocabulary=vocabulary_of(recipe, source_config),
+        world=world,
+        per_host=per_host,
+        rates=rates,
+        rows=rows_of(recipe, source_config) if count_rows else None,
+        in_use=used,
+        source_config=source_config,
+    )
+
+
+def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Returns the plan of a recipe on this machine, which is benchmarked first if it was not yet.
+
+    Args:
+        trust_remote_code: as in `train`.
+
+    Returns:
+        The keys of `preheat.run_dir.PLAN_KEYS`, and `recipe`.
+    """
+    from preheat.planning.plan import plan, resolve_auto
+
+    with remote_code.trusting(trust_remote_code):
+        recipes.check(recipe)  # one that was made in Python: before this machine is benchmarked
+        request = resolve_auto(request_of(recipe))
+        return plan(request) | {"recipe": recipes.as_values(request.recipe)}
+
+
+def rows_of(recipe: Recipe, source_config: PretrainedConfig | None = None) -> int | None:
+    """Returns the number of training rows if `stop.epochs` needs it, reading (and caching) the data; else None.
+
+    Presets that can only be planned have no tokenizer to read the data with.
+    """
+    if not recipe.stop.epochs or presets.only_planned(recipe):
+        return None
+    return row_count(data_of(recipe, source_config))
+
+
+def row_count(data: PreparedData) -> int | None:
+    """Returns the number of training rows, or None if the data is streamed."""
+    return len(data.train) if hasattr(data.train, "__len__") else None
+
+
+def data_of(recipe: Recipe, source_config: PretrainedConfig | None = None, **options: Any) -> PreparedData:
+    """Reads the data of a recipe with its model's tokenizer, and checks it against the size of the embedding.
+
+    Args:
+        source_config: what `configs.source` gave for this model; it is read when not given.
+        options: `progress` and `refuse` of `prepare`.
+    """
+    from preheat.data import prepare
+    from preheat.models import hf
+    from preheat.models.vision import reading
+
+    # Reports a missing model before the data is read.
+    source_config = configs.source(recipe) if source_config is None else source_config
+    config = hf.configure(recipe, vocabulary_of(recipe, source_config), source_config)
+    return prepare(
+        recipe.data,
+        length=recipe.batch.seq_len,
+        seed=recipe.seed,
+        tokenizer=configs.tokenizer_folder(recipe),
+        add_tokens=recipe.model.add_tokens,
+        embedding=hf.facts(config).vocabulary,
+        **reading(config, recipe.model.path),
+        **options,
+    )
+
+
+def vocabulary_of(recipe: Recipe, source_config: PretrainedConfig | None = None) -> int:
+    """Returns the tokenizer's vocabulary size for a plan, without reading the data.
+
+    A tokenizer that is still to be trained will have `data.vocab_size` tokens (fewer only if the text is tiny).
+
+    Args:
+        source_config: what `configs.source` gave for this model; it is read when not given.
+    """
+    folder = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
+    if folder is None:
+        return recipe.data.vocab_size
+    from preheat.data.tokenizer import load_tokenizer
+    from preheat.models import hf
+
+    if recipe.data.tokenizer is None:
+        hf.configure(recipe, None, source_config)  # reports a missing model as such, not as a missing tokenizer
+    if recipe.model.add_tokens:
+        # An existing token may be added only if the embedding has no row for it: adding it would reset a trained row.
+        plain = replace(recipe, model=replace(recipe.model, add_tokens=()))
+        rows = hf.configure(plain, None, source_config).get_text_config().vocab_size
+        known = load_tokenizer(folder).get_vocab()
+        if existing := [token for token in recipe.model.add_tokens if known.get(token, rows) < rows]:
+            raise RecipeError(
+                f"model.add_tokens: the tokenizer has {existing[0]!r} already and the model a row for it; leave it out"
+            )
+    return len(load_tokenizer(folder, add_tokens=recipe.model.add_tokens))
+
+
+def in_use(device: Device) -> int:
+    """Returns the bytes of a device in use before a run: on a CPU by this process, on a GPU by other processes."""
+    from preheat.hardware.gpu_memory import other_processes_bytes
+    from preheat.hardware.probe import resident_bytes
+
+    return resident_bytes() if device.kind == "cpu" else other_processes_bytes(device)
 
 
 def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Rates | Roofline, int]:
@@ -182,13 +329,12 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
     if gpu is None:
         from preheat.engine.device import resolve_device
         from preheat.hardware.benchmark_rates import rates
-        from preheat.training.session import in_use
 
         device, threads = resolve_device(recipe, per_host)
         return device, rates(device, threads), in_use(device)
     from preheat.planning.speed.roofline import Roofline  # imports torch; recipe errors should appear before that
 
-    entry = stated(gpu) if "=" in gpu else _known(gpu)
+    entry = parse_accelerator(gpu) if "=" in gpu else _known(gpu)
     if entry.memory is None or entry.bandwidth is None:
         raise RecipeError(f"--gpu: the catalogue has no memory or bandwidth of {entry.name}; {_STATE}")
     roofline = Roofline(entry, per_host)

@@ -21,7 +21,7 @@ from preheat.errors import RecipeError, RunError
 from preheat.hardware.child_processes import all_here, launched_store, local_group, store_address
 from preheat.recipe import Recipe
 
-__all__ = ["BACKEND", "Ranks", "meet"]
+__all__ = ["BACKEND", "Ranks", "rendezvous"]
 
 BACKEND = "backend"
 """The store key under which rank 0 publishes the backend, if it is not gloo."""
@@ -166,7 +166,7 @@ class Ranks:
                 dist.destroy_process_group()
 
 
-def meet(recipe: Recipe) -> Ranks:
+def rendezvous(recipe: Recipe) -> Ranks:
     """Connects to the processes that a launcher started; returns a single process if there was no launcher.
 
     Raises:

@@ -46,10 +46,11 @@ class Samples:
         validation: Rows | None = None,
     ):
         self.recipe, self.tokenizer, self.template = recipe, tokenizer, template
-        room = positions - recipe.sample.tokens if positions else 0
+        room = positions - recipe.sample.max_new_tokens if positions else 0
         if recipe.sample.rows and positions and room < 1:
             raise RecipeError(
-                f"sample.tokens: {recipe.sample.tokens} leave no room for a question in {positions} positions"
+                f"sample.max_new_tokens: {recipe.sample.max_new_tokens} leave no room for a question "
+                f"in {positions} positions"
             )
         pairs = questions(validation, recipe.sample.rows, tokenizer, room) if recipe.sample.rows else []
         self.prompts: list[Prompt] = [*recipe.sample.prompts, *(question for question, _ in pairs)]
@@ -69,14 +70,14 @@ class Samples:
         if settings.compile == "auto":  # the run's memory plan does not include the memory that compiling keeps
             settings = replace(settings, compile=False)
         # Loaded for this call only: during training, the memory of the draft model belongs to the run.
-        draft = None if settings.draft is None else load_draft_model(settings.draft, self.tokenizer)
+        draft = None if settings.draft_model is None else load_draft_model(settings.draft_model, self.tokenizer)
         texts = write_texts(
             build, self.tokenizer, self.prompts, settings, template=self.template, draft=draft, seed=self.recipe.seed
         )
         for prompt, text, expected in zip(self.prompts, texts, self.expected, strict=True):
             shown = prompt.text if isinstance(prompt, Tokens) else prompt
             own = {} if expected is None else {"expected": expected}
-            writer.event("sample", step=step, prompt=shown, text=text.text, ended=text.ended, **own)
+            writer.event("sample", step=step, prompt=shown, text=text.text, ended=text.finish_reason, **own)
         writer.json("samples.json", Reader(writer.path).samples())
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat import recipe as recipes
-from preheat import remote_code
 from preheat.core import DATA, Batch, Build, Device, Shape, Slot
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
@@ -20,41 +19,38 @@ from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.run_evaluator import RunEvaluator
 from preheat.hardware.cpu_allocator import install_heap, release_unused
 from preheat.hardware.deterministic import repeats
-from preheat.hardware.gpu_memory import limit_memory, taken_bytes
+from preheat.hardware.gpu_memory import limit_memory
 from preheat.hardware.interrupts import check
-from preheat.hardware.oom import held_bytes
+from preheat.hardware.oom import in_use_bytes
 from preheat.hardware.probe import reset_peak, resident_bytes
 from preheat.inference.text_generation import chat_template
 from preheat.models import configs, hf, presets
-from preheat.models.vision import reading
-from preheat.planning.fallback_ladder import PlanContext
-from preheat.planning.plan import plan, settled, steps_of
+from preheat.planning.plan import plan, resolve_auto, steps_of
+from preheat.planning.request import Request
 from preheat.planning.search.result import falls_short, fragmentation_hint
 from preheat.recipe import Recipe
 from preheat.recipe.paths import anchored
 from preheat.run_dir import Reader, Silent, Writer, check_folder
 from preheat.training.image_counts import with_images
 from preheat.training.observer import Watch
-from preheat.training.process_group import Ranks, meet
+from preheat.training.plan_request import data_of, in_use, row_count
+from preheat.training.process_group import Ranks, rendezvous
 from preheat.training.provenance import digest, environment, versions
 from preheat.training.recovery.fallback_log import apply_fallbacks
 from preheat.training.resume import Looked, compare, fingerprints, resumed, summary_of_finished
 from preheat.training.sample_generation import Samples
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from preheat.data import PreparedData
 
 __all__ = [
     "Finished",
     "Session",
-    "data_of",
-    "in_use",
     "open_session",
-    "plan_here",
     "read_data",
-    "rows_of",
     "reset_memory_baseline",
-    "vocabulary_of",
 ]
 
 
@@ -72,11 +68,11 @@ class Session:
 
     recipe: Recipe
     """The recipe as written."""
-    settled: Recipe
+    resolved: Recipe
     """The recipe with values for the settings that a dry run chooses."""
-    effective: Recipe
-    """The settled recipe with fallbacks applied; this one is built."""
-    device: Device
+    request: Request
+    """The effective recipe (with fallbacks applied) on this rank's device, which is planned and built. Rates: on rank 0
+    only."""
     threads: int
     data: Any
     """preheat.data.PreparedData."""
@@ -88,9 +84,7 @@ class Session:
     ranks: Ranks
     """Rank of this process and the store."""
     plan: dict[str, Any]
-    planner: PlanContext | None
-    """Plans other recipes for this run; on rank 0 only."""
-    looked: Looked | None
+    scan: Looked | None
     """The checkpoint to resume from, if any; on rank 0 only."""
     imports: int
     """Resident bytes of the process before the build."""
@@ -108,9 +102,18 @@ class Session:
     """True if there is a build."""
 
     @property
+    def effective(self) -> Recipe:
+        """The resolved recipe with fallbacks applied."""
+        return self.request.recipe
+
+    @property
+    def device(self) -> Device:
+        return self.request.device
+
+    @property
     def total(self) -> int | None:
         """Optimizer steps of the whole run; None if only time limits it."""
-        return steps_of(self.recipe, _length(self.data))
+        return steps_of(self.recipe, row_count(self.data))
 
     def assemble(self, *, resume: bool) -> None:
         """Builds the effective recipe and loads the checkpoint that the run resumes from.
@@ -122,7 +125,13 @@ class Session:
 
         self.watch.stage("building")
         check()
-        new_build = build(self.effective, vocabulary=len(self.data.tokenizer), device=self.device)
+        request = self.request
+        new_build = build(
+            request.recipe,
+            vocabulary=request.vocabulary,
+            device=request.device,
+            source_config=request.source_config,
+        )
         # Seeds dropout: different masks on each data-parallel rank, the same in every run.
         torch.manual_seed(self.recipe.seed * 65537 + new_build.mesh.index(*DATA))
         for change in new_build.changes.get("dropout", ()):
@@ -132,10 +141,10 @@ class Session:
         )
         folder = self.writer.path
         if resume:
-            progress = resumed(new_build, folder, progress, self.looked, self.writer, self.watch, self.threads)
+            progress = resumed(new_build, folder, progress, self.scan, self.writer, self.watch, self.threads)
         self.build, self.progress, self.assembled = new_build, progress, True
         self.peak_lr = peak_learning_rate(new_build)
-        self.saving = Saving(new_build, folder / "checkpoints", at=progress.step or -1)
+        self.saving = Saving(new_build, folder / "checkpoints", last_step=progress.step or -1)
         check()
         self.writer.json(
             "changes.json", {name: [asdict(c) for c in changes] for name, changes in new_build.changes.items()}
@@ -151,10 +160,10 @@ class Session:
             from preheat.data.loader import rows_consumed
 
             steps = range(self.progress.step, self.total or 0)
-            left = sum(rows_consumed(self.shape(step), self.recipe.batch.length) for step in steps)
+            left = sum(rows_consumed(self.shape(step), self.recipe.batch.seq_len) for step in steps)
             order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
             # A run that only time limits may read every row.
-            remaining = itertools.islice(order, left) if self.total else range(_length(self.data) or 0)
+            remaining = itertools.islice(order, left) if self.total else range(row_count(self.data) or 0)
             self.build.run_dataset_passes(self.data.train, remaining, self.watch.progress)
 
     def rows(self) -> Generator[list[Batch], None, None]:
@@ -183,89 +192,6 @@ class Session:
         release_unused(self.device.kind)
 
 
-def rows_of(recipe: Recipe) -> int | None:
-    """Returns the number of training rows if `stop.epochs` needs it, reading (and caching) the data; else None.
-
-    Presets that can only be planned have no tokenizer to read the data with.
-    """
-    if not recipe.stop.epochs or presets.only_planned(recipe):
-        return None
-    return _length(data_of(recipe))
-
-
-def data_of(recipe: Recipe, **options: Any) -> PreparedData:
-    """Reads the data of a recipe with its model's tokenizer, and checks it against the size of the embedding.
-
-    Args:
-        options: `progress` and `refuse` of `prepare`.
-    """
-    from preheat.data import prepare
-
-    config = hf.configure(recipe, vocabulary_of(recipe))  # reports a missing model before the data is read
-    return prepare(
-        recipe.data,
-        length=recipe.batch.length,
-        seed=recipe.seed,
-        tokenizer=configs.tokenizer_folder(recipe),
-        add_tokens=recipe.model.add_tokens,
-        embedding=hf.facts(config).vocabulary,
-        **reading(config, recipe.model.path),
-        **options,
-    )
-
-
-def vocabulary_of(recipe: Recipe) -> int:
-    """Returns the tokenizer's vocabulary size for a plan, without reading the data.
-
-    A tokenizer that is still to be trained will have `data.vocabulary` tokens (fewer only if the text is tiny).
-    """
-    folder = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
-    if folder is None:
-        return recipe.data.vocabulary
-    from preheat.data.tokenizer import load_tokenizer
-
-    if recipe.data.tokenizer is None:
-        hf.configure(recipe)  # reports a missing model as such, not as a missing tokenizer
-    if recipe.model.add_tokens:
-        # An existing token may be added only if the embedding has no row for it: adding it would reset a trained row.
-        rows = hf.configure(replace(recipe, model=replace(recipe.model, add_tokens=()))).get_text_config().vocab_size
-        known = load_tokenizer(folder).get_vocab()
-        if existing := [token for token in recipe.model.add_tokens if known.get(token, rows) < rows]:
-            raise RecipeError(
-                f"model.add_tokens: the tokenizer has {existing[0]!r} already and the model a row for it; leave it out"
-            )
-    return len(load_tokenizer(folder, add_tokens=recipe.model.add_tokens))
-
-
-def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Returns the plan of a recipe on this machine, which is benchmarked first if it was not yet.
-
-    Args:
-        trust_remote_code: as in `train`.
-
-    Returns:
-        The keys of `preheat.run_dir.PLAN_KEYS`, and `recipe`.
-    """
-    with remote_code.trusting(trust_remote_code):
-        return _plan_here(recipe)
-
-
-def _plan_here(recipe: Recipe) -> dict[str, Any]:
-    from preheat.hardware.benchmark_rates import rates
-
-    recipes.check(recipe)  # one that was made in Python: before this machine is benchmarked
-    device, threads = resolve_device(recipe)
-    context: dict[str, Any] = {
-        "vocabulary": vocabulary_of(recipe),
-        "device": device,
-        "rates": rates(device, threads),
-        "in_use": in_use(device),
-    }
-    rows = rows_of(recipe)
-    recipe = settled(recipe, rows=rows, **context)
-    return plan(recipe, rows=rows, **context) | {"recipe": recipes.as_values(recipe)}
-
-
 def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force: bool = False) -> Session | Finished:
     """Prepares data, plans, opens the folder and builds.
 
@@ -278,7 +204,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     Raises:
         RecipeError, DataError, DoesNotFit, RunError: nothing is left behind in the folder then.
     """
-    ranks = meet(recipe)
+    ranks = rendezvous(recipe)
     device, threads = resolve_device(recipe, ranks.on_host)
     ready: _Ready | None = None
     if ranks.lead:
@@ -288,8 +214,8 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             ranks.gather("read")  # this process may hold the store: wait until the others have read it
             return prepared
         ready = prepared
-        built, expected = ready.effective, ready.expected
-        ranks.publish("prepared", {"recipe": recipes.dump(built), "plan": expected})
+        request, expected = ready.request, ready.expected
+        ranks.publish("prepared", {"recipe": recipes.dump(request.recipe), "plan": expected})
         data, probes, samples = ready.data, ready.probes, ready.samples
     else:
         message = ranks.fetch("prepared")
@@ -297,19 +223,21 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             ranks.gather("read")
             return Finished(message["finished"])
         built, expected = recipes.parse(message["recipe"], where="the recipe of rank 0"), message["plan"]
-        data, probes, samples = read_data(recipe, watch)
+        source_config = configs.source(recipe)
+        data, probes, samples = read_data(recipe, source_config, watch)
+        vocabulary = len(data.tokenizer)
+        request = Request(built, device, vocabulary=vocabulary, world=ranks.world, source_config=source_config)
     ranks.require_equal({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
     import torch.distributed.checkpoint  # noqa: F401  # count its memory as that of imports, not of the build
 
     ranks.join(recipe, device.kind)
     writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
     try:
-        imports, claimed = reset_memory_baseline(device), held_bytes(device.kind)
+        imports, claimed = reset_memory_baseline(device), in_use_bytes(device.kind)
         session = Session(
             recipe=recipe,
-            settled=ready.settled if ready else built,
-            effective=built,
-            device=device,
+            resolved=ready.resolved if ready else request.recipe,
+            request=request,
             threads=threads,
             data=data,
             probes=probes,
@@ -318,8 +246,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             watch=watch,
             ranks=ranks,
             plan=expected,
-            planner=ready.planner if ready else None,
-            looked=ready.looked if ready else None,
+            scan=ready.scan if ready else None,
             imports=imports,
             claimed=claimed,
         )
@@ -345,7 +272,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         writer.text("recipe.yaml", recipes.dump(anchored(recipe)))  # last: a folder with a recipe is a run
         writer.event("resumed" if resume else "started", step=session.progress.step)
     except BaseException:
-        writer.close() if resume else writer.take_back()
+        writer.close() if resume else writer.remove_unstarted()
         raise
     return session
 
@@ -364,24 +291,29 @@ class _Ready:
     data: Any
     probes: RunEvaluator
     samples: Samples
-    settled: Recipe
-    effective: Recipe
+    resolved: Recipe
+    request: Request
     expected: dict[str, Any]
-    planner: PlanContext
-    looked: Looked | None
+    scan: Looked | None
     events: list[dict[str, Any]]
 
 
-def read_data(recipe: Recipe, watch: Watch) -> tuple[Any, RunEvaluator, Samples]:
-    """Reads the data and prepares the evaluations and samples of the run."""
+def read_data(
+    recipe: Recipe, source_config: PretrainedConfig | None, watch: Watch
+) -> tuple[PreparedData, RunEvaluator, Samples]:
+    """Reads the data and prepares the evaluations and samples of the run.
+
+    Args:
+        source_config: what `configs.source` gave for the recipe's model.
+    """
     from preheat.data.rows.example_kinds import require_examples
 
-    data = data_of(recipe, progress=watch.progress)
+    data = data_of(recipe, source_config, progress=watch.progress)
     if data.layout.kind != "text":
-        watch.notice(f"layout: {data.layout.words}")
-    for line in data.told:
+        watch.notice(f"layout: {data.layout.description}")
+    for line in data.warnings:
         watch.notice(line)
-    model = hf.facts(hf.configure(recipe, len(data.tokenizer)))
+    model = hf.facts(hf.configure(recipe, len(data.tokenizer), source_config))
     require_examples(recipe, data, encoder=model.encoder)
     if recipe.sample.rows and model.encoder:
         raise RecipeError("sample.rows: is for decoders; name what an encoder-decoder is asked with sample.prompts")
@@ -393,11 +325,6 @@ def read_data(recipe: Recipe, watch: Watch) -> tuple[Any, RunEvaluator, Samples]
         validation=data.validation,
     )
     return data, RunEvaluator(recipe, data, watch.progress), samples
-
-
-def _length(data: Any) -> int | None:
-    """Returns the number of training rows, or None if the data is streamed."""
-    return len(data.train) if hasattr(data.train, "__len__") else None
 
 
 def _prepare(
@@ -420,28 +347,35 @@ def _prepare(
         )
     presets.require_weights(recipe)
     watch.stage("reading data")
-    data, probes, samples = read_data(recipe, watch)
-    total = steps_of(recipe, _length(data))
+    source_config = configs.source(recipe)
+    data, probes, samples = read_data(recipe, source_config, watch)
+    total = steps_of(recipe, row_count(data))
     if run is not None and looked is not None and (summary := summary_of_finished(run, looked, recipe, total)):
         return Finished(summary)
     check()
     measured = rates(device, threads, progress=_Measuring(watch))
     check()
     watch.stage("planning")
-    context: dict[str, Any] = {
-        "vocabulary": len(data.tokenizer),
-        "device": device,
-        "rates": measured,
-        "in_use": in_use(device),
-    }
+    request = resolve_auto(
+        Request(
+            with_images(recipe, data, source_config),
+            device=device,
+            vocabulary=len(data.tokenizer),
+            world=ranks.world,
+            rates=measured,
+            rows=row_count(data),
+            in_use=in_use(device),
+            source_config=source_config,
+        )
+    )
     # The run stores the recipe as written: a dry run may choose other settings on the machine where it is resumed.
-    chosen = built = settled(with_images(recipe, data), rows=_length(data), world=ranks.world, **context)
-    planner = PlanContext(rows=_length(data), world=ranks.world, **context)
+    resolved = request.recipe
     if run is not None and looked is not None:
-        built, events = apply_fallbacks(chosen, out, looked[0], planner, afresh=changed)
+        built, events = apply_fallbacks(request, out, looked[0], afresh=changed)
+        request = replace(request, recipe=built)
         for line in run.all_damaged():
             watch.notice(line)
-    expected = planner.plan(built)
+    expected = plan(request)
     watch.planned(expected)
     if not expected["fits"] and not force:
         hint = (
@@ -449,7 +383,7 @@ def _prepare(
             or "use smaller micro-batches or techniques that save memory (preheat techniques lists them)"
         )
         raise DoesNotFit(f"{falls_short(expected)}; {hint}, or train all the same with --force")
-    return _Ready(data, probes, samples, chosen, built, expected, planner, looked, events)
+    return _Ready(data, probes, samples, resolved, request, expected, looked, events)
 
 
 class _Measuring:
@@ -475,17 +409,12 @@ def _order(
     from preheat.data.loader import rows_consumed
 
     def samples(step: int) -> int:
-        return rows_consumed(shape(step), current.recipe.batch.length)
+        return rows_consumed(shape(step), current.recipe.batch.seq_len)
 
     all_samples = None
     if total is not None:  # with a constant shape, one multiplication replaces the sum over all steps
         all_samples = samples(0) * total if samples(0) == samples(total) else sum(map(samples, range(total)))
     return current.slot(Slot.SAMPLE_ORDER)(rows, current.recipe.seed, committed, all_samples)
-
-
-def in_use(device: Device) -> int:
-    """Returns the bytes of a device in use before a run: on a CPU by this process, on a GPU by other processes."""
-    return resident_bytes() if device.kind == "cpu" else taken_bytes(device)
 
 
 def reset_memory_baseline(device: Device) -> int:

@@ -67,12 +67,12 @@ def test_alone_fsdp(mesh: Any) -> None:
 
 
 def test_alone_zero1(mesh: Any) -> None:
-    from preheat.techniques.zero1 import share_out_optimizer
+    from preheat.techniques.zero1 import shard_optimizer
 
     plain, spread = llama(), llama()
     for model, make in ((plain, torch.optim.AdamW), (spread, None)):
         groups = [{"params": list(model.parameters())}]
-        optimizer = make(groups, lr=0.01) if make else share_out_optimizer(torch.optim.AdamW, groups, mesh, lr=0.01)
+        optimizer = make(groups, lr=0.01) if make else shard_optimizer(torch.optim.AdamW, groups, mesh, lr=0.01)
         for _ in range(3):
             gradients(model)
             optimizer.step()
@@ -112,13 +112,13 @@ def test_alone_context_parallel(mesh: Any, kind: Any) -> None:
 
 def test_alone_expert_parallel(mesh: Any) -> None:
     from preheat.ops.grouped_mm import compute_experts
-    from preheat.techniques.expert_parallel import share_experts
+    from preheat.techniques.expert_parallel import shard_experts
 
     plain = llama(
         "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=4, decoder_sparse_step=1
     )
     spread = copy.deepcopy(plain)
-    assert share_experts(spread, mesh, mesh) == 4
+    assert shard_experts(spread, mesh, mesh) == 4
     whole, part = (model.model.layers[1].mlp.experts for model in (plain, spread))
     hidden, weights = torch.randn(6, 16), torch.rand(6, 2)
     chosen = torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0], [0, 2], [1, 3]])

@@ -190,7 +190,7 @@ def test_alone_quantization_aware() -> None:
 
     model, tokens = by_hand()
     before = {name: p.clone() for name, p in model.named_parameters()}
-    four, eight = round_weights(model, QuantizationAware(keep=("embedding", "head"), group=8))
+    four, eight = round_weights(model, QuantizationAware(keep=("embedding", "head"), group_size=8))
     assert (four, eight) == (21, 0)
     name = "model.layers.1.mlp.down_proj"
     plain = model.get_submodule(name)

@@ -25,8 +25,10 @@ from preheat.engine.builder import build, context_of
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.models.hf import configure
+from preheat.planning import dispatch_recorder
 from preheat.planning import dry_run as observing
 from preheat.planning.phases import fake_batch, track_phases
+from preheat.planning.request import Request
 from preheat.recipe import field_docs
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -126,8 +128,8 @@ def test_the_loss_falls(name: str, settings: dict[str, Any]) -> None:
 def test_what_the_dry_run_sees_is_what_a_real_step_does(name: str, settings: dict[str, Any]) -> None:
     """FLOPs equal kernel for kernel, peak memory equal to the byte: the recorder is laid over a real step as well."""
     r = recipe_of({name: settings})
-    seen = observing.observe(r, vocabulary=96, device=DEVICE)
-    recorder = observing.Recorder(rounding=64)
+    seen = observing.observe(Request(r, DEVICE, vocabulary=96))
+    recorder = dispatch_recorder.Recorder(rounding=64)
     with torch.random.fork_rng():
         real = build(r, vocabulary=96, device=DEVICE)
         for t in [
@@ -206,7 +208,7 @@ def test_its_options_and_fallbacks_are_settings_of_it(name: str) -> None:
 
 
 def _compatible(a: Technique, b: Technique) -> bool:
-    return not (a.owned() & b.owned() or a.conflicts & b.provided() or b.conflicts & a.provided())
+    return not (a.claimed() & b.claimed() or a.conflicts & b.provided() or b.conflicts & a.provided())
 
 
 def _meet(a: type[Technique], b: type[Technique]) -> bool:
@@ -295,12 +297,12 @@ def test_all_together(objective: str | None) -> None:
         ("{gradient_accumulation: {steps: 5}}", "at most 4"),
         ("{activation_checkpointing: {every: 9}}", "use at most 3"),
         ("{efficient_attention: {kernel: efficient}}", "needs a CUDA device"),
-        ("{lora: {targets: [no_such]}}", "matches no linear map"),
+        ("{lora: {target_modules: [no_such]}}", "matches no linear map"),
         ("{nf4: {}}", "needs frozen-base"),
         ("{peft_adapter: {method: lohaa}}", "did you mean 'loha'"),
         ("{preference: {loss: ipo, label_smoothing: 0.1}}", "ipo has no form with it"),
         ("{preference: {}, lora: {variant: pissa, rank: 4}}", "is not the model as it was"),
-        ("{preference: {loss: unpaired, reference: none}}", "leave it out with loss: unpaired"),
+        ("{preference: {loss: apo_zero, reference: none}}", "leave it out with loss: apo_zero"),
         ("{preference: {}, classification: {}}", "'objective', which classification owns already"),
         ("{preference: {}, regularized_loss: {}}", "'row_loss'"),
         ("{preference: {}, chunked_loss: {kernel: torch}}", "plain cross entropy only"),

@@ -16,7 +16,7 @@ from preheat.data.rows.example_kinds import examples_of
 from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import PreheatError
-from preheat.ops.distributed.dtensor_utils import local, whole
+from preheat.ops.distributed.dtensor_utils import full_tensor, local
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .processes import processes
@@ -78,7 +78,7 @@ def train(recipe: recipes.Recipe, *, devices: int) -> dict[str, Any]:
         loss = gradients(made, mine, 1e-2)
         losses.append(float(made.mesh.add(loss.total.detach().clone(), *DATA)) / batch.weight)
         norms.append(float(update(made, 1e-2)[0]))
-    weights = {name: whole(made.parallel.full_parameter(p)).clone() for name, p in made.parameters()}
+    weights = {name: full_tensor(made.parallel.full_parameter(p)).clone() for name, p in made.parameters()}
     return {"losses": losses, "norms": norms, "weights": weights, "states": state_bytes(made)}
 
 

@@ -61,7 +61,7 @@ class Host:
 
     def start(self, recipe: str, run: str, *, restarts: int = 3, identity: str = "job") -> None:
         """torchrun with one process, with the arguments of a generated job; host names do not resolve here, so the address is told."""
-        job = Job(recipe=Recipe(stop=Stop(steps=1)), nodes=2, processes_per_node=1, interface="link0")
+        job = Job(recipe=Recipe(stop=Stop(max_steps=1)), nodes=2, processes_per_node=1, interface="link0")
         is_host = int(self.number == 0)
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),

@@ -21,9 +21,10 @@ from preheat.errors import RecipeError
 from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.sdpa import allowed, packed, reference_attention, sdpa_attention
 from preheat.ops.distributed import ring_attention_blocks
-from preheat.ops.distributed.context_parallel import cut_rows, places_of, ulysses_bytes
+from preheat.ops.distributed.context_parallel import cut_rows, local_positions, ulysses_bytes
 from preheat.ops.distributed.ring_attention import ring_bytes
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.techniques.context_parallel import exchanged
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -58,7 +59,7 @@ FOUR = {
         "sliding_window: {window: 9, every: 2}",
         "context_parallel: {kind: ring}, data_parallel: {}",
     ),
-    "groups": ("llama", 32, "shifted_groups: {group: 10}", "context_parallel: {kind: ulysses}, fsdp: {}"),
+    "groups": ("llama", 32, "shifted_groups: {group_size: 10}", "context_parallel: {kind: ulysses}, fsdp: {}"),
     "sharded ulysses": ("llama", 32, FOLDED, "context_parallel: {kind: ulysses}"),
 }
 if ALL:
@@ -151,7 +152,7 @@ def attend(name: str, kind: Any, rank: int) -> dict[str, Any]:
     extra: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
     out = reference_attention(wanted_q, wanted_k, wanted_v, mask, 0.3, **extra)
     made = [out.detach(), *torch.autograd.grad(out, wanted, whole[3])]
-    places = torch.from_numpy(places_of(64, 4, rank, zigzag=kind == "ring"))
+    places = torch.from_numpy(local_positions(64, 4, rank, zigzag=kind == "ring"))
     q, k, v, slope = (t[:, :, places].float() for t in whole)
     tensors = [t.requires_grad_() for t in (q, k, v)]
     stated = mask if mask.documents else MaskSpec(mask.causal, mask.window, ((64,),) * 4, mask.global_tokens)
@@ -244,9 +245,9 @@ def test_a_dry_run_sees_activations_fall_with_the_devices(kind: str, rest: str) 
     kept = {}
     for degree in (2, 4):
         cut = f", context_parallel: {{degree: {degree}, kind: {kind}}}}}"
-        r = recipes.override(tiny(length=512), f"techniques={text}{cut}", "model.kv_heads=4", "batch.size=4")
+        r = recipes.override(tiny(length=512), f"techniques={text}{cut}", "model.num_kv_heads=4", "batch.size=4")
         rows = 4 // (4 // degree)
-        kept[degree] = observe(r, vocabulary=96, device=DEVICE, world=4).categories["forward"]["activations"] / rows
+        kept[degree] = observe(Request(r, DEVICE, vocabulary=96, world=4)).categories["forward"]["activations"] / rows
     assert kept[4] / kept[2] == pytest.approx(0.5, abs=0.03)
 
 
@@ -256,7 +257,7 @@ def test_the_pieces_of_a_ring_are_the_mask_and_all_devices_have_as_much_to_do(do
     seen = torch.zeros(len(documents), 48, 48, dtype=torch.int64)
     work = []
     for rank, source in itertools.product(range(degree), repeat=2):
-        mine, theirs = (torch.from_numpy(places_of(48, degree, n, zigzag=True)) for n in (rank, source))
+        mine, theirs = (torch.from_numpy(local_positions(48, degree, n, zigzag=True)) for n in (rank, source))
         pairs = 0
         for rows, queries, keys, causal in ring_attention_blocks.rectangles(documents, degree, rank, source):
             q, k = mine[queries, None], theirs[None, keys]
@@ -282,7 +283,7 @@ def test_the_pieces_of_a_ring_are_the_mask_and_all_devices_have_as_much_to_do(do
             "4 heads among 3 devices",
         ),
         ("context_parallel: {}, data_parallel: {}, preference: {}", [], "the loss of preference is over whole rows"),
-        ("context_parallel: {}, data_parallel: {}", ["batch.length=3"], "rows of 3 places; use at most 1"),
+        ("context_parallel: {}, data_parallel: {}", ["batch.seq_len=3"], "rows of 3 places; use at most 1"),
         (
             "context_parallel: {}, data_parallel: {}, rope_scaling: {kind: dynamic, original_length: 16}",
             [],
@@ -313,7 +314,7 @@ def test_auto_takes_what_heads_and_lengths_suit(length: int, heads: int, kernel:
     b = Build(
         recipe=r, device=DEVICE, model=model, tags=frozenset(), torch_device=torch.device("cpu"), mesh=Mesh(sizes)
     )
-    b.own(Slot.ATTENTION_KERNEL, functools.partial(sdpa_attention, kernel=kernel), "plain")
+    b.claim(Slot.ATTENTION_KERNEL, functools.partial(sdpa_attention, kernel=kernel), "plain")
     technique: Any = r.techniques["context_parallel"]
     chosen, why = technique._chosen(b)
     assert chosen == kind
@@ -322,7 +323,7 @@ def test_auto_takes_what_heads_and_lengths_suit(length: int, heads: int, kernel:
 
 def test_a_ring_refuses_a_kernel_without_statistics() -> None:
     with pytest.raises(ValueError, match="kernel efficient does not give; flash and blocks do"):
-        ring_attention_blocks.pieces_like(functools.partial(sdpa_attention, kernel="efficient"))
+        ring_attention_blocks.tiles_for_kernel(functools.partial(sdpa_attention, kernel="efficient"))
 
 
 def test_rows_of_no_such_length_are_made_longer_where_nothing_sees_it() -> None:

@@ -10,9 +10,11 @@ import pytest
 from preheat import recipe as recipes
 from preheat.core import STEP, Device
 from preheat.models.hf import configure
-from preheat.planning.dry_run import Observation, observe
-from preheat.planning.layer_extrapolation import _few, observe_few
+from preheat.planning.dry_run import observe
+from preheat.planning.layer_extrapolation import _layer_counts, observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
+from preheat.planning.observation import Observation
+from preheat.planning.request import Request
 
 from ..conftest import DEVICE, tiny
 
@@ -20,11 +22,11 @@ WORLD = 8
 
 
 def seen(techniques: str, world: int = WORLD) -> Observation:
-    wide = (
-        "model={family: llama, layers: 6, width: 128, heads: 4, kv_heads: 2, vocabulary: 256}"  # weights are most of it
-    )
+    wide = "model={family: llama, num_layers: 6, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 256}"  # weights are most of it
     return observe(
-        recipes.override(tiny(rows=WORLD), wide, f"techniques={techniques}"), vocabulary=96, device=DEVICE, world=world
+        Request(
+            recipes.override(tiny(rows=WORLD), wide, f"techniques={techniques}"), DEVICE, vocabulary=96, world=world
+        )
     )
 
 
@@ -56,19 +58,23 @@ def test_each_device_holds_its_share_of_weights_and_states(
 
 def test_gathered_weights_are_let_go(one: Any) -> None:
     whole = one.categories["forward"]["parameters"]
-    kept, let_go = (seen(f"{{fsdp: {{reshard: {reshard}}}}}").peak["forward"] for reshard in ("false", "true"))
+    kept, let_go = (
+        seen(f"{{fsdp: {{reshard_after_forward: {reshard}}}}}").peak["forward"] for reshard in ("false", "true")
+    )
     assert kept - let_go > 0.5 * whole
 
 
 def test_offloaded_weights_gradients_and_states_are_not_the_devices() -> None:
     gpu = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
-    wide = "model={family: llama, layers: 6, width: 128, heads: 4, kv_heads: 2, vocabulary: 256}"
+    wide = "model={family: llama, num_layers: 6, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 256}"
     plain, offloaded = (
         observe(
-            recipes.override(tiny(rows=WORLD), wide, f"techniques={{fsdp: {{offload: {offload}}}}}"),
-            vocabulary=96,
-            device=gpu,
-            world=WORLD,
+            Request(
+                recipes.override(tiny(rows=WORLD), wide, f"techniques={{fsdp: {{offload: {offload}}}}}"),
+                gpu,
+                vocabulary=96,
+                world=WORLD,
+            )
         )
         for offload in ("false", "true")
     )
@@ -91,11 +97,11 @@ def test_half_precision_copies_do_not_outlive_their_layer(one: Any) -> None:
 def test_many_layers_are_planned_by_few() -> None:
     techniques = "{fsdp: {gather: bf16}, activation_checkpointing: {}, mixed_precision: {mode: bf16}}"
     recipe = recipes.override(
-        tiny(rows=WORLD, more=""), "model.layers=13", f"techniques={techniques}", "batch.length=64"
+        tiny(rows=WORLD, more=""), "model.num_layers=13", f"techniques={techniques}", "batch.seq_len=64"
     )
     recipe = recipes.override(recipe, f"parallel.devices={WORLD}")
-    how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE}
-    few, whole = observe_few(recipe, **how), observe(recipe, **how)
+    request = Request(recipe, DEVICE, vocabulary=96)
+    few, whole = observe_few_layers(request), observe(request)
     assert not few.log
     assert whole.log
     for phase, peak in whole.peak.items():
@@ -113,36 +119,33 @@ def test_what_an_allocator_keeps_is_carried_on() -> None:
     techniques = "{fsdp: {gather: bf16}, activation_checkpointing: {}, mixed_precision: {mode: bf16}, efficient_attention: {}, gradient_accumulation: {steps: 4}}"
     recipe = recipes.override(
         tiny(rows=4 * WORLD, more=""),
-        "model={layers: 26, width: 1024, heads: 8, feed_forward: 4096, vocabulary: 8192, positions: 2048}",
+        "model={num_layers: 26, hidden_size: 1024, num_heads: 8, intermediate_size: 4096, vocab_size: 8192, max_positions: 2048}",
         f"techniques={techniques}",
-        "batch.length=2048",
+        "batch.seq_len=2048",
     )
-    how: dict[str, Any] = {
-        "vocabulary": 96,
-        "device": Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False),
-        "world": WORLD,
-    }
-    few, whole = observe_few(recipe, **how), observe(recipe, **how)
-    replayed = hold(whole.log, whole.streams, how["device"])
-    assert few.held is not None
-    assert few.held == pytest.approx(replayed, rel=0.04)
+    h100 = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
+    request = Request(recipe, h100, vocabulary=96, world=WORLD)
+    few, whole = observe_few_layers(request), observe(request)
+    replayed = hold(whole.log, whole.streams, h100)
+    assert few.reserved is not None
+    assert few.reserved == pytest.approx(replayed, rel=0.04)
     peak = max(whole.peak[phase] for phase in STEP)
     assert replayed > 1.1 * peak  # there is something to be carried on
-    quick = observe_few(recipe, **how, quick=True)
-    assert quick.held is not None
-    assert peak < quick.held < 1.1 * replayed
+    quick = observe_few_layers(request, quick=True)
+    assert quick.reserved is not None
+    assert peak < quick.reserved < 1.1 * replayed
 
 
 def test_layers_that_are_told_apart_are_all_observed() -> None:
     for techniques in (
-        "{fsdp: {}, lora: {rank: 2, targets: '.*layers.1[0-2].*q_proj'}}",
+        "{fsdp: {}, lora: {rank: 2, target_modules: '.*layers.1[0-2].*q_proj'}}",
         "{pipeline_parallel: {micro_batches: 2}}",
         "{fsdp: {}, activation_checkpointing: {every: 3}}",
     ):
-        recipe = recipes.override(tiny(), "model.layers=13", f"techniques={techniques}")
-        assert _few(recipe, configure(recipe, 96)) is None, techniques
-    alike = recipes.override(tiny("{fsdp: {}}"), "model.layers=13")
-    assert _few(alike, configure(alike, 96)) == (4, 5)
+        recipe = recipes.override(tiny(), "model.num_layers=13", f"techniques={techniques}")
+        assert _layer_counts(recipe, configure(recipe, 96)) is None, techniques
+    alike = recipes.override(tiny("{fsdp: {}}"), "model.num_layers=13")
+    assert _layer_counts(alike, configure(alike, 96)) == (4, 5)
 
 
 GPU = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
@@ -155,16 +158,20 @@ def test_layers_that_differ_by_a_pattern_are_carried_on_by_its_turns() -> None:
         tiny(),
         f"model={{preset: gemma-3-4b, weights: random, config: {small}}}",
         "techniques={efficient_attention: {}, mixed_precision: {mode: bf16}}",
-        "batch={size: 2, length: 2048}",
+        "batch={size: 2, seq_len: 2048}",
     )
-    how: dict[str, Any] = {"vocabulary": None, "device": GPU}
+    request = Request(recipe, GPU)
     config = configure(recipe, None)
-    assert (config.get_text_config().num_hidden_layers, _few(recipe, config), _few(recipe, config, 8, 4)) == (
+    assert (
+        config.get_text_config().num_hidden_layers,
+        _layer_counts(recipe, config),
+        _layer_counts(recipe, config, 8, 4),
+    ) == (
         34,
         (4, 10),
         (10, 16),
     )
-    few, whole = observe_few(recipe, **how), observe(recipe, **how)
+    few, whole = observe_few_layers(request), observe(request)
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.flops == whole.flops
 
@@ -174,29 +181,29 @@ def test_of_a_pipeline_the_end_that_needs_more_is_planned() -> None:
     techniques = "{pipeline_parallel: {degree: 2, micro_batches: 4}}"
     recipe = recipes.override(
         tiny(rows=16),
-        "model={layers: 4, width: 32, heads: 4, vocabulary: 8192}",
+        "model={num_layers: 4, hidden_size: 32, num_heads: 4, vocab_size: 8192}",
         f"techniques={techniques}",
         "parallel.devices=2",
     )
-    how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE}
-    first, last = (observe(recipe, **how, rank=rank).peak for rank in (0, 1))
+    request = Request(recipe, DEVICE, vocabulary=96)
+    first, last = (observe(request, rank=rank).peak for rank in (0, 1))
     assert max(last.values()) > max(first.values())
-    assert observe_few(recipe, **how).peak == last
+    assert observe_few_layers(request).peak == last
 
 
 def test_a_pipeline_sends_what_weights_that_are_cast_later_give() -> None:
     spread = "{pipeline_parallel: {degree: 2, micro_batches: 2}, optimizer_offload: {weights: bf16}}"
     recipe = recipes.override(tiny(spread, rows=4), "parallel.devices=2")
-    found = observe(recipe, vocabulary=96, device=Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False))
+    found = observe(Request(recipe, Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False), vocabulary=96))
     assert {kernel.dtype for kernel in found.kernels if kernel.operator == "c10d::send"} == {"bf16"}
 
 
 def test_what_building_takes_is_carried_on_where_optimizer_and_drawing_change_places() -> None:
     """With few layers the drawing of the embedding is the most, with many the optimizer's states."""
-    wide = "model={family: llama, layers: 24, width: 128, heads: 4, kv_heads: 2, vocabulary: 3400}"
+    wide = "model={family: llama, num_layers: 24, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 3400}"
     recipe = recipes.override(tiny(rows=WORLD), wide, "techniques={fsdp: {}}", f"parallel.devices={WORLD}")
-    how: dict[str, Any] = {"vocabulary": 3400, "device": Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)}
-    few, whole = observe_few(recipe, **how), observe(recipe, **how)
+    request = Request(recipe, Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False), vocabulary=3400)
+    few, whole = observe_few_layers(request), observe(request)
     assert few.peak["load"] == pytest.approx(whole.peak["load"], rel=0.001)
     assert few.at["load", "values"]["optimizer"] == 0 < few.at["load", ""]["optimizer"]
 
@@ -204,12 +211,12 @@ def test_what_building_takes_is_carried_on_where_optimizer_and_drawing_change_pl
 def test_many_micro_batches_of_a_pipeline_take_no_more_than_those_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own stages keep what every micro-batch of a step receives, of activations and gradients, which a plan by few micro-batches did not see."""
     monkeypatch.setattr("preheat.planning.dry_run._enough", lambda made, micros: micros)  # all are run
-    wide = "model={family: llama, layers: 4, width: 128, heads: 4, kv_heads: 2, vocabulary: 96}"
+    wide = "model={family: llama, num_layers: 4, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 96}"
 
     def peaks(micro: int) -> dict[str, int]:
         spread = f"{{pipeline_parallel: {{degree: 4, micro_batches: {micro}}}}}"
-        recipe = recipes.override(tiny(spread, rows=micro), wide, "parallel.devices=4", "batch.length=64")
-        return observe(recipe, vocabulary=96, device=DEVICE, evaluated=False).peak
+        recipe = recipes.override(tiny(spread, rows=micro), wide, "parallel.devices=4", "batch.seq_len=64")
+        return observe(Request(recipe, DEVICE, vocabulary=96), evaluated=False).peak
 
     few, many = peaks(8), peaks(32)
     travels = 4 * 64 * 128
@@ -223,11 +230,11 @@ def test_many_micro_batches_of_a_pipeline_take_no_more_than_those_on_their_way(m
 def test_few_micro_batches_of_a_pipeline_take_what_all_take(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first round of them is on its way before there are gradients; the next is beside them."""
     spread = f"{{pipeline_parallel: {{degree: 2, micro_batches: 8, schedule: {schedule}}}}}"
-    wide = "model={family: llama, layers: 4, width: 128, heads: 4, kv_heads: 2, vocabulary: 96}"
-    recipe = recipes.override(tiny(spread, rows=8), wide, "parallel.devices=2", "batch.length=64")
+    wide = "model={family: llama, num_layers: 4, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 96}"
+    recipe = recipes.override(tiny(spread, rows=8), wide, "parallel.devices=2", "batch.seq_len=64")
 
     def peaks() -> dict[str, int]:
-        found = observe(recipe, vocabulary=96, device=DEVICE, evaluated=False).peak
+        found = observe(Request(recipe, DEVICE, vocabulary=96), evaluated=False).peak
         return {phase: found[phase] for phase in ("forward", "backward")}
 
     few = peaks()
@@ -249,13 +256,13 @@ def test_gradients_are_summed_as_often_as_in_a_step_of_all_micro_batches(
     spread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What few micro-batches stand for is repeated; the sum over devices, which comes once a step, is not (as many layers as a micro-batch's multiple)."""
-    wide = "model={family: llama, layers: 4, width: 64, heads: 4, kv_heads: 2, vocabulary: 96}"
+    wide = "model={family: llama, num_layers: 4, hidden_size: 64, num_heads: 4, num_kv_heads: 2, vocab_size: 96}"
     recipe = recipes.override(tiny(spread, rows=8 * WORLD), wide, "parallel.devices=4")
     gpu = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
 
     def sent() -> dict[str, int]:
         found: Counter[str] = Counter()
-        for kernel, count in observe(recipe, vocabulary=96, device=gpu, evaluated=False).kernels.items():
+        for kernel, count in observe(Request(recipe, gpu, vocabulary=96), evaluated=False).kernels.items():
             if "reduce" in kernel.operator or kernel.operator == "fsdp::chunk_cat":
                 found[kernel.operator] += count * max(kernel.bytes_read, kernel.bytes_written)
         return dict(found)

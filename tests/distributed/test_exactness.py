@@ -69,7 +69,12 @@ def everything() -> list[Case]:
     names = sorted(registry().keys() - CANNOT_RUN_HERE.keys() - SCALING)
     settings: list[tuple[str, dict[str, Any]]] = [*((name, {}) for name in names), *FURTHER]
     cases = [of(scale, name, how) for scale in SCALES for name, how in settings]
-    for scale in (*SCALES, "fsdp: {reshard: false}", "fsdp: {reduce: last}", "fsdp: {reshard: false, reduce: last}"):
+    for scale in (
+        *SCALES,
+        "fsdp: {reshard_after_forward: false}",
+        "fsdp: {reduce: last}",
+        "fsdp: {reshard_after_forward: false, reduce: last}",
+    ):
         for family in ("llama", "qwen3", "gpt2"):
             bounds: dict[str, float] = GPT2 if family == "gpt2" else {}
             cases += [
@@ -89,7 +94,7 @@ def everything() -> list[Case]:
 
 QUICK = [
     Case("llama", "fsdp: {}", "gradient_accumulation: {steps: 2}"),
-    Case("qwen3", "fsdp: {reshard: false, reduce: last}", "gradient_accumulation: {steps: 2}"),
+    Case("qwen3", "fsdp: {reshard_after_forward: false, reduce: last}", "gradient_accumulation: {steps: 2}"),
     Case("gpt2", "fsdp: {}", "chunked_loss: {rows: 7}, activation_checkpointing: {}", **GPT2),
     Case("llama", "fsdp: {gather: bf16}", instead="mixed_precision: {mode: bf16_master}", **HALF),
     Case("llama", "data_parallel: {}", "gradient_accumulation: {steps: 2}, efficient_attention: {}"),
@@ -109,9 +114,9 @@ QUICK = [
     Case("llama", "fsdp: {}", "lion: {}"),
     Case("llama", "fsdp: {}", "adafactor: {}"),
     Case("llama", "fsdp: {}", "apollo: {}"),
-    Case("llama", "fsdp: {}", "low_bit_adamw: {least: 512, block_size: 64}"),
-    Case("llama", "data_parallel: {}, zero1: {}", "low_bit_adamw: {least: 512, block_size: 64}"),
-    Case("llama", "fsdp: {}", "optimizer_in_backward: {}", "optimizer.clip=0", together=True),
+    Case("llama", "fsdp: {}", "low_bit_adamw: {min_size: 512, block_size: 64}"),
+    Case("llama", "data_parallel: {}, zero1: {}", "low_bit_adamw: {min_size: 512, block_size: 64}"),
+    Case("llama", "fsdp: {}", "optimizer_in_backward: {}", "optimizer.max_grad_norm=0", together=True),
     Case("llama", "fsdp: {}", "dynamic_batch: {start: 2, every: 2}"),
     Case("llama", "fsdp: {}", "preference: {}"),
     Case("t5", "fsdp: {}", "gradient_accumulation: {steps: 2}, chunked_loss: {rows: 7}, activation_checkpointing: {}"),
@@ -125,21 +130,24 @@ FOUR = [
 # DeepSpeed keeps groups of its first start, so one start of processes serves all of these.
 DEEPSPEED = [
     *(
-        Case("llama", f"parallel.engine=deepspeed parallel.zero={z}", "gradient_accumulation: {steps: 2}")
+        Case("llama", f"parallel.engine=deepspeed parallel.zero_stage={z}", "gradient_accumulation: {steps: 2}")
         for z in (1, 2, 3)
     ),
     *(
-        Case("gpt2", f"parallel.engine=deepspeed parallel.zero={z}", "chunked_loss: {rows: 7}", **GPT2)
+        Case("gpt2", f"parallel.engine=deepspeed parallel.zero_stage={z}", "chunked_loss: {rows: 7}", **GPT2)
         for z in (1, 2, 3)
     ),
-    *(Case("qwen3", f"parallel.engine=deepspeed parallel.zero={z}", "nf4: {}, lora: {rank: 4}") for z in (1, 2, 3)),
     *(
-        Case("gpt2", f"parallel.engine=deepspeed parallel.zero={z}", "lora: {rank: 4, embedding_rank: 3}")
+        Case("qwen3", f"parallel.engine=deepspeed parallel.zero_stage={z}", "nf4: {}, lora: {rank: 4}")
+        for z in (1, 2, 3)
+    ),
+    *(
+        Case("gpt2", f"parallel.engine=deepspeed parallel.zero_stage={z}", "lora: {rank: 4, embedding_rank: 3}")
         for z in (2, 3)
     ),
     Case(
         "gpt2",
-        "parallel.engine=deepspeed parallel.zero=3",
+        "parallel.engine=deepspeed parallel.zero_stage=3",
         "lora: {rank: 4, embedding_rank: 3}, chunked_loss: {rows: 7}",
     ),
 ]

@@ -15,6 +15,7 @@ from preheat.engine.step import gradients, update
 from preheat.models import hf
 from preheat.models.moe import biases
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .processes import ALL, processes
@@ -23,7 +24,7 @@ ROWS, STEPS = 8, 5
 # The balance loss made strong; few experts and an update that is smooth in the gradient, so that no rounding error tips a token to another expert.
 STRONG = "model.config={router_aux_loss_coef: 0.5}"
 BALANCED = "{expert_balancing: {rate: 0.01, coefficient: 0.5}}"
-SETTINGS = ("model.experts=4", "optimizer.eps=0.001")
+SETTINGS = ("model.num_experts=4", "optimizer.eps=0.001")
 # processes, family, techniques, micro-batches; one process always takes its rows in 4
 CASES = [
     (4, "qwen3_moe", "{data_parallel: {}, expert_parallel: {degree: 2}}", 2),
@@ -165,7 +166,7 @@ def test_a_plan_lets_go_of_experts_that_one_device_holds_alone(gather: str) -> N
         "parallel.devices=2",
         f"batch.size={ROWS}",
     )
-    seen = observe(recipe, vocabulary=96, device=DEVICE)
+    seen = observe(Request(recipe, DEVICE, vocabulary=96))
     after = seen.categories["saving"]
     assert after["parameters"] > 0
     assert after["activations"] < 0.01 * after["parameters"]

@@ -76,7 +76,7 @@ def made(family: str, techniques: str, seed: int) -> Build:
         "optimizer.eps=1e-3",
         "checkpoint.every=1",
         "checkpoint.asynchronous=true",
-        *(["model.experts=4"] if "moe" in family else []),
+        *(["model.num_experts=4"] if "moe" in family else []),
     ]
     recipe = recipes.override(tiny(techniques, family=family, rows=ROWS, length=LENGTH), f"seed={seed}", *more)
     return build(recipe, vocabulary=96, device=DEVICE)
@@ -107,7 +107,7 @@ def one_job(number: int, folder: Path) -> dict[str, Any]:
             b = made(family, source[1], seed=0)
             saving = Saving(b, place)
             losses = steps(b, 0, BEFORE)
-            saving.begin(checkpoint.Progress(step=BEFORE, samples=BEFORE * ROWS))
+            saving.save(checkpoint.Progress(step=BEFORE, samples=BEFORE * ROWS))
             losses += steps(b, BEFORE, AFTER)  # while it is written
             return {"losses": losses, "saved": len(saving.wait())}
         b = made(family, target[1], seed=7)

@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 UNTIED, TIED = ("model.config={tie_word_embeddings: false}",), ("model.config={tie_word_embeddings: true}",)
-DEEP = ("model.layers=5",)
+DEEP = ("model.num_layers=5",)
 CASES = {
     "1f1b": Case(2, "{pipeline_parallel: {micro_batches: 4}}"),
     "gpipe, uneven rows, tied, learned positions": Case(
@@ -62,7 +62,7 @@ CASES = {
     "fsdp": Case(4, "{pipeline_parallel: {micro_batches: 2}, fsdp: {reduce: last}}", "llama", sets=TIED),
     "fsdp, zero_bubble": Case(
         4,
-        "{pipeline_parallel: {schedule: zero_bubble, micro_batches: 2}, fsdp: {reduce: last, reshard: false}}",
+        "{pipeline_parallel: {schedule: zero_bubble, micro_batches: 2}, fsdp: {reduce: last, reshard_after_forward: false}}",
         "qwen3",
     ),
 }

@@ -20,6 +20,7 @@ from preheat.engine.evaluate import likeliest, measure, token_scores
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.ops.distributed.dtensor_utils import local
+from preheat.planning.request import Request
 
 from ..conftest import DEVICE, tiny, uneven
 from .forked import Case, compare, kept_bytes, run
@@ -95,7 +96,7 @@ CASES = {
     "four": Case(
         "tensor_parallel: {loss_parallel: false}",
         world=4,
-        model="{family: qwen3, layers: 3, width: 32, heads: 4, kv_heads: 4, vocabulary: 98}",
+        model="{family: qwen3, num_layers: 3, hidden_size: 32, num_heads: 4, num_kv_heads: 4, vocab_size: 98}",
     ),
 }
 if ALL:
@@ -112,7 +113,7 @@ if ALL:
             steps=2,
         ),
         "fsdp, tied and read": Case(
-            f"{PLAIN}, fsdp: {{reshard: false}}", model=family("written", random=False), world=4, steps=2
+            f"{PLAIN}, fsdp: {{reshard_after_forward: false}}", model=family("written", random=False), world=4, steps=2
         ),
     }
 
@@ -245,7 +246,7 @@ def test_what_is_gathered_again_is_kept_in_pieces() -> None:
     from preheat.planning.dry_run import observe
 
     kept, all_ = (
-        observe(tiny(gathered_again(on, "fp32"), family="qwen3", rows=4), vocabulary=96, device=DEVICE, world=2)
+        observe(Request(tiny(gathered_again(on, "fp32"), family="qwen3", rows=4), DEVICE, vocabulary=96, world=2))
         for on in (True, False)
     )
     stream = 4 * 32 * 32 * 4
@@ -278,8 +279,8 @@ def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: A
         ("tensor_parallel: {degree: 3}", "llama", "degree: 4 heads do not divide among 3 devices"),
         (
             "tensor_parallel: {degree: 2, sequence_parallel: true}",
-            "batch.length=31",
-            "batch.length 31 does not divide by degree 2; use 30",
+            "batch.seq_len=31",
+            "batch.seq_len 31 does not divide by degree 2; use 30",
         ),
         ("tensor_parallel: {degree: 2, regather: true}", "", "regather: nothing is gathered without sequence_parallel"),
         (f"{AGAIN}, lora: {{}}", "", "regather: maps that are not trained keep no input"),
@@ -289,13 +290,13 @@ def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: A
             "",
             "the length changes from step to step",
         ),
-        ("tensor_parallel: {degree: 2}", "model.vocabulary=97", "a vocabulary of 97 rows does not divide by degree 2"),
+        ("tensor_parallel: {degree: 2}", "model.vocab_size=97", "a vocabulary of 97 rows does not divide by degree 2"),
         ("tensor_parallel: {degree: 2}, chunked_loss: {}", "", "leave chunked_loss out, or set loss_parallel: false"),
         ("tensor_parallel: {degree: 2}, classification: {classes: 3}", "", "the head is over a few classes"),
         ("tensor_parallel: {degree: 2}, muon: {}", "", "muon brings an optimizer"),
         ("tensor_parallel: {degree: 2}, lora: {variant: pissa}", "", "cannot go with lora (modified-base)"),
         ("tensor_parallel: {degree: 2}, compile: {}", "", "cannot go with compile (compiled-layers)"),
-        ("tensor_parallel: {degree: 2}, shifted_groups: {group: 8}", "", "cannot go with shifted_groups"),
+        ("tensor_parallel: {degree: 2}, shifted_groups: {group_size: 8}", "", "cannot go with shifted_groups"),
         (
             "tensor_parallel: {degree: 2}",
             "parallel.devices=6",

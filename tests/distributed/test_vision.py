@@ -31,8 +31,8 @@ CASES = [
 def recipe_of(folder: Path, family: str, techniques: str) -> Recipe:
     """Rows of one conversation: some of the two processes' micro-batches have images, others text alone."""
     return parse(
-        f"model: {{path: {folder / family}}}\ndata: {{source: {folder / 'rows.jsonl'}, validation: 0}}\nbatch: {{size: 4, length: 48}}\n"
-        f"optimizer: {{lr: 0.01}}\nstop: {{steps: {STEPS}}}\ntechniques: {techniques}\n"
+        f"model: {{path: {folder / family}}}\ndata: {{source: {folder / 'rows.jsonl'}, validation: 0}}\nbatch: {{size: 4, seq_len: 48}}\n"
+        f"optimizer: {{lr: 0.01}}\nstop: {{max_steps: {STEPS}}}\ntechniques: {techniques}\n"
     )
 
 
@@ -44,7 +44,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     read = batches(rows, seed=1, committed=0, shape=lambda step: Shape(4, 48, 1), share=share)
     for _ in range(STEPS):
         step = next(read)
-        blank += sum(not len(batch.images.places) for batch in step if batch.images is not None)
+        blank += sum(not len(batch.images.positions) for batch in step if batch.images is not None)
         loss = gradients(b, step, 0.01)
         losses.append(float(b.mesh.add(loss.total.detach().clone(), *DATA)) / float(loss.weight))
         norms.append(float(update(b, 0.01)[0]))

@@ -20,11 +20,11 @@ from ..conftest import SMALL
 
 RECIPE = """\
 name: small
-model: {layers: 2, width: 32, heads: 2, vocabulary: 320}
-data: {source: text, vocabulary: 300, validation: 0.2}
-batch: {size: 4, length: 32}
+model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 320}
+data: {source: text, vocab_size: 300, validation: 0.2}
+batch: {size: 4, seq_len: 32}
 optimizer: {lr: 0.01}
-stop: {steps: 12}
+stop: {max_steps: 12}
 checkpoint: {every: 5}
 techniques: {mixed_precision: {mode: bf16_weights}, chunked_loss: {rows: 64}, efficient_attention: {}}
 """

@@ -20,9 +20,9 @@ RECIPE = """\
 name: tune
 model: {{path: {base}}}
 data: {{source: {text}, validation: 0.05, limit: 2000}}
-batch: {{size: 8, length: 128}}
+batch: {{size: 8, seq_len: 128}}
 optimizer: {{lr: 0.01, weight_decay: 0.0}}
-stop: {{steps: 12}}
+stop: {{max_steps: 12}}
 evaluate: {{rows: 8}}
 techniques: {{efficient_attention: {{}}, lora: {{rank: 8, embedding_rank: 4}}, nf4: {{}}}}
 """

@@ -19,7 +19,7 @@ def row(name: str, speeds: list[float], peak: float, failed: str = "") -> dict[s
 
 
 def said(rows: list[dict[str, Any]], *names: str) -> dict[str, str]:
-    return {v["technique"]: v["words"] for v in verdicts(rows, names, 16.0)}
+    return {v["technique"]: v["message"] for v in verdicts(rows, names, 16.0)}
 
 
 def test_verdicts_say_what_is_gained_and_what_is_noise() -> None:
@@ -55,7 +55,7 @@ def test_there_is_no_verdict_on_speed_without_repeats_or_where_intervals_overlap
     ]
     (verdict, _) = verdicts(noisy, ["idle", "x"], 16.0)
     assert verdict["within_noise"] is True
-    assert "no difference in speed seen" in verdict["words"]
+    assert "no difference in speed seen" in verdict["message"]
 
 
 def test_a_difference_that_cannot_be_measured_is_drawn_as_none() -> None:

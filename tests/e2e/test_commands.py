@@ -72,7 +72,7 @@ def test_a_dry_run_looks_at_all_and_writes_nothing(preheat: Command) -> None:
 
 
 def test_a_planned_recipe_is_looked_at_where_its_checkpoint_is_not(preheat: Command) -> None:
-    how = ("--gpu", "T4", "--set", "batch={size: 2, length: 64}")
+    how = ("--gpu", "T4", "--set", "batch={size: 2, seq_len: 64}")
     planned = preheat.here.json("plan", "gpt2", *how, "--out", "plan.yaml")
     assert "path: openai-community/gpt2" in (preheat.folder / "plan.yaml").read_text()
     for command in (("train", "plan.yaml", "--dry-run"), ("plan", "plan.yaml")):
@@ -89,7 +89,7 @@ def test_a_planned_recipe_is_looked_at_where_its_checkpoint_is_not(preheat: Comm
 
 
 def test_lora_run_exports_merged(preheat: Command) -> None:
-    preheat.here.json("train", "r.yaml", "--set", "techniques={lora: {rank: 4}}", "--set", "stop.steps=4")
+    preheat.here.json("train", "r.yaml", "--set", "techniques={lora: {rank: 4}}", "--set", "stop.max_steps=4")
     exported = preheat.here.json("export", "runs/small")
     assert exported["merged"] == 14
     assert exported["max_logit_difference"] < 1e-5
@@ -128,14 +128,14 @@ def test_recipes_techniques_and_init(preheat: Command) -> None:
         (["train", "r.yaml", "--set", "data.source=binary.txt"], 4, "binary.txt"),
         (["train", "r.yaml", "--set", "data.source=broken.jsonl"], 4, "broken.jsonl:3"),
         (["train", "r.yaml", "--set", "data.source=fields.jsonl"], 4, "fields.jsonl:2"),
-        (["train", "r.yaml", "--set", "model.positions=16"], 2, "16 positions"),
+        (["train", "r.yaml", "--set", "model.max_positions=16"], 2, "16 positions"),
         (
             ["train", "r.yaml", "--set", "techniques={preference: {}}"],
             4,
             "techniques.preference reads pairs of answers",
         ),
-        (["train", "r.yaml", "--set", "techniques={preference: {loss: kto}}"], 2, "unpaired"),
-        (["train", "r.yaml", "--set", "model.vocabulary=200"], 2, "300 pieces"),
+        (["train", "r.yaml", "--set", "techniques={preference: {loss: kto}}"], 2, "apo_zero"),
+        (["train", "r.yaml", "--set", "model.vocab_size=200"], 2, "300 pieces"),
         (["train", "r.yaml", "--set", "hardware.memory=1MiB"], 3, "does not fit: needs"),
         (["plan", "r.yaml", "--set", "hardware.memory=1MiB"], 3, ""),
         (["train", "r.yaml", "--set", "hardware.memory=lots"], 2, "hardware.memory"),
@@ -155,7 +155,7 @@ def test_recipes_techniques_and_init(preheat: Command) -> None:
             2,
             "No such option: '--lr'; a recipe's key is set by --set optimizer.lr=VALUE",
         ),
-        (["bench", "r.yaml", "--max-steps", "3"], 2, "--set stop.steps=VALUE"),
+        (["bench", "r.yaml", "--max-steps", "3"], 2, "--set stop.max_steps=VALUE"),
         (["train", "r.yaml", "--lora"], 2, "--set techniques.lora={}"),
         (
             ["train", "r.yaml", "optimizer.lr=1e-3"],
@@ -189,13 +189,13 @@ def test_bad_input_gets_one_clear_line_and_leaves_nothing(
 
 
 def test_a_run_is_not_overwritten_and_not_resumed_otherwise(preheat: Command) -> None:
-    preheat.here("train", "r.yaml", "--set", "stop.steps=6")
+    preheat.here("train", "r.yaml", "--set", "stop.max_steps=6")
     for more in ((), ("--dry-run",)):
         assert "--resume" in preheat.here("train", "r.yaml", *more, code=1)[1]
     for changed in (
         "batch.size=8",
         "optimizer.lr=0.02",
-        "model.width=64",
+        "model.hidden_size=64",
         "data.validation=0.3",
         "techniques.mixed_precision.mode=bf16",
     ):
@@ -203,7 +203,7 @@ def test_a_run_is_not_overwritten_and_not_resumed_otherwise(preheat: Command) ->
         assert changed.partition("=")[0] in error, error
     # What only spares memory may be set otherwise; it is said, and holds from there on.
     out, _ = preheat.here(
-        "train", "r.yaml", "--resume", "--set", "stop.steps=8", "--set", "techniques.chunked_loss.rows=32"
+        "train", "r.yaml", "--resume", "--set", "stop.max_steps=8", "--set", "techniques.chunked_loss.rows=32"
     )
     assert "agree up to rounding" in out
     run = preheat.folder / "runs" / "small"
@@ -215,10 +215,10 @@ def test_a_run_is_not_overwritten_and_not_resumed_otherwise(preheat: Command) ->
 
 
 def test_dropout_is_drawn_alike_in_each_run(preheat: Command) -> None:
-    model = "model={family: gpt2, layers: 2, width: 32, heads: 2, vocabulary: 320, config: {resid_pdrop: 0.3}}"
+    model = "model={family: gpt2, num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 320, config: {resid_pdrop: 0.3}}"
     found = [
         preheat.here.json(
-            "train", "r.yaml", "--out", f"run{n}", "--set", model, "--set", "stop.steps=3", "--set", f"seed={seed}"
+            "train", "r.yaml", "--out", f"run{n}", "--set", model, "--set", "stop.max_steps=3", "--set", f"seed={seed}"
         )
         for n, seed in enumerate((1, 1, 2))
     ]
@@ -226,7 +226,7 @@ def test_dropout_is_drawn_alike_in_each_run(preheat: Command) -> None:
 
 
 def test_a_run_can_be_lengthened(preheat: Command) -> None:
-    preheat.here("train", "r.yaml", "--set", "schedule.kind=constant", "--set", "stop.steps=6")
+    preheat.here("train", "r.yaml", "--set", "schedule.kind=constant", "--set", "stop.max_steps=6")
     made = preheat.here.json("train", "r.yaml", "--set", "schedule.kind=constant", "--resume")
     assert made["steps"] == 12
     preheat.here("train", "r.yaml", "--set", "schedule.kind=constant", "--out", "whole")
@@ -254,7 +254,7 @@ def test_non_finite_loss_stops_with_step_and_rows(preheat: Command) -> None:
         "--set",
         "optimizer.lr=1e9",
         "--set",
-        "optimizer.clip=0",
+        "optimizer.max_grad_norm=0",
         "--set",
         "techniques={}",
         "--set",
@@ -267,12 +267,12 @@ def test_non_finite_loss_stops_with_step_and_rows(preheat: Command) -> None:
 
 
 def test_two_runs_in_one_folder_at_once(preheat: Command) -> None:
-    first = preheat.start("train", "r.yaml", "--set", "stop.steps=100000", "--set", "checkpoint.every=50")
+    first = preheat.start("train", "r.yaml", "--set", "stop.max_steps=100000", "--set", "checkpoint.every=50")
     try:
         _wait_for(preheat.folder / "runs/small/metrics.jsonl", first)
         assert (
             "another process is writing"
-            in preheat.here("train", "r.yaml", "--resume", "--set", "stop.steps=100000", code=1)[1]
+            in preheat.here("train", "r.yaml", "--resume", "--set", "stop.max_steps=100000", code=1)[1]
         )
     finally:
         first.kill()
@@ -285,7 +285,7 @@ def _signalled(preheat: Command, number: signal.Signals, *more: str, **how: Any)
         "train",
         "r.yaml",
         "--set",
-        "stop.steps=100000",
+        "stop.max_steps=100000",
         "--set",
         "schedule.kind=constant",
         "--out",
@@ -311,9 +311,9 @@ def test_a_signal_saves_and_the_last_line_is_the_command_that_goes_on(
     assert (out / f"checkpoints/step-{step}/manifest.json").exists()
     typed = printed.strip().splitlines()[-1].removeprefix("to go on: ")
     arguments = shlex.split(typed)
-    settings = ["--set", "stop.steps=100000", "--set", "schedule.kind=constant"]
+    settings = ["--set", "stop.max_steps=100000", "--set", "schedule.kind=constant"]
     assert arguments == ["preheat", "train", "r.yaml", *settings, "--out", str(out), "--resume"]
-    preheat.here(*arguments[1:], "--set", f"stop.steps={step + 2}")
+    preheat.here(*arguments[1:], "--set", f"stop.max_steps={step + 2}")
     assert max(losses(out)) == step + 2
 
 
@@ -325,7 +325,7 @@ def test_an_evaluation_is_broken_off_and_taken_when_the_run_is_resumed(
     def evaluations(name: str) -> list[tuple[int, float]]:
         return [(e["step"], e["validation_loss"]) for e in Reader(preheat.folder / name).evaluations()]
 
-    more = ("--set", "evaluate={every: 4, rows: 6}", "--set", "sample={prompts: [the], tokens: 4}")
+    more = ("--set", "evaluate={every: 4, rows: 6}", "--set", "sample={prompts: [the], max_new_tokens: 4}")
     preheat.here("train", "r.yaml", *more, "--out", "whole")
     take, broken = RunEvaluator.take, []
 
@@ -388,7 +388,7 @@ def test_an_evaluation_that_ends_the_process_is_taken_again_once(
 
 def test_under_a_job_an_interrupted_run_is_no_failure_and_nohup_is_heeded(preheat: Command) -> None:
     preheat.environment["TORCHELASTIC_RUN_ID"] = "job"
-    started = ["train", "r.yaml", "--set", "stop.steps=100000", "--set", "schedule.kind=constant", "--json"]
+    started = ["train", "r.yaml", "--set", "stop.max_steps=100000", "--set", "schedule.kind=constant", "--json"]
     process = preheat.start(*started, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     log = preheat.folder / "runs/small/metrics.jsonl"
     _wait_for(log, process)
@@ -426,7 +426,7 @@ def test_a_disk_that_fills_up_in_the_middle(preheat: Command) -> None:
             "--set",
             "schedule.kind=constant",
             "--set",
-            "stop.steps=60",
+            "stop.max_steps=60",
         ]
         error = preheat("train", "r.yaml", "--out", "disk/run", *more, code=1)[1]
         assert "space" in error

@@ -61,7 +61,7 @@ def test_a_model_is_compressed_measured_and_used(preheat: Command, stories: tupl
     _, error = preheat.here("export", "made/int8", "--out", "hf", code=1)
     assert "is compressed, and what is rounded is not written as other formats' weights" in error
     (preheat.folder / "r2.yaml").write_text(
-        "model: {path: made/int8}\ndata: {source: text}\nbatch: {size: 2, length: 64}\nstop: {steps: 1}\n",
+        "model: {path: made/int8}\ndata: {source: text}\nbatch: {size: 2, seq_len: 64}\nstop: {max_steps: 1}\n",
         encoding="utf-8",
     )
     _, error = preheat.here("train", "r2.yaml", code=2)
@@ -72,7 +72,7 @@ def test_a_run_is_compressed_as_it_was_trained_for(preheat: Command) -> None:
     recipe = (preheat.folder / "r.yaml").read_text(encoding="utf-8")
     text = (
         recipe.replace("name: small", "name: aware")
-        .replace("layers: 2", "layers: 3")
+        .replace("num_layers: 2", "num_layers: 3")
         .replace("techniques: {", "techniques: {quantization_aware: {}, lora: {rank: 4}, ")
     )
     (preheat.folder / "aware.yaml").write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ KILLS = int(os.environ.get("PREHEAT_KILLS", "2"))  # 10 by hand: a start takes s
 
 @pytest.mark.parametrize(("workers", "beside"), [pytest.param(1, "false", marks=pytest.mark.slow), (4, "true")])
 def test_killed_and_resumed_every_loss_is_the_same(preheat: Command, workers: int, beside: str) -> None:
-    more = ["--set", "stop.steps=60", "--set", "checkpoint.every=7", "--set", f"data.workers={workers}"]
+    more = ["--set", "stop.max_steps=60", "--set", "checkpoint.every=7", "--set", f"data.workers={workers}"]
     more += ["--set", f"checkpoint.asynchronous={beside}"]
     preheat.here("train", "r.yaml", "--out", "whole", "--set", "data.workers=0", *more[:4])
     wanted = losses(preheat.folder / "whole")

@@ -15,11 +15,11 @@ from .conftest import Command, losses
 
 CHAT = """\
 name: chat
-model: {layers: 2, width: 32, heads: 2}
-data: {source: rows.jsonl, vocabulary: 400, validation: 0.2}
-batch: {size: 4, length: 128}
+model: {num_layers: 2, hidden_size: 32, num_heads: 2}
+data: {source: rows.jsonl, vocab_size: 400, validation: 0.2}
+batch: {size: 4, seq_len: 128}
 optimizer: {lr: 0.01}
-stop: {steps: 3}
+stop: {max_steps: 3}
 """
 
 
@@ -111,7 +111,7 @@ def test_data_shows_tokens_that_the_recipe_adds_and_a_missing_model_is_told_as_o
     (preheat.folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * 40)
     recipe = (
         "name: added\nmodel: {path: %s, add_tokens: ['<|im_start|>', '<|im_end|>']}\n"
-        "data: {source: rows.jsonl, template: chatml, validation: 0}\nbatch: {size: 4, length: 64}\nstop: {steps: 1}\n"
+        "data: {source: rows.jsonl, template: chatml, validation: 0}\nbatch: {size: 4, seq_len: 64}\nstop: {max_steps: 1}\n"
     )
     (preheat.folder / "added.yaml").write_text(recipe % (data_folder / "stories260K-hf"))
     out, _ = preheat.here(
@@ -135,7 +135,7 @@ def test_streamed_rows_are_trained_planned_and_resumed_exactly(preheat: Command)
     recipe = (preheat.folder / "r.yaml").read_text()
     data = "data: {source: rows.jsonl, tokenizer: own, streaming: true, validation: 0.2}"
     (preheat.folder / "s.yaml").write_text(
-        recipe.replace("data: {source: text, vocabulary: 300, validation: 0.2}", data)
+        recipe.replace("data: {source: text, vocab_size: 300, validation: 0.2}", data)
     )
     assert preheat.here.json("plan", "s.yaml")["fits"]
     made = preheat.here.json("train", "s.yaml", "--out", "whole")

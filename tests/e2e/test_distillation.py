@@ -13,11 +13,11 @@ from .conftest import Command, losses
 
 RECIPE = """\
 name: student
-model: {{layers: 2, width: 48, heads: 4}}
+model: {{num_layers: 2, hidden_size: 48, num_heads: 4}}
 data: {{source: stories.txt, tokenizer: {teacher}, validation: 0.1, preflight: {{encoding: warn}}}}
-batch: {{size: 8, length: 64}}
+batch: {{size: 8, seq_len: 64}}
 optimizer: {{lr: 0.02}}
-stop: {{steps: 12}}
+stop: {{max_steps: 12}}
 checkpoint: {{every: 6}}
 evaluate: {{rows: 16}}
 techniques:
@@ -72,7 +72,7 @@ def test_a_student_learns_from_its_teacher_and_is_exported_without_it(preheat: C
         "",
         *(
             pytest.param(more, marks=pytest.mark.slow)
-            for more in ("cache: kept, top: 16, mixture: 0.7", "on_policy: 0.5")
+            for more in ("cache: kept, top_k: 16, mixture: 0.7", "on_policy: 0.5")
         ),
     ],
 )

@@ -10,12 +10,12 @@ from .conftest import Command
 
 RECIPE = """
 name: t5
-model: {family: t5, layers: 2, width: 32, heads: 2}
-data: {source: rows.jsonl, template: t5, vocabulary: 320, validation: 0.1}
-batch: {size: 8, length: 96}
+model: {family: t5, num_layers: 2, hidden_size: 32, num_heads: 2}
+data: {source: rows.jsonl, template: t5, vocab_size: 320, validation: 0.1}
+batch: {size: 8, seq_len: 96}
 optimizer: {lr: 1.0e-2}
-stop: {steps: 24}
-sample: {prompts: ["What is the colour of grass?"], tokens: 8}
+stop: {max_steps: 24}
+sample: {prompts: ["What is the colour of grass?"], max_new_tokens: 8}
 techniques: {chunked_loss: {}, activation_checkpointing: {}}
 """
 

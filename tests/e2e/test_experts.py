@@ -25,8 +25,8 @@ def test_an_upcycled_model_is_trained_resumed_reported_and_exported(
     recipe.write_text(
         f"name: upcycled\nmodel: {{path: {data_folder / 'stories260K-hf'}}}\n"
         f"data: {{source: {tmp_path / 'stories.jsonl'}, validation: 0.1, preflight: {{encoding: warn}}}}\n"
-        "batch: {size: 8, length: 64}\noptimizer: {lr: 1e-3}\nstop: {steps: 12}\nevaluate: {rows: 16}\ncheckpoint: {every: 6}\n"
-        "techniques: {upcycling: {experts: 4}, expert_balancing: {rate: 0.01}}\n"
+        "batch: {size: 8, seq_len: 64}\noptimizer: {lr: 1e-3}\nstop: {max_steps: 12}\nevaluate: {rows: 16}\ncheckpoint: {every: 6}\n"
+        "techniques: {upcycling: {num_experts: 4}, expert_balancing: {rate: 0.01}}\n"
     )
     told = "".join(preheat.here("train", str(recipe), "--out", str(run)))
     assert re.search(r"busiest expert x\d\.\d", told)
@@ -64,8 +64,8 @@ def test_adapters_on_experts_are_peft_s_and_merge_exactly(preheat: Command, data
     transformers.AutoTokenizer.from_pretrained(stories).save_pretrained(base)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"name: pairs\nmodel: {{path: {base}}}\ndata: {{source: text, validation: 0.1}}\nbatch: {{size: 4, length: 64}}\noptimizer: {{lr: 0.01}}\n"
-        "stop: {steps: 6}\nevaluate: {rows: 4}\ntechniques: {lora: {rank: 8, expert_rank: 4, alpha: 16}}\n"
+        f"name: pairs\nmodel: {{path: {base}}}\ndata: {{source: text, validation: 0.1}}\nbatch: {{size: 4, seq_len: 64}}\noptimizer: {{lr: 0.01}}\n"
+        "stop: {max_steps: 6}\nevaluate: {rows: 4}\ntechniques: {lora: {rank: 8, expert_rank: 4, alpha: 16}}\n"
     )
     preheat.here("train", str(recipe), "--out", str(run))
     told = json.loads((run / "changes.json").read_text())["lora"][0]["what"]

@@ -22,7 +22,7 @@ LORA = "techniques={lora: {rank: 4}}"
 
 
 def test_a_run_becomes_gguf_with_a_card(preheat: Command) -> None:
-    run = preheat.here.json("train", "r.yaml", "--set", LORA, "--set", "stop.steps=6", "--set", "evaluate.rows=3")[
+    run = preheat.here.json("train", "r.yaml", "--set", LORA, "--set", "stop.max_steps=6", "--set", "evaluate.rows=3")[
         "run"
     ]
     made = preheat.here.json("export", run, "--to", "gguf", "--dtype", "q8_0")
@@ -84,9 +84,9 @@ CHATS = """\
 name: x
 model: {path: base, add_tokens: ["<|im_start|>", "<|im_end|>"]}
 data: {source: rows.jsonl, validation: 0.2, template: chatml}
-batch: {size: 4, length: 64}
+batch: {size: 4, seq_len: 64}
 optimizer: {lr: 5.0e-3}
-stop: {steps: 120}
+stop: {max_steps: 120}
 checkpoint: {every: 60}
 hardware: {threads: 1}
 """
@@ -115,7 +115,7 @@ def test_whoever_opens_an_export_of_a_chat_stops_where_generate_stops(preheat: C
     (preheat.folder / "chats.yaml").write_text(CHATS)
     run = preheat.here.json("train", "chats.yaml", "--out", "run")["run"]
     ours = preheat.here.json("generate", run, "--prompt", "Hello 3", "--tokens", "20")
-    assert (ours["text"], ours["ended"]) == ("Yes.", "stop token")
+    assert (ours["text"], ours["finish_reason"]) == ("Yes.", "stop token")
     loss = preheat.here.json("eval", run)["perplexity"]
 
     made = preheat.here.json("export", run, "--to", "hf", "--out", "hf")
@@ -141,7 +141,7 @@ def test_whoever_opens_an_export_of_a_chat_stops_where_generate_stops(preheat: C
     assert model.generation_config.eos_token_id == [turn, 0]
     assert (tokenizer.eos_token_id, model.config.eos_token_id, tokenizer.pad_token_id) == (turn, turn, 0)
     again = preheat.here.json("generate", "hf", "--chat", "--prompt", "Hello 3", "--tokens", "20")
-    assert (again["text"], again["ended"]) == (ours["text"], ours["ended"])
+    assert (again["text"], again["finish_reason"]) == (ours["text"], ours["finish_reason"])
 
     file = (
         preheat.folder
@@ -157,14 +157,14 @@ def test_whoever_opens_an_export_of_a_chat_stops_where_generate_stops(preheat: C
 
     compressed = preheat.here.json("compress", f"{run}/checkpoints/step-60", "--method", "int8", "--measured", "2")
     assert compressed["path"] == f"{run}/compressed-int8-step-60", "a checkpoint is no place for anything else"
-    assert "step 60 of 120" in compressed["said"][0]
+    assert "step 60 of 120" in compressed["notes"][0]
     short = preheat.here.json("generate", compressed["path"], "--chat", "--prompt", "Hello 3", "--tokens", "20")
-    assert (short["text"], short["ended"]) == ("Yes.", "stop token")
+    assert (short["text"], short["finish_reason"]) == ("Yes.", "stop token")
     card = (preheat.folder / compressed["path"] / "README.md").read_text()
     assert "library_name: preheat\npipeline_tag: text-generation\nbase_model: base" in card
-    assert f"Note: {compressed['said'][0]}." in card
+    assert f"Note: {compressed['notes'][0]}." in card
     page = (preheat.folder / compressed["path"] / "compress.html").read_text()
-    assert html.escape(compressed["said"][0]) in page
+    assert html.escape(compressed["notes"][0]) in page
     (preheat.folder / "base/README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
     middle = preheat.here.json("export", f"{run}/checkpoints/step-60")
     assert middle["path"] == f"{run}/export-hf-step-60"

@@ -43,9 +43,9 @@ IN_WORDS = """{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}##
 RECIPE = """\
 model: {path: base}
 data: {source: rows.jsonl, validation: 0.2, preflight: {template_end: warn, pad_is_end: warn}}
-batch: {size: 4, length: 64}
+batch: {size: 4, seq_len: 64}
 optimizer: {lr: 2.0e-2}
-stop: {steps: 60}
+stop: {max_steps: 60}
 hardware: {threads: 1}
 techniques: {lora: {rank: 16}}
 """
@@ -115,7 +115,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Run:
     made = Run(tmp_path_factory.mktemp("chats"), cache, TEMPLATE)
-    assert made.ours["ended"] == "stop token"
+    assert made.ours["finish_reason"] == "stop token"
     return made
 
 
@@ -128,7 +128,7 @@ def test_onnx_runtime_answers_as_the_run_does(run: Run) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which peft asks
 def test_answers_that_end_in_words_end_there(tmp_path: Path, cache: Path) -> None:
     made = Run(tmp_path, cache, IN_WORDS)
-    assert made.ours["ended"] == "stop string"
+    assert made.ours["finish_reason"] == "stop string"
     made.check(made.export("onnx"))
     made.check(made.export("peft"))
 

@@ -64,7 +64,7 @@ def test_what_cannot_be_measured_is_said(preheat: Command, model: str) -> None:
         ((*inference, "--lengths", "8", "--batches", "1,x"), 2, "--batches 1,x: write numbers"),
         ((*inference, "--variant", "engine=vllm"), 2, "--variant engine=vllm: must be one of preheat, transformers"),
         ((*inference, "--variant", "cache=int3"), 2, "sample.cache: must be 'auto', 'dynamic', 'static' or 'int8'"),
-        ((*inference, "--variant", "lookup=0"), 2, "sample.lookup: must be at least 1, got 0"),
+        ((*inference, "--variant", "lookup=0"), 2, "sample.prompt_lookup_tokens: must be at least 1, got 0"),
         ((*inference, "--ablate"), 2, "--ablate: would change nothing: --inference measures models as they write"),
         (("bench", "nowhere", "--inference"), 1, "neither a run"),
         (("bench", "r.yaml", "other.yaml", "--ablate"), 2, "for models side by side add --inference"),
@@ -76,12 +76,15 @@ def test_text_is_the_same_however_it_is_kept(preheat: Command, model: str) -> No
     ask = ("generate", model, "--prompt", "Once upon a time", "--tokens", "24")
     wanted = preheat.here.json(*ask)["text"]
     assert wanted.startswith(", there was a little girl named Lily")
-    for setting in ("sample.cache=static", "sample.lookup=4", f"sample.draft={model}"):
+    for setting in ("sample.cache=static", "sample.prompt_lookup_tokens=4", f"sample.draft_model={model}"):
         assert preheat.here.json(*ask, "--set", setting)["text"] == wanted
     assert preheat.here.json(*ask, "--set", "sample.cache=int8")["text"].startswith(", there was a little")
     for settings, words in (
         (("batch.size=3",), "here it sets how text is written"),
-        (("sample.lookup=4", "sample.temperature=0.5"), "sample.lookup: proposes tokens of greedy text"),
+        (
+            ("sample.prompt_lookup_tokens=4", "sample.temperature=0.5"),
+            "sample.prompt_lookup_tokens: proposes tokens of greedy text",
+        ),
         (("sample.lokup=4",), "did you mean 'lookup'?"),
     ):
         assert words in preheat.here(*ask, *(part for s in settings for part in ("--set", s)), code=2)[1]

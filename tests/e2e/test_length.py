@@ -24,7 +24,7 @@ def folder(preheat: Command) -> Path:
 
 def test_a_run_is_asked_about_length_before_and_after_and_again_beyond_its_rows(preheat: Command, folder: Path) -> None:
     here = preheat.here
-    here("train", "r.yaml", "--set", f"evaluate.tasks={json.dumps(ASKED)}", "--set", "stop.steps=4")
+    here("train", "r.yaml", "--set", f"evaluate.tasks={json.dumps(ASKED)}", "--set", "stop.max_steps=4")
     found = json.loads((folder / "runs/small/evaluation.json").read_text())
     for name, count in (("recall", 4), ("positions", 2), ("continuation", 4)):
         parts = [found[when]["tasks"][name]["parts"] for when in ("before", "after", "difference")]
@@ -56,16 +56,16 @@ def test_a_run_is_asked_about_length_before_and_after_and_again_beyond_its_rows(
 def test_a_plan_of_a_longer_context_says_the_longest_rows_and_what_limits_them(preheat: Command) -> None:
     scaled = [
         "--set",
-        "model.positions=32",
+        "model.max_positions=32",
         "--set",
         "techniques.rope_scaling={kind: auto, factor: auto}",
         "--set",
         "hardware.memory=600MiB",
     ]
     # In processes of their own: what this one holds already would count.
-    shown, _ = preheat("plan", "r.yaml", "--set", "batch.length=512", *scaled)
+    shown, _ = preheat("plan", "r.yaml", "--set", "batch.seq_len=512", *scaled)
     assert "longest" in shown
-    made = preheat.json("plan", "r.yaml", "--set", "batch.length=512", *scaled)
+    made = preheat.json("plan", "r.yaml", "--set", "batch.seq_len=512", *scaled)
     found = made["longest_context"]
     assert found["length"] >= 512
     assert f"rows of {2 * found['length']:,} tokens" in found["limit"]
@@ -75,7 +75,7 @@ def test_a_plan_of_a_longer_context_says_the_longest_rows_and_what_limits_them(p
 @pytest.mark.parametrize(
     ("settings", "code", "words"),
     [
-        ("data.longer=refuse", 4, "batch.length is 32"),
+        ("data.overlong=refuse", 4, "batch.seq_len is 32"),
         ("techniques.length_curriculum={lengths: [16, 8], until: 0.5}", 2, "a stage of 8 tokens follows one of 16"),
         ("techniques.rope_scaling={kind: ntk}", 2, "techniques.rope_scaling.kind"),
         ("model.config={rope_parameters: {rope_type: ntk, rope_theta: 10000.0}}", 2, "rope_type"),

@@ -38,9 +38,9 @@ def shop(tmp_path_factory: pytest.TempPathFactory, data_folder: Path) -> Path:
     write(folder, "kinds", [{"text": f"order {n}", "label": "abcde"[n % 5]} for n in range(40)])
     (folder / "fails.jinja").write_text(FAILS)
     recipe = Path(__file__).parents[2].joinpath("preheat/recipes/fine-tune.yaml").read_text()
-    recipe = recipe.replace("preset: qwen2.5-0.5b", "path: model").replace("length: 1024", "length: 256")
+    recipe = recipe.replace("preset: qwen2.5-0.5b", "path: model").replace("seq_len: 1024", "seq_len: 256")
     (folder / "mine.yaml").write_text(recipe.replace("  validation: 0.05", "  template: alpaca\n  validation: 0.05"))
-    (folder / "typo.yaml").write_text((folder / "mine.yaml").read_text().replace("  clip:", "  clp:"))
+    (folder / "typo.yaml").write_text((folder / "mine.yaml").read_text().replace("  max_grad_norm:", "  max_grad_nrm:"))
     return folder
 
 
@@ -56,7 +56,7 @@ def write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
         ("mine.yaml", ["model.path=./modle"], 2, "model.path: ./modle: no such folder; did you mean 'model'?"),
         ("mine.yaml", ["model.path=Qwen/Qwen2.5-0.5B"], 2, "download it where there is a network and name the folder"),
         ("fine-tune", ["data.source=rows.jsonl"], 2, "can be planned, not trained; add model.path: Qwen/Qwen2.5-0.5B"),
-        ("typo.yaml", [], 2, "unknown key 'optimizer.clp'; did you mean 'clip'?"),
+        ("typo.yaml", [], 2, "unknown key 'optimizer.max_grad_nrm'; did you mean 'max_grad_norm'?"),
         ("mine.yaml", ["techniques.lorra={rank: 8}"], 2, "unknown technique 'lorra'; did you mean 'lora'?"),
         ("my.yaml", [], 2, "my.yaml: no such file"),
         ("mine.yaml", ["data={source: kinds.jsonl, layout: classes, validation: 0}", "techniques={classification: {classes: 3}}"], 2, "3, but the data has class 4"),

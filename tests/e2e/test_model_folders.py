@@ -23,8 +23,8 @@ RECIPE = """\
 name: small
 model: {path: base}
 data: {source: rows.jsonl, validation: 0.2, template: alpaca}
-batch: {size: 2, length: 64}
-stop: {steps: 2}
+batch: {size: 2, seq_len: 64}
+stop: {max_steps: 2}
 evaluate: {rows: 2}
 hardware: {threads: 1}
 techniques: {lora: {rank: 2}}

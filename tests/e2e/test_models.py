@@ -6,7 +6,7 @@ import json
 
 from .conftest import Command
 
-FEW = ["--set", "model.config={num_hidden_layers: 1}", "--set", "batch={size: 2, length: 64}"]
+FEW = ["--set", "model.config={num_hidden_layers: 1}", "--set", "batch={size: 2, seq_len: 64}"]
 SMALL = "techniques={lora: {}, chunked_loss: {}, efficient_attention: {}}"
 
 
@@ -38,7 +38,7 @@ def test_a_gemma2_is_trained_exported_and_read_back(preheat: Command) -> None:
     }
     config |= {"num_key_value_heads": 1, "vocab_size": 320, "sliding_window": 8, "final_logit_softcapping": 2.0}
     model = json.dumps({"preset": "gemma-2-2b", "weights": "random", "config": config})
-    made = preheat.here.json("train", "r.yaml", "--set", f"model={model}", "--set", "stop.steps=6")
+    made = preheat.here.json("train", "r.yaml", "--set", f"model={model}", "--set", "stop.max_steps=6")
     exported = preheat.here.json("export", made["run"])
     assert exported["max_logit_difference"] < 0.05  # bf16 weights
     found = json.loads((preheat.folder / exported["path"] / "config.json").read_text())

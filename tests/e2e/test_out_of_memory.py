@@ -19,11 +19,11 @@ from .conftest import Command
 
 RECIPE = """\
 name: wide
-model: {layers: 2, width: 32, heads: 2, vocabulary: 16384}
-data: {source: text, vocabulary: 300, validation: 0.1}
-batch: {size: 8, length: 128}
+model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 16384}
+data: {source: text, vocab_size: 300, validation: 0.1}
+batch: {size: 8, seq_len: 128}
 optimizer: {lr: 0.01}
-stop: {steps: 8}
+stop: {max_steps: 8}
 evaluate: {rows: 16}
 checkpoint: {every: 3, keep: 9}
 """  # logits of 64 MiB: most of what it needs
@@ -53,7 +53,7 @@ def capped(preheat: Command, moment: str, mib: int, *settings: str) -> tuple[Pat
     done = run_capped(preheat, moment, mib, *settings)
     assert done.returncode == 0, done.stderr[-4000:]
     run = preheat.folder / "capped"
-    rungs = Reader(run).events("rung")
+    rungs = Reader(run).events("fallback")
     assert rungs, f"it had memory enough\n{done.stderr[-2000:]}"
     return run, rungs[-1], done.stderr
 
@@ -111,8 +111,8 @@ def test_a_longer_batch_in_the_middle(preheat: Command, mib: int, techniques: st
     ]
     run, rung, said = capped(preheat, "training", mib, *more)
     assert 2 <= rung["step"] <= 4, "rows grow until there"
-    assert took in rung["took"][0]
-    assert rung["took"][0] in said
+    assert took in rung["changed"][0]
+    assert rung["changed"][0] in said
     assert took in json.loads((run / "checkpoints" / "step-8" / "state.json").read_text())["recipe"]
     other = resumed_from(preheat, run, rung["step"], *more)
     assert steps(other) == {step: taken for step, taken in steps(run).items() if step > rung["step"]}, "bit for bit"
@@ -125,12 +125,12 @@ def test_the_first_step(preheat: Command) -> None:
     assert rung["peak_gib"] < rung["was_gib"]
     assert {"set", "reason"} <= rung["skipped"][0].keys()
     failure = Reader(run).events("out_of_memory")[0]
-    assert failure["where"] == "gradients"
-    assert failure["asked"] == 8 * 128 * 16384 * 4, "the logits"
+    assert failure["phase"] == "gradients"
+    assert failure["requested"] == 8 * 128 * 16384 * 4, "the logits"
     same_rows(steps(run), whole(preheat))
     found = preheat.here.json("doctor", "oom", "capped")
-    assert found["ways"][0]["peak_gib"] < found["room_gib"] < found["peak_gib"]
-    assert found["held"]["parameters"] == pytest.approx(rung_parameters(run), rel=1e-6)
+    assert found["options"][0]["peak_gib"] < found["room_gib"] < found["peak_gib"]
+    assert found["in_use"]["parameters"] == pytest.approx(rung_parameters(run), rel=1e-6)
     assert "ways out" in preheat.here("doctor", "oom", "capped")[0]
 
 
@@ -149,16 +149,16 @@ def test_evaluation_takes_fewer_rows_at_a_time(preheat: Command) -> None:
         "evaluate.rows=512",
         "evaluate.every=2",
     ]
-    run, _, _ = capped(preheat, "step 1", 12, *more, "stop.steps=5")
-    rung = Reader(run).events("rung")[0]
-    assert (rung["step"], rung["where"]) == (2, "evaluation")
-    assert rung["took"][0].startswith("evaluate.micro=")
+    run, _, _ = capped(preheat, "step 1", 12, *more, "stop.max_steps=5")
+    rung = Reader(run).events("fallback")[0]
+    assert (rung["step"], rung["cause"]) == (2, "evaluation")
+    assert rung["changed"][0].startswith("evaluate.micro_batch_size=")
     assert [e["step"] for e in Reader(run).evaluations()] == [2, 4, 5]
 
 
 def test_a_copy_to_save_is_done_without(preheat: Command) -> None:
     more = [
-        "model.width=128",
+        "model.hidden_size=128",
         "checkpoint.asynchronous=true",
         "checkpoint.every=2",
         "techniques={chunked_loss: {rows: 64}}",
@@ -167,13 +167,13 @@ def test_a_copy_to_save_is_done_without(preheat: Command) -> None:
     run = preheat.folder / "capped"
     for mib in (46, 45, 47, 44):
         shutil.rmtree(run, ignore_errors=True)
-        done = run_capped(preheat, "step 1", mib, *more, "stop.steps=5")
-        rungs = Reader(run).events("rung") if done.returncode == 0 else []
-        if rungs and rungs[-1]["where"] == "saving":
+        done = run_capped(preheat, "step 1", mib, *more, "stop.max_steps=5")
+        rungs = Reader(run).events("fallback") if done.returncode == 0 else []
+        if rungs and rungs[-1]["cause"] == "saving":
             break
     assert rungs, f"it had memory enough, or died of it\n{done.stderr[-2000:]}"
     rung = rungs[-1]
-    assert (rung["where"], rung["took"]) == ("saving", ["checkpoint.asynchronous=false"])
+    assert (rung["cause"], rung["changed"]) == ("saving", ["checkpoint.asynchronous=false"])
     assert (run / "checkpoints" / "step-5" / "manifest.json").exists()
     assert sorted(steps(run)) == [1, 2, 3, 4, 5]
 
@@ -183,13 +183,13 @@ def test_where_no_rung_suffices_it_saves_and_ends_and_goes_on_with_memory(prehea
     longer = LONGER.replace("32", "256")
     more = [
         f"techniques={{{longer}, chunked_loss: {{rows: 64}}, activation_checkpointing: {{}}, fused_operators: {{}}}}",
-        "batch={size: 1, length: 2048}",
+        "batch={size: 1, seq_len: 2048}",
     ]
-    more += ["model.vocabulary=512", "checkpoint.every=0"]
+    more += ["model.vocab_size=512", "checkpoint.every=0"]
     done = run_capped(preheat, "step 1", 20, *more)
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()[-1]
-    assert re.search(r"It has no rung; another run with batch.length=(1024|512|256) would need", said)
+    assert re.search(r"It has no rung; another run with batch.seq_len=(1024|512|256) would need", said)
     run = preheat.folder / "capped"
     last = max(steps(run))
     assert [saved.name for saved in run.glob("checkpoints/step-*")] == [f"step-{last}"]
@@ -223,7 +223,7 @@ def test_of_two_processes_both_are_started_again_with_the_rung(preheat: Command)
     sets = [part for s in more for part in ("--set", s)]
     out, error = preheat("train", "wide.yaml", "--nproc", "2", "--out", "two", *sets)
     run = preheat.folder / "two"
-    rungs = Reader(run).events("rung")
+    rungs = Reader(run).events("fallback")
     assert rungs, out + error
     assert "rank 1: out of memory" in error
     assert Reader(run).events("out_of_memory")[0]["rank"] == 1

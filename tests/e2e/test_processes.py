@@ -20,7 +20,7 @@ from preheat.run_dir import Reader
 from .conftest import Command
 
 STEPS = 12
-FSDP = "techniques.fsdp={reshard: false, reduce: last}"
+FSDP = "techniques.fsdp={reshard_after_forward: false, reduce: last}"
 
 
 def losses(run: Path) -> list[float]:
@@ -36,7 +36,7 @@ def cut(run: Path, to: Path) -> Path:
 
 def test_two_processes_give_the_losses_of_one_and_any_layout_goes_on(preheat: Command) -> None:
     folder = preheat.folder
-    settings = ("--set", "evaluate={every: 5, rows: 9}", "--set", "sample={prompts: [the], tokens: 4}")
+    settings = ("--set", "evaluate={every: 5, rows: 9}", "--set", "sample={prompts: [the], max_new_tokens: 4}")
     settings += ("--set", "techniques={chunked_loss: {rows: 64}, gradient_accumulation: {steps: 2}}")
     preheat("train", "r.yaml", *settings, "--out", "one")
     preheat("train", "r.yaml", *settings, "--set", FSDP, "--nproc", "2", "--out", "two")
@@ -58,7 +58,7 @@ def test_two_processes_give_the_losses_of_one_and_any_layout_goes_on(preheat: Co
 
 
 def test_what_dies_is_started_again(preheat: Command) -> None:
-    settings = ("--set", "stop.steps=60", "--set", "techniques={fsdp: {}}", "--set", "checkpoint.asynchronous=true")
+    settings = ("--set", "stop.max_steps=60", "--set", "techniques={fsdp: {}}", "--set", "checkpoint.asynchronous=true")
     agent = preheat.start("train", "r.yaml", *settings, "--nproc", "2", "--restarts", "1", "--out", "killed")
     run = preheat.folder / "killed"
     end = time.time() + 250
@@ -69,7 +69,7 @@ def test_what_dies_is_started_again(preheat: Command) -> None:
     _, error = agent.communicate(timeout=200)
     assert agent.returncode == 0, error
     assert [e["kind"] for e in Reader(run).events() if e["kind"] in ("started", "resumed")] == ["started", "resumed"]
-    preheat("train", "r.yaml", "--set", "stop.steps=60", "--set", "techniques={}", "--out", "whole")
+    preheat("train", "r.yaml", "--set", "stop.max_steps=60", "--set", "techniques={}", "--out", "whole")
     assert losses(run) == pytest.approx(losses(preheat.folder / "whole"), rel=1e-4)
 
 
@@ -77,7 +77,7 @@ def test_what_dies_is_started_again(preheat: Command) -> None:
 def test_nobody_outside_reaches_the_processes_and_they_end_as_their_launcher_does(preheat: Command) -> None:
     settings = (
         "--set",
-        "stop.steps=100000",
+        "stop.max_steps=100000",
         "--set",
         "techniques={fsdp: {}}",
         "--set",
@@ -107,7 +107,7 @@ def test_nobody_outside_reaches_the_processes_and_they_end_as_their_launcher_doe
     (line,) = out.splitlines()
     made = json.loads(line)
     assert made["stopped"] == "SIGTERM"
-    assert made["resume"].startswith("preheat train r.yaml --set stop.steps=100000 ")
+    assert made["resume"].startswith("preheat train r.yaml --set stop.max_steps=100000 ")
     assert made["resume"].endswith(" --nproc 2 --json --out two --resume")
     assert (preheat.folder / f"two/checkpoints/step-{made['steps']}/manifest.json").exists()
 
@@ -149,7 +149,7 @@ def _listening(processes: list[int]) -> list[str]:
 def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command) -> None:
     """Stopped in the middle of a step, not killed: nothing tells the other, which says after most of the time-out who stands where."""
     preheat.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"  # a stopped process takes no SIGTERM
-    settings = ("--set", "stop.steps=100000", "--set", "techniques={fsdp: {}}", "--set", "parallel.timeout=10")
+    settings = ("--set", "stop.max_steps=100000", "--set", "techniques={fsdp: {}}", "--set", "parallel.timeout=10")
     agent = preheat.start("train", "r.yaml", *settings, "--nproc", "2", "--out", "stuck")
     log = preheat.folder / "stuck" / "metrics.jsonl"
     try:

@@ -27,9 +27,9 @@ def sets(tmp_path: Path) -> list[str]:
     (tmp_path / "rows.jsonl").write_text(ROWS)
     return [
         f"data.source={tmp_path / 'rows.jsonl'}",
-        "data.vocabulary=300",
-        "model={layers: 1, width: 32, heads: 2, feed_forward: 64}",
-        "batch={size: 4, length: 32}",
+        "data.vocab_size=300",
+        "model={num_layers: 1, hidden_size: 32, num_heads: 2, intermediate_size: 64}",
+        "batch={size: 4, seq_len: 32}",
         "techniques={gradient_accumulation: {steps: 2}}",
         "checkpoint.every=2",
         "evaluate={every: 0, baselines: false, rows: 2}",
@@ -47,7 +47,7 @@ def test_the_rows_are_the_same_and_a_resumed_run_reads_on(
 ) -> None:
     def run(name: str, steps: int, **how: Any) -> list[float]:
         train(
-            load_recipe("demo", [*sets, f"stop.steps={steps}", "schedule.kind=constant"]),
+            load_recipe("demo", [*sets, f"stop.max_steps={steps}", "schedule.kind=constant"]),
             out=tmp_path / name,
             progress=False,
             **how,
@@ -92,5 +92,5 @@ def test_what_goes_wrong_in_reading_is_told_after_the_step_that_stands(
     monkeypatch.setattr(Session, "rows", broken)
     monkeypatch.setattr(_Loop, "_reads_ahead", property(lambda self: True))
     with pytest.raises(RunError, match=r"a reader was killed; --resume goes on from step 3"):
-        train(load_recipe("demo", [*sets, "stop.steps=6"]), out=tmp_path / "run", progress=False)
+        train(load_recipe("demo", [*sets, "stop.max_steps=6"]), out=tmp_path / "run", progress=False)
     assert len(losses(tmp_path / "run")) == 3

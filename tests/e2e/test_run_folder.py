@@ -33,14 +33,14 @@ from .conftest import Command, losses
 
 RECIPE = """\
 name: small
-model: {layers: 1, width: 32, heads: 2, vocabulary: 320}
-data: {source: text, vocabulary: 300, validation: 0.2}
-batch: {size: 4, length: 32}
+model: {num_layers: 1, hidden_size: 32, num_heads: 2, vocab_size: 320}
+data: {source: text, vocab_size: 300, validation: 0.2}
+batch: {size: 4, seq_len: 32}
 optimizer: {lr: 0.01}
-stop: {steps: 6}
+stop: {max_steps: 6}
 schedule: {kind: constant}
 evaluate: {rows: 4, forgetting: held.txt}
-sample: {prompts: ["the quick"], tokens: 3}
+sample: {prompts: ["the quick"], max_new_tokens: 3}
 checkpoint: {every: 2, keep: 9}
 hardware: {threads: 1}
 """
@@ -109,7 +109,7 @@ def test_a_run_begins_only_in_a_new_or_empty_folder(command: Command) -> None:
     assert tree(mine) == before
     (command.folder / "empty").mkdir()
     command.here(
-        "train", "r.yaml", "--out", "empty", "--set", "data.checks={short: block}", "--set", "model.heads=3", code=2
+        "train", "r.yaml", "--out", "empty", "--set", "data.checks={short: block}", "--set", "model.num_heads=3", code=2
     )
     assert list((command.folder / "empty").iterdir()) == []
 
@@ -121,7 +121,7 @@ def test_an_interrupted_beginning_does_not_block_the_next_try(command: Command) 
     (half / "tokenizer.writing").mkdir()
     (half / "tokenizer.writing" / "cut").write_text("{")
     (half / "plan.json.0123abcd.writing").write_text("{")
-    writer.event("rung", step=0)
+    writer.event("fallback", step=0)
     writer.close()
     (half / "tokenizer" / "notes.txt").write_text("mine")
     assert "(tokenizer)" in command.here("train", "r.yaml", "--out", "half", code=1)[1]
@@ -134,9 +134,9 @@ def test_an_interrupted_beginning_does_not_block_the_next_try(command: Command) 
     bare = command.folder / "bare"
     bare.mkdir()
     (bare / "lock").touch()  # a process that ended right after its first file
-    Writer(bare).take_back()
+    Writer(bare).remove_unstarted()
     assert list(bare.iterdir()) == [], "the folder was there before"
-    Writer(command.folder / "new").take_back()
+    Writer(command.folder / "new").remove_unstarted()
     assert not (command.folder / "new").exists()
 
 
@@ -161,7 +161,7 @@ def test_two_processes_and_a_folder(tmp_path: Path) -> None:
     finally:
         other.kill()
         other.communicate()
-    Writer(path).take_back()  # the lock of a process that is gone holds nobody up
+    Writer(path).remove_unstarted()  # the lock of a process that is gone holds nobody up
     assert path.exists(), "it was made by the other"
 
 
@@ -282,7 +282,7 @@ def test_a_copied_run_goes_on(command: Command) -> None:
     shutil.copytree(command.folder / "a", command.folder / "copy")
     (command.folder / "a").rename(command.folder / "renamed")
     for name in ("copy", "renamed"):
-        command.here("train", "r.yaml", "--out", name, "--resume", "--set", "stop.steps=8")
+        command.here("train", "r.yaml", "--out", name, "--resume", "--set", "stop.max_steps=8")
     assert losses(command.folder / "copy") == losses(command.folder / "renamed")
     assert max(losses(command.folder / "copy")) == 8
 
@@ -296,12 +296,12 @@ def test_a_finished_run_is_left_as_it_is(command: Command) -> None:
     for more in (
         ("--resume",),
         ("--auto-resume",),
-        ("--resume", "--set", "stop.steps=4"),
+        ("--resume", "--set", "stop.max_steps=4"),
         ("--resume", "--set", "stop.epochs=0.1"),
     ):
         out, error = command.here("train", "r.yaml", "--out", "a", *more)
         assert "has finished already, at step 6" in out
-        assert "stop.steps=12" in out
+        assert "stop.max_steps=12" in out
         assert "nan" not in (out + error).lower()
         assert tree(a) == before
     made = command.here.json("train", "r.yaml", "--out", "a", "--resume")

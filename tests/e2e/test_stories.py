@@ -61,7 +61,7 @@ def test_its_loss_is_that_of_plain_transformers_and_near_the_published_one(
 def _tuned(stories: Path, data_folder: Path, out: Path, techniques: str, lr: float) -> float:
     recipe = parse(
         f"name: tune\nmodel: {{path: {stories}}}\ndata: {{source: {data_folder}/text/tinyshakespeare.txt, validation: 0.05}}\n"
-        f"batch: {{size: 16, length: 256}}\noptimizer: {{lr: {lr}, weight_decay: 0.0}}\nstop: {{steps: 120}}\n"
+        f"batch: {{size: 16, seq_len: 256}}\noptimizer: {{lr: {lr}, weight_decay: 0.0}}\nstop: {{max_steps: 120}}\n"
         f"evaluate: {{rows: 64}}\ntechniques: {techniques}"
     )
     return float(train(recipe, out=out)["validation_loss"])

@@ -29,13 +29,13 @@ DEVICE = Device("cpu", "test", 8 << 30)
 def _recipe(model: str, source: str, techniques: str, *, steps: int, length: int = 128) -> Recipe:
     return parse(
         f"name: surgery\nmodel: {model}\ndata: {{source: {source}, validation: 0.1, preflight: {{encoding: warn}}}}\n"
-        f"batch: {{size: 8, length: {length}}}\noptimizer: {{lr: 4e-3, weight_decay: 0.0}}\nstop: {{steps: {steps}}}\n"
+        f"batch: {{size: 8, seq_len: {length}}}\noptimizer: {{lr: 4e-3, weight_decay: 0.0}}\nstop: {{max_steps: {steps}}}\n"
         f"evaluate: {{rows: 32}}\ntechniques: {techniques}"
     )
 
 
 def _untrained(recipe: Recipe, tokenizer: Path, cache: Path) -> float:
-    data = prepare(recipe.data, length=recipe.batch.length, seed=0, tokenizer=str(tokenizer), cache=cache)
+    data = prepare(recipe.data, length=recipe.batch.seq_len, seed=0, tokenizer=str(tokenizer), cache=cache)
     assert isinstance(data.validation, Rows)
     made = build(recipe, vocabulary=len(data.tokenizer), device=DEVICE)
     return evaluate(made, evaluation_batches(data.validation, micro=8, limit=32))[0]
@@ -52,7 +52,7 @@ def test_pooled_heads_recover_and_the_export_is_a_plain_llama(
     source, model = str(tmp_path / "stories.jsonl"), f"{{path: {stories}}}"
     before = _untrained(_recipe(model, source, "{}", steps=1), stories, tmp_path / "cache")
     # One head of four, and twice the positions: both must stand in the exported folder's configuration.
-    surgery = "{grouped_queries: {kv_heads: 1}, rope_scaling: {factor: 2}}"
+    surgery = "{grouped_queries: {num_kv_heads: 1}, rope_scaling: {factor: 2}}"
     recipe = _recipe(model, source, surgery, steps=60)
     jumped = _untrained(recipe, stories, tmp_path / "cache")
     assert jumped > before + 0.3
@@ -76,7 +76,7 @@ def test_a_gpt2_of_rms_norms_goes_on_and_is_not_exported(
 ) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", preheat.environment["PREHEAT_CACHE"])
     source = str(tmp_path / "text")
-    new = "{family: gpt2, layers: 2, width: 32, heads: 2, vocabulary: 320}"
+    new = "{family: gpt2, num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 320}"
     first = _recipe(new, f"{source}, vocabulary: 300", "{}", steps=40, length=32)
     trained = train(first, out=tmp_path / "first")["validation_loss"]
     huggingface.write(tmp_path / "first", tmp_path / "hf")

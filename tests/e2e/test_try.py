@@ -21,7 +21,7 @@ def test_a_technique_against_without_it(preheat: Command) -> None:
     assert all(row["tokens_per_second"] > 0 and row["peak_gib"] > 0 for row in rows.values())
     assert rows["gradient_accumulation"]["loss"] == pytest.approx(rows["without"]["loss"], rel=1e-3)
     assert rows["gradient_accumulation"]["gradient_cosine"] == pytest.approx(1, abs=1e-6)
-    assert made["words"][0].startswith("gradient_accumulation: ")
+    assert made["verdicts"][0].startswith("gradient_accumulation: ")
     assert set(made["gpu"]) == set(rows)
 
 
@@ -48,7 +48,7 @@ def test_what_cannot_be_tried_is_said(preheat: Command) -> None:
 
 def test_a_run_goes_on_after_an_overflow_and_keeps_its_scale(preheat: Command) -> None:
     fp16 = "techniques={mixed_precision: {mode: fp16, loss_scale: 1.0e+9}}"
-    made = preheat.here.json("train", "r.yaml", "--set", fp16, "--set", "stop.steps=24", "--out", "whole")
+    made = preheat.here.json("train", "r.yaml", "--set", fp16, "--set", "stop.max_steps=24", "--out", "whole")
     events = [json.loads(line) for line in (preheat.folder / "whole" / "events.jsonl").read_text().splitlines()]
     overflows = [e["step"] for e in events if e["kind"] == "overflow"]
     assert made["steps"] == 24

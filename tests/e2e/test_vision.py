@@ -11,9 +11,9 @@ RECIPE = """\
 name: see
 model: {path: tiny}
 data: {source: rows.jsonl, validation: rows.jsonl, workers: 1, preflight: {validation: warn}}
-batch: {size: 4, length: 80}
+batch: {size: 4, seq_len: 80}
 optimizer: {lr: 0.01}
-stop: {steps: 6}
+stop: {max_steps: 6}
 checkpoint: {every: 3}
 evaluate: {rows: 4}
 techniques: {efficient_attention: {}, lora: {rank: 4}, vision_tower: {train: projectors}, gradient_accumulation: {steps: 2}}

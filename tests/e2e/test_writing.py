@@ -63,13 +63,19 @@ def test_questions_of_validation_rows_are_answered_before_and_after(preheat: Com
     changes = [
         f"model={{path: {stories}}}",
         data,
-        "batch.length=128",
+        "batch.seq_len=128",
         "evaluate.rows=2",
-        "stop.steps=2",
+        "stop.max_steps=2",
         "checkpoint.every=0",
     ]
     preheat.here(
-        *["train", "r.yaml", "--set", "sample={rows: 2, tokens: 6}", *(part for c in changes for part in ("--set", c))]
+        *[
+            "train",
+            "r.yaml",
+            "--set",
+            "sample={rows: 2, max_new_tokens: 6}",
+            *(part for c in changes for part in ("--set", c)),
+        ]
     )
     run = preheat.folder / "runs/small"
     samples = json.loads((run / "samples.json").read_text())
@@ -91,13 +97,13 @@ def test_questions_of_validation_rows_are_answered_before_and_after(preheat: Com
         "the question is what generate asks by the run's template"
     )
     assert "The row's own answer" in (run / "report.html").read_text()
-    with_text = [*changes[:1], "sample.rows=2", "stop.steps=2"]
+    with_text = [*changes[:1], "sample.rows=2", "stop.max_steps=2"]
     error = preheat.here(*["train", "r.yaml", "--out", "t", *(p for c in with_text for p in ("--set", c))], code=2)[1]
     assert "sample.rows: the validation rows hold no question with an answer" in error
 
 
 def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, stories: str) -> None:
-    sample = "sample={prompts: [The cat, The dog], tokens: 12}"
+    sample = "sample={prompts: [The cat, The dog], max_new_tokens: 12}"
     preheat.here(
         "train",
         "r.yaml",
@@ -236,12 +242,12 @@ def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stori
     settings = [
         f"model={{path: {stories}}}",
         "data={source: chats.jsonl, template: alpaca, validation: 0.1}",
-        "batch.length=64",
+        "batch.seq_len=64",
     ]
-    sample = 'sample={prompts: ["What is 3?", [{role: user, content: "What is 3?"}]], tokens: 8}'
+    sample = 'sample={prompts: ["What is 3?", [{role: user, content: "What is 3?"}]], max_new_tokens: 8}'
     sets = [
         word
-        for setting in (*settings, "techniques={lora: {rank: 4}}", "stop.steps=3", sample)
+        for setting in (*settings, "techniques={lora: {rank: 4}}", "stop.max_steps=3", sample)
         for word in ("--set", setting)
     ]
     preheat.here("train", "r.yaml", *sets)

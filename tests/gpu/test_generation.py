@@ -43,7 +43,7 @@ def test_compiled_texts_are_those_of_the_model_as_it_is(settings: dict[str, Any]
     ).cuda()
     prompts = [[3 + (7 * n + row) % 500 for n in range(4 + row)] for row in range(5)]
     plain, compiled = (
-        generate(model, Tokens(), prompts, Sample(tokens=40, compile=compile, **settings), batch=2)  # type: ignore[arg-type]
+        generate(model, Tokens(), prompts, Sample(max_new_tokens=40, compile=compile, **settings), batch=2)  # type: ignore[arg-type]
         for compile in (False, True)
     )
     assert plain == compiled

@@ -48,7 +48,7 @@ def test_micro_batches_copied_ahead_give_the_same() -> None:
             first = b
         copy_weights(first, b)
         if not ahead:
-            b.transfer = None  # the transform copies each when it is due
+            b.hooks.transfer = None  # the transform copies each when it is due
         losses = []
         for n in range(3):
             batches = split(uneven(seed=n), [1] * 4)

@@ -49,8 +49,8 @@ Set = Annotated[
         "--set",
         metavar="sample.KEY=VALUE",
         help=(
-            "A setting of writing without an option of its own: sample.cache=int8, sample.draft=FOLDER, "
-            "sample.lookup=4 … May stand several times."
+            "A setting of writing without an option of its own: sample.cache=int8, sample.draft_model=FOLDER, "
+            "sample.prompt_lookup_tokens=4 … May stand several times."
         ),
     ),
 ]
@@ -78,6 +78,7 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
         RecipeError: an override is not a sampling setting, or the settings contradict each other.
     """
     from preheat.errors import RecipeError
+    from preheat.recipe.former_names import current_key
     from preheat.recipe.validate import RecipeReader
     from preheat.recipe.yaml_io import compose
     from preheat.sanitize import shorten
@@ -88,6 +89,7 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
         name = key.strip().removeprefix("sample.")
         if not equals or name == key.strip() or name in ("prompts", "rows"):
             raise RecipeError(f"--set {shorten(item)}: here it sets how text is written, e.g. --set sample.cache=int8")
+        name = current_key(("sample", name))[-1]
         overridden[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
     reader = RecipeReader("--set", {})
     sample: Sample = reader.flat(Sample, {**values, **overridden}, ("sample",))
@@ -148,7 +150,8 @@ class Watched:
         }
 
     def summary(self) -> str:
-        from preheat.cli.views.console import memory, rate
+        from preheat.cli.views.console import rate
+        from preheat.sanitize import memory
 
         figures: Any = self.figures()
         return (

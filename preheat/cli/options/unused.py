@@ -19,7 +19,7 @@ import typer.core
 from preheat.cli.views.output import say
 from preheat.errors import RecipeError
 from preheat.recipe import Recipe
-from preheat.recipe.unused_keys import stated
+from preheat.recipe.unused_keys import non_default_keys
 from preheat.sanitize import quoted
 
 __all__ = ["MODES", "Command", "Mode", "name_unread"]
@@ -63,8 +63,8 @@ def _is_one_of(key: str, known: Collection[str]) -> bool:
 
 
 _OF_THIS_MACHINE = ("hardware.device", "hardware.threads")
-_SIZE = ("name", "model.", "model", "batch.length", "data.vocabulary")
-_OF_DATA = ("name", "seed", "model.", "data.", "batch.length", "techniques.")
+_SIZE = ("name", "model.", "model", "batch.seq_len", "data.vocab_size")
+_OF_DATA = ("name", "seed", "model.", "data.", "batch.seq_len", "techniques.")
 
 MODES: Mapping[str, Sequence[Mode]] = {
     "plan": (
@@ -266,7 +266,7 @@ def name_unread(command: str, parameters: Mapping[str, Any], recipe: Recipe, *, 
     for mode in MODES[command]:
         if mode.named or not mode.when(parameters):
             continue
-        unread = [key for key in stated(recipe) if not mode.reads(key) and key not in besides]
+        unread = [key for key in non_default_keys(recipe) if not mode.reads(key) and key not in besides]
         parts = [key.partition(".")[0] for key in unread]
         names = [key if parts.count(part) == 1 else f"{part}.*" for part, key in zip(parts, unread, strict=True)]
         if names:

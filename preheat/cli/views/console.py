@@ -11,6 +11,7 @@ import typer
 
 from preheat.cli.views.output import bar, console, say
 from preheat.run_dir import to_json
+from preheat.sanitize import memory
 from preheat.training.observer import Watch
 
 if TYPE_CHECKING:
@@ -88,10 +89,6 @@ def duration(seconds: float | None) -> str:
     if s < 86400:
         return f"{s // 3600} h {s % 3600 // 60} min"
     return f"{s // 86400} d {s % 86400 // 3600} h"
-
-
-def memory(gib: float) -> str:
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
 
 
 def experts(metrics: Mapping[str, Any]) -> str:
@@ -227,7 +224,6 @@ class Live(Alarms):
         )
         self._task: Any = None
         self._drawn = 0.0
-        self._stage = ""
         self._seconds: list[float] = []
         self._validation = ""
 
@@ -241,7 +237,6 @@ class Live(Alarms):
     def stage(self, message: str) -> None:
         if self._task is not None:
             self._bar.remove_task(self._task)
-        self._stage = message
         self._task = self._bar.add_task(message, total=None, words="")
         self._bar.refresh()
         if not self.screen.is_terminal:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from preheat.cli.views.console import memory, picture, rate
+from preheat.cli.views.console import picture, rate
+from preheat.sanitize import memory
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["budget_picture", "serving_picture", "whole_picture"]
+__all__ = ["budget_picture", "serving_picture", "plan_overview"]
 
 _REASONS = 12  # rejections listed on a terminal; --json and --html list all
 
 
-def whole_picture(result: Mapping[str, Any], name: str) -> Group:
+def plan_overview(result: Mapping[str, Any], name: str) -> Group:
     """Returns a plan with the chosen recipe, the alternatives, and the reasons for rejecting the others."""
     from rich.console import Group
     from rich.text import Text
@@ -26,7 +27,7 @@ def whole_picture(result: Mapping[str, Any], name: str) -> Group:
     if result["searched"]["candidates"]:
         s = result["searched"]
         sure = ", dry-run with all its layers" if s["confirmed"] else ""
-        parts.append(Text(f"{s['candidates']:,} candidates, {s['looked_at']} dry-run; the best{sure}:", style="dim"))
+        parts.append(Text(f"{s['candidates']:,} candidates, {s['dry_runs']} dry-run; the best{sure}:", style="dim"))
         numbers = {"exact": "numbers as without", "rounding": "numbers rounded", "different": "other numbers"}[
             result["numerics"]
         ]
@@ -78,7 +79,7 @@ def _alternatives(result: Mapping[str, Any]) -> Table:
     table.add_column("techniques", min_width=25, overflow="fold")
     for a in result["alternatives"]:
         cost = [f"{a['cost']['million_tokens']:.3g}"] if result["cost"] else []
-        table.add_row(memory(a["peak_gib"]), rate(a["tokens_per_second"]), *cost, a["gives_up"], a["what"])
+        table.add_row(memory(a["peak_gib"]), rate(a["tokens_per_second"]), *cost, a["tradeoff"], a["what"])
     return table
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from preheat import remote_code
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
+from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain
 from preheat.compress.export.trace import Logits, trace
 from preheat.errors import RunError
@@ -71,19 +72,10 @@ def write(
                 trust_remote_code=remote_code.allowed(),
             )
             compile_package(Logits(cast), file, positions)
-            difference = verify.compare(model.wanted, replay(file, model.rows), model.rows)
-            verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
-            model.copy_settings(folder)
-            summary = {
-                "path": str(out),
-                "bytes": verify.size(folder, file.name),
-                "dtype": dtype,
-                "merged": model.merged,
-            }
-            summary |= {"read_by": model_card.version_of("torch"), **verify.figures(difference, bound)}
-            summary |= {**model.held.told(difference, partial(replay, file)), "note": "; ".join(model.notes)}
+            reader = model_card.version_of("torch")
+            summary = model.finish(out, file, dtype, partial(replay, file), bound, reader=reader)
             use = model.use(_LOAD, _STEP)
-        model_card.write(folder, run, summary, title=f"AOTInductor package, {dtype}", use=use, library="pytorch")
+        model_card.write_export(folder, run, summary, title=f"AOTInductor package, {dtype}", use=use, library="pytorch")
     return summary
 
 

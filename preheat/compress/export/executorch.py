@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
+from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain, require
 from preheat.compress.export.trace import refused
 from preheat.errors import RecipeError
@@ -82,7 +83,7 @@ def write(
             file = folder / "model.pte"
             lower(model.model, file, length, quantized=dtype == "8da4w")
             rows = [row[:, : length - 1] for row in model.rows]
-            wanted = [row[:, : length - 1] for row in model.wanted]
+            wanted = [row[:, : length - 1] for row in model.reference_logits]
             difference = verify.compare(wanted, replay(file, rows), rows)
             verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
@@ -93,11 +94,13 @@ def write(
                 **verify.figures(difference, bound),
             }
             summary |= {
-                **model.held.told(difference, partial(replay, file), longest=length - 1),
+                **model.held_out_text.perplexities(difference, partial(replay, file), longest=length - 1),
                 "note": "; ".join(notes),
             }
             use = model.use(_LOAD, _STEP, positions=length)
-        model_card.write(folder, run, summary, title=f"ExecuTorch program, {dtype}", use=use, library="executorch")
+        model_card.write_export(
+            folder, run, summary, title=f"ExecuTorch program, {dtype}", use=use, library="executorch"
+        )
     return summary
 
 

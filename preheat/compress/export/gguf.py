@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import gguf_reader, llama_cpp, model_card, verify
+from preheat.compress.export import gguf_reader, llama_cpp, verify
 from preheat.compress.export.gguf_tokenizer import add_vocabulary, ends_left
 from preheat.compress.export.merged_model import Plain, plain, require
 from preheat.errors import RunError
@@ -96,11 +97,11 @@ def write(
             summary |= {"merged": model.merged, "read_by": model_card.version_of("transformers"), **llama_cpp_figures}
             summary |= {
                 **verify.figures(difference, bound),
-                **model.held.by(reloaded, difference),
+                **model.held_out_text.by(reloaded, difference),
                 "note": "; ".join(notes),
             }
         use = f"llama-cli -m {summary['file']} -p 'Once upon a time'"
-        model_card.write(folder, run, summary, title=f"GGUF, {dtype}", use=use, library="gguf")
+        model_card.write_export(folder, run, summary, title=f"GGUF, {dtype}", use=use, library="gguf")
     return summary
 
 
@@ -108,7 +109,7 @@ def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None)
     """Compares logprobs with llama.cpp's, if it is installed."""
     if not llama_cpp.installed():
         return {}
-    difference = llama_cpp.compare(file, model.tokenizer, model.rows, model.wanted)
+    difference = llama_cpp.compare(file, model.tokenizer, model.rows, model.reference_logits)
     bound = verify.BOUNDS["llama.cpp"][dtype]
     if tolerance is not None:
         bound = verify.Bound(max(tolerance, bound.largest))
@@ -162,7 +163,7 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"])
     if dtype.startswith("q"):
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_vocabulary(writer, plain.tokenizer, config.vocab_size, plain.ends, plain.turn)
+    add_vocabulary(writer, plain.tokenizer, config.vocab_size, plain.end_tokens, plain.end_of_turn)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -320,7 +321,7 @@ def _type(title: str, data: np.ndarray, dtype: str) -> str:
 
 def _notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]:
     notes = []
-    if unnamed := ends_left(plain.tokenizer.eos_token_id, plain.ends, plain.turn)[2]:
+    if unnamed := ends_left(plain.tokenizer.eos_token_id, plain.end_tokens, plain.end_of_turn)[2]:
         tokens = ", ".join(map(repr, plain.tokenizer.convert_ids_to_tokens(unnamed)))
         notes.append(f"a GGUF file names three tokens that end a text, so {tokens} ends none there")
     if dtype.startswith("q") and types.get("F16"):

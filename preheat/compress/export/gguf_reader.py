@@ -26,7 +26,7 @@ def compare(plain: Plain, file: Path) -> tuple[verify.Difference, Any]:
     """
     model, tokenizer = load(file)
     _same_tokens(plain.tokenizer, tokenizer, file)
-    return verify.compare(plain.wanted, verify.logits(model, plain.rows), plain.rows), model
+    return verify.compare(plain.reference_logits, verify.logits(model, plain.rows), plain.rows), model
 
 
 def load(file: Path) -> tuple[Any, Any]:

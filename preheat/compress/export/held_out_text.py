@@ -18,7 +18,7 @@ from preheat.inference.load import LoadedModel
 from preheat.models.hf import plain_logits
 from preheat.sanitize import shorten
 
-__all__ = ["SAMPLES", "Held", "held_of"]
+__all__ = ["SAMPLES", "HeldOutText", "held_out_text"]
 
 SAMPLES = "the sample texts that logits are compared over (prose, code, arithmetic, JSON)"
 Replay = Callable[[list[Tensor]], list[Tensor]]
@@ -30,7 +30,7 @@ _TOKENS = 1 << 16
 
 
 @dataclass
-class Held:
+class HeldOutText:
     """Text to measure perplexity on.
 
     Attributes:
@@ -45,7 +45,7 @@ class Held:
     documents: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unfinished: str = ""
 
-    def told(self, difference: Difference, replay: Replay | None, *, longest: int = 0) -> dict[str, Any]:
+    def perplexities(self, difference: Difference, replay: Replay | None, *, longest: int = 0) -> dict[str, Any]:
         """Returns {before, after, perplexity_of, unfinished} for a writer's result.
 
         Args:
@@ -66,7 +66,7 @@ class Held:
 
     def by(self, model: Any, difference: Difference) -> dict[str, Any]:
         """Returns `told` for a transformers model."""
-        return self.told(difference, lambda rows: [plain_logits(model, row) for row in rows])
+        return self.perplexities(difference, lambda rows: [plain_logits(model, row) for row in rows])
 
     def _perplexity(self, replay: Replay) -> float:
         total, count = 0.0, 0
@@ -92,12 +92,12 @@ class Held:
             yield part
 
 
-def held_of(opened: LoadedModel, source: str | Path) -> Held:
+def held_out_text(opened: LoadedModel, source: str | Path) -> HeldOutText:
     """Returns the text for a model's perplexity, with a note if its run is unfinished."""
-    return replace(_held_of(opened), unfinished=unfinished(source, opened.step))
+    return replace(_held_out_text(opened), unfinished=unfinished(source, opened.step))
 
 
-def _held_of(opened: LoadedModel) -> Held:
+def _held_out_text(opened: LoadedModel) -> HeldOutText:
     """Returns the validation rows of a run with its perplexity on them; otherwise the sample texts.
 
     Sample texts are used for models without a run, runs without validation rows, and other objectives than next-token
@@ -110,19 +110,19 @@ def _held_of(opened: LoadedModel) -> Held:
 
     recipe, build = opened.recipe, opened.build
     if opened.step is None:
-        return Held(SAMPLES)
+        return HeldOutText(SAMPLES)
     plain = build.owner(Slot.OBJECTIVE) == "plain" and not opened.classes
     if not plain or build.model.vision is not None or build.trained[0].config.is_encoder_decoder:  # type: ignore[union-attr]
-        return Held(SAMPLES)
+        return HeldOutText(SAMPLES)
     try:
         data = replace(recipe.data, tokenizer=opened.tokenizer_folder)
         rows = prepare(
-            data, length=recipe.batch.length, seed=recipe.seed, add_tokens=recipe.model.add_tokens
+            data, length=recipe.batch.seq_len, seed=recipe.seed, add_tokens=recipe.model.add_tokens
         ).validation
     except (DataError, RecipeError) as error:
-        return Held(f"{SAMPLES}, since the run's data cannot be read here: {shorten(str(error), 160)}")
+        return HeldOutText(f"{SAMPLES}, since the run's data cannot be read here: {shorten(str(error), 160)}")
     if not isinstance(rows, Rows) or not len(rows):
-        return Held(f"{SAMPLES}, since the run has no validation rows")
+        return HeldOutText(f"{SAMPLES}, since the run has no validation rows")
     limit = min(recipe.evaluate.rows, max(1, _TOKENS // rows.length))
     sizes = bytes_of_tokens(opened.tokenizer)
     measured = measure_text(build, rows, micro=min(8, recipe.batch.size), limit=limit, sizes=sizes)
@@ -141,6 +141,6 @@ def _held_of(opened: LoadedModel) -> Held:
         if limit < len(rows)
         else f"all of its {len(rows):,} validation rows"
     )
-    return Held(
+    return HeldOutText(
         f"the run's own data, {rows_used}: {measured.tokens:,} tokens", measured.metrics["perplexity"].value, documents
     )

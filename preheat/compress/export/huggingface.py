@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
-from preheat.compress.export.held_out_text import Held, held_of
+from preheat.compress.export import verify
+from preheat.compress.export.held_out_text import HeldOutText, held_out_text
 from preheat.compress.front_matter import pipeline_of
 from preheat.compress.special_tokens import end_texts, name_ends, require_same_tokens
 from preheat.core import Tag
@@ -63,7 +64,7 @@ def write_held(
     tolerance: float | None = None,
     base: str | None = None,
     final: bool = True,
-) -> tuple[dict[str, Any], Held]:
+) -> tuple[dict[str, Any], HeldOutText]:
     """Writes `out` from a run's newest complete checkpoint, or from an adapter's folder and its base.
 
     Adapters are merged in fp32 into the base they were trained on; a 4-bit base is dequantized first. The folder is
@@ -101,7 +102,7 @@ def write_held(
             f"{run}: is compressed, and what is rounded is not written as other formats' weights; export the "
             "model it was made from"
         )
-    held_text = held_of(opened, run)
+    held_text = held_out_text(opened, run)
     rounded = unfake_(model)
     saved_dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
     accepted = verify.Bound(verify.TOLERANCE[saved_dtype] if tolerance is None else tolerance)
@@ -166,16 +167,16 @@ def write_held(
             "dtype": name,
             "merged": merged,
             "tokens_that_end": ends.tokens,
-            "turn_ends": ends.turn,
+            "turn_ends": ends.end_of_turn,
             "chats": ends.chats,
             "string_ends": ends.string,
             "read_by": model_card.version_of("transformers"),
             **verify.figures(difference, accepted),
-            **(held_text.by(reloaded, difference) if final else held_text.told(difference, None)),
+            **(held_text.by(reloaded, difference) if final else held_text.perplexities(difference, None)),
             "note": "; ".join(notes),
         }
         use = f'import transformers\nmodel = transformers.{reader.__name__}.from_pretrained(".")'
-        model_card.write(
+        model_card.write_export(
             folder,
             run,
             summary,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from preheat import remote_code
 from preheat.compress.export import huggingface, verify
-from preheat.compress.export.held_out_text import Held
+from preheat.compress.export.held_out_text import HeldOutText, Replay
 from preheat.errors import RunError
 from preheat.models.hf import facts
 
@@ -31,14 +31,14 @@ class Plain:
         folder: a temporary Hugging Face folder of it, in fp32.
         model: plain transformers' class, fp32, on the CPU.
         rows: tokens to compare logits over, [1, length] each.
-        wanted: its logits there, [1, length, vocabulary] each.
+        reference_logits: its logits there, [1, length, vocabulary] each.
         merged: number of merged adapters.
-        ends: tokens that end a text.
-        turn: the token that ends an answer, if the model was trained on chats.
+        end_tokens: tokens that end a text.
+        end_of_turn: the token that ends an answer, if the model was trained on chats.
         chats: True if it was trained on chats, rendered by the tokenizer's template.
         string: the string that ends an answer if no token does; else ''.
         notes: properties that the folder cannot express.
-        held: text that perplexity is measured on.
+        held_out_text: text that perplexity is measured on.
     """
 
     source: Path
@@ -46,14 +46,14 @@ class Plain:
     model: Any
     tokenizer: Any
     rows: list[Tensor]
-    wanted: list[Tensor]
+    reference_logits: list[Tensor]
     merged: int
-    ends: list[int]
-    turn: int | None
+    end_tokens: list[int]
+    end_of_turn: int | None
     chats: bool
     string: str
     notes: list[str]
-    held: Held
+    held_out_text: HeldOutText
 
     def use(self, load: str, step: str, *, positions: int = 0) -> str:
         """Returns Python code for the card that decodes greedily until an end token, as `preheat generate` does.
@@ -79,10 +79,37 @@ class Plain:
             )
         return (
             f'{load}\ntokenizer = transformers.AutoTokenizer.from_pretrained(".")\nids = {prompt}\n'
-            f"answer, ends = [], {{{', '.join(map(str, self.ends))}}}  # as in generation_config.json\n"
+            f"answer, ends = [], {{{', '.join(map(str, self.end_tokens))}}}  # as in generation_config.json\n"
             f"while {condition}:\n{textwrap.indent(step, '    ')}\n    answer.append(int(logits[0, "
             f"-1].argmax()))\nprint({text})"
         )
+
+    def finish(
+        self, out: Path, file: Path, dtype: str, replay: Replay, bound: verify.Bound, *, reader: str
+    ) -> dict[str, Any]:
+        """Compares a written file with the model and copies the settings beside it; returns the writer's result.
+
+        Args:
+            out: the folder of the export, under its final name.
+            replay: computes the file's logits.
+            reader: the runtime and its version.
+
+        Raises:
+            RunError: the difference exceeds the bound.
+        """
+        difference = verify.compare(self.reference_logits, replay(self.rows), self.rows)
+        verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
+        self.copy_settings(file.parent)
+        return {
+            "path": str(out),
+            "bytes": verify.size(file.parent, file.name),
+            "dtype": dtype,
+            "merged": self.merged,
+            "read_by": reader,
+            **verify.figures(difference, bound),
+            **self.held_out_text.perplexities(difference, replay),
+            "note": "; ".join(self.notes),
+        }
 
     def copy_settings(self, folder: Path) -> None:
         """Copies the tokenizer, configuration and generation settings to the export's folder."""
@@ -128,14 +155,14 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
             model=model.eval(),
             tokenizer=tokenizer,
             rows=rows,
-            wanted=wanted,
+            reference_logits=wanted,
             merged=summary["merged"],
-            ends=summary["tokens_that_end"],
-            turn=summary["turn_ends"],
+            end_tokens=summary["tokens_that_end"],
+            end_of_turn=summary["turn_ends"],
             chats=summary["chats"],
             string=summary["string_ends"],
             notes=notes,
-            held=held_text,
+            held_out_text=held_text,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

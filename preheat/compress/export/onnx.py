@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
+from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain, require
 from preheat.compress.export.trace import REDUCE_RANGE, Logits, to_onnx, trace
 from preheat.models.hf import facts
@@ -61,19 +62,10 @@ def write(
             to_onnx(program, file, ("input_ids", "attention_mask"))
             if dtype == "int8":
                 quantize(file)
-            difference = verify.compare(model.wanted, replay(file, model.rows), model.rows)
-            verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
-            model.copy_settings(folder)
-            summary = {
-                "path": str(out),
-                "bytes": verify.size(folder, file.name),
-                "dtype": dtype,
-                "merged": model.merged,
-            }
-            summary |= {"read_by": model_card.version_of("onnxruntime"), **verify.figures(difference, bound)}
-            summary |= {**model.held.told(difference, partial(replay, file)), "note": "; ".join(model.notes)}
+            reader = model_card.version_of("onnxruntime")
+            summary = model.finish(out, file, dtype, partial(replay, file), bound, reader=reader)
             use = model.use(_LOAD, _STEP)
-        model_card.write(folder, run, summary, title=f"ONNX, {dtype}", use=use, library="onnx")
+        model_card.write_export(folder, run, summary, title=f"ONNX, {dtype}", use=use, library="onnx")
     return summary
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
-from preheat.compress.export.held_out_text import held_of
-from preheat.compress.special_tokens import Ends, name_ends, require_same_tokens
+from preheat.compress.export import verify
+from preheat.compress.export.held_out_text import held_out_text
+from preheat.compress.special_tokens import EndTokens, name_ends, require_same_tokens
 from preheat.core import Stage
 from preheat.errors import RunError
 from preheat.inference.load import LoadedModel, load_model
@@ -23,7 +24,7 @@ from preheat.models.generation.config import ends_of, read_generation
 from preheat.models.hf import require_decoder_only
 from preheat.ops.adapters.moe_lora import adapted_experts
 from preheat.ops.adapters.peft_io import BASE
-from preheat.ops.adapters.peft_layers import base_of, names_of, own_of
+from preheat.ops.adapters.peft_layers import adapter_tensors, base_of, names_of
 from preheat.ops.grouped_mm import STACKS
 from preheat.ops.quantization.fake_quant import unfake_
 from preheat.ops.quantization.nf4 import PackedMap, dequantize, quantize, tables
@@ -73,7 +74,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     require_decoder_only(model, "preheat export --to peft")
     names = names_of(model)
     base = _base(opened, names, run)
-    held_text = held_of(opened, run)
+    held_text = held_out_text(opened, run)
     unfake_(model)  # the adapter belongs to the unrounded weights
     accepted = verify.Bound(verify.TOLERANCE[torch.float32] if tolerance is None else tolerance)
     rows = verify.rows(opened.tokenizer, opened.build.model.positions, [])
@@ -81,7 +82,9 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     half = {} if pissa else _half(model)  # pissa rounds the residual, which is not a weight of the base
     wanted = verify.logits(model, rows)
     config = copy.deepcopy(model.peft_config["default"])
-    values = {name: {key: t.detach().cpu().clone() for key, t in own_of(model.get_submodule(name))} for name in names}
+    values = {
+        name: {key: t.detach().cpu().clone() for key, t in adapter_tensors(model.get_submodule(name))} for name in names
+    }
     if pissa:
         for name in names:
             values[name] = _as_lora(
@@ -110,7 +113,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     )
     ends = name_ends(model, opened)
     settings = model.generation_config
-    notes += [*ends.notes, *_ends_unread(ends, ends_of(base_generation))]
+    notes += [*ends.notes, *_unread_end_tokens(ends, ends_of(base_generation))]
     opened.build.parts.clear()
     del model, packed
     with NewFolder(out) as folder, warnings.catch_warnings():
@@ -124,7 +127,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         adapted: Any = peft.get_peft_model(_loaded(source, base, load_options), config)
         with torch.no_grad():
             for name, tensors in values.items():
-                for key, target in own_of(adapted.get_submodule(f"base_model.model.{name}")):
+                for key, target in adapter_tensors(adapted.get_submodule(f"base_model.model.{name}")):
                     target.copy_(tensors[key])
             _put_pairs(adapted, pairs)
         adapted.save_pretrained(folder, save_embedding_layers=False)
@@ -136,7 +139,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         reloaded: Any = peft.PeftModel.from_pretrained(_loaded(source, base, load_options), folder)
         if half:
             unrounded_half = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows))
-            if _as_held(reloaded.get_base_model(), half):
+            if _round_base(reloaded.get_base_model(), half):
                 notes.append(_HALF.format(_name(half), unrounded_half.largest))
             else:  # the base is already stored in that precision
                 half = {}
@@ -181,7 +184,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             f'answer = model.generate(**ids, max_new_tokens=64, do_sample=False{stop})[0, ids["input_ids"].shape[1]:]\n'
             f"print(tokenizer.decode(answer, skip_special_tokens=True){cut})"
         )
-        model_card.write(folder, run, summary, title="adapter for peft", use=use, library="peft")
+        model_card.write_export(folder, run, summary, title="adapter for peft", use=use, library="peft")
     return summary
 
 
@@ -196,7 +199,7 @@ def _name(half: dict[str, torch.dtype]) -> str:
     return str(next(iter(half.values()))).removeprefix("torch.")
 
 
-def _as_held(model: nn.Module, half: dict[str, torch.dtype]) -> bool:
+def _round_base(model: nn.Module, half: dict[str, torch.dtype]) -> bool:
     """Rounds the base's weights to the run's precision, in place; returns True if any changed."""
     changed = False
     with torch.no_grad():
@@ -209,11 +212,11 @@ def _as_held(model: nn.Module, half: dict[str, torch.dtype]) -> bool:
     return changed
 
 
-def _ends_unread(ends: Ends, base_ends: list[int]) -> list[str]:
+def _unread_end_tokens(ends: EndTokens, base_ends: list[int]) -> list[str]:
     """Returns a note if the base's generation settings, which peft uses, do not end an answer."""
-    if ends.turn is None or ends.turn in base_ends:
+    if ends.end_of_turn is None or ends.end_of_turn in base_ends:
         return []
-    token = ends.tokenizer.convert_ids_to_tokens(ends.turn)
+    token = ends.tokenizer.convert_ids_to_tokens(ends.end_of_turn)
     return [
         f"peft takes the base's generation settings, which do not stop at {token!r}, the end of each answer: "
         "set base.generation_config = "

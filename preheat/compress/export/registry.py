@@ -11,7 +11,7 @@ from preheat.errors import RecipeError, RunError, nearest
 from preheat.run_dir import Reader
 from preheat.sanitize import quoted, shorten
 
-__all__ = ["FORMATS", "place_of", "require_settings", "write"]
+__all__ = ["FORMATS", "default_output", "require_settings", "write"]
 
 FORMATS: dict[str, str | None] = {  # -> default dtype; None: the run's
     "hf": None,
@@ -62,7 +62,7 @@ def require_settings(to: str, settings: Mapping[str, Any]) -> None:
         raise RecipeError(f"length: {quoted(length)} is no number of positions; write a whole number from 2 on")
 
 
-def place_of(run: Path, to: str, dtype: str | None) -> Path:
+def default_output(run: Path, to: str, dtype: str | None) -> Path:
     """Returns the default output folder of an export."""
     kind = _dtype_of(to, dtype)
     home, step = home_of(run)

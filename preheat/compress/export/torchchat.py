@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
+from preheat.compress.export import verify
 from preheat.compress.export.merged_model import Plain, plain
 from preheat.compress.export.plain_jinja import bare
 from preheat.data.chat.template import load_template
@@ -94,9 +95,9 @@ def write(
             (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
             model.copy_settings(folder)
             notes = [*model.notes, *_settle(folder, model)]
-            difference = verify.compare(model.wanted, read(folder, model.rows), model.rows)
+            difference = verify.compare(model.reference_logits, read(folder, model.rows), model.rows)
             verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
-            perplexity = model.held.told(difference, partial(read, folder))
+            perplexity = model.held_out_text.perplexities(difference, partial(read, folder))
         summary = {"path": str(out), "bytes": verify.size(folder, "model.pth"), "dtype": dtype, "merged": model.merged}
         summary |= {
             "read_by": "its layout's arithmetic",
@@ -109,7 +110,9 @@ def write(
             verb="chat" if model.chats else "generate",
             prompt="" if model.chats else ' --prompt "Once upon a time"',
         )
-        model_card.write(folder, run, summary, title=f"torchchat checkpoint, {dtype}", use=use, library="torchchat")
+        model_card.write_export(
+            folder, run, summary, title=f"torchchat checkpoint, {dtype}", use=use, library="torchchat"
+        )
     return summary
 
 
@@ -209,9 +212,9 @@ def _settle(folder: Path, model: Plain) -> list[str]:
     """
     file, notes, tokenizer = folder / "tokenizer_config.json", [], model.tokenizer
     settings = json.loads(file.read_text(encoding="utf-8"))
-    if model.turn is not None:
-        settings["eos_token"] = tokenizer.convert_ids_to_tokens(model.turn)
-    ends = [n for n in model.ends if tokenizer.convert_ids_to_tokens(n) != settings.get("eos_token")]
+    if model.end_of_turn is not None:
+        settings["eos_token"] = tokenizer.convert_ids_to_tokens(model.end_of_turn)
+    ends = [n for n in model.end_tokens if tokenizer.convert_ids_to_tokens(n) != settings.get("eos_token")]
     if ends:
         notes.append(
             f"torchchat stops at {settings.get('eos_token')!r} alone, and preheat generate also at "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from preheat.errors import RunError
 from preheat.models.hf import plain_logits
-from preheat.ops.adapters.peft_layers import shares
+from preheat.ops.adapters.peft_layers import parameter_counts
 from preheat.ops.quantization.nf4 import PackedMap
 
 __all__ = [
@@ -161,7 +161,7 @@ def logits(model: Any, tokens: list[Tensor], image_rows: Sequence[Mapping[str, T
     Args:
         image_rows: further rows with images: arguments of transformers' forward.
     """
-    exact = shares(model)[1] <= EXACT
+    exact = parameter_counts(model)[1] <= EXACT
     model.to(torch.float64 if exact else torch.float32)
     for module in model.modules():
         if isinstance(module, PackedMap):  # NF4's levels are defined in fp32
@@ -272,7 +272,7 @@ def bound_of(format: str, dtype: str, tolerance: float | None) -> Bound:
 
 
 def figures(difference: Difference, bound: Bound) -> dict[str, Any]:
-    """Returns a comparison's figures for a writer's result; `Held.told` returns the perplexities."""
+    """Returns a comparison's figures for a writer's result; `HeldOutText.perplexities` returns the perplexities."""
     return {
         "max_logit_difference": difference.largest,
         "mean_logit_difference": difference.mean,

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import model_card, verify
+from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain, require
 from preheat.errors import RunError
 from preheat.models.hf import head
@@ -61,9 +62,9 @@ def write(
                 ):
                     (folder / file.name).write_bytes(file.read_bytes())
             reloaded = _load(folder)
-            difference = verify.compare(model.wanted, verify.logits(reloaded, model.rows), model.rows)
+            difference = verify.compare(model.reference_logits, verify.logits(reloaded, model.rows), model.rows)
             verify.refuse_beyond(difference, bound, str(out), "use --dtype int8, --to hf, or raise --tolerance")
-            perplexity = model.held.by(reloaded, difference)
+            perplexity = model.held_out_text.by(reloaded, difference)
             notes = list(model.notes)
             if skipped:
                 notes.append(
@@ -77,7 +78,7 @@ def write(
             **perplexity,
             "note": "; ".join(notes),
         }
-        model_card.write(
+        model_card.write_export(
             folder, run, summary, title=f"compressed-tensors, {dtype}", use="vllm serve .", library="transformers"
         )
     return summary

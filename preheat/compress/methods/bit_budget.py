@@ -45,7 +45,7 @@ def _grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
     return group_for(name, module, "auto", "bit_budget"), choice == CHOICES[1]
 
 
-def _made(name: str, module: nn.Module, choice: str) -> Any:
+def _quantized(name: str, module: nn.Module, choice: str) -> Any:
     """Returns the map quantized as one of the choices; the map itself for bf16."""
     from preheat.ops.quantization.linear import Int4Linear, Int8Linear
 
@@ -88,7 +88,7 @@ def sensitivity(
             def backward(gradient: Tensor) -> None:
                 weight = map_weight(module).detach()
                 for n, choice in enumerate(choices):
-                    change = map_weight(_made(name, module, choice)).detach() - weight
+                    change = map_weight(_quantized(name, module, choice)).detach() - weight
                     if choice == "bf16":
                         change = weight.bfloat16().float() - weight
                     totals[name][n] += loss_rise(x, change, gradient.flatten(0, -2))
@@ -133,7 +133,7 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
     from preheat.compress.calibration import require_rows, walk
     from preheat.compress.quantize import chosen_maps
     from preheat.ops.quantization.awq_gptq import gptq
-    from preheat.ops.quantization.bit_allocation import share_out
+    from preheat.ops.quantization.bit_allocation import allocate_bits
     from preheat.ops.quantization.linear import Int4Linear, map_weight
     from preheat.ops.quantization.serialization import put_in
 
@@ -145,7 +145,7 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
     sizes = {name: [_bits(name, module, choice) for choice in CHOICES] for name, module in maps.items()}
     weights = sum(map_weight(module).numel() for module in maps.values())
     try:
-        numbers = share_out(list(sizes.values()), [rises[name] for name in maps], chosen.bits * weights)
+        numbers = allocate_bits(list(sizes.values()), [rises[name] for name in maps], chosen.bits * weights)
     except ValueError:
         least = sum(map(min, sizes.values())) / weights
         raise RecipeError(
@@ -160,7 +160,7 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
             layer_maps = {name: m for name, m in maps.items() if name.startswith(f"{layer.name}.")}
             inputs = layer.inputs({name: m for name, m in layer_maps.items() if plan[name].startswith("int4")})
             for name, module in layer_maps.items():
-                replacement = _made(name, module, plan[name])
+                replacement = _quantized(name, module, plan[name])
                 if name in inputs:
                     group, symmetric = _grid(name, module, plan[name])
                     replacement = Int4Linear.of(
@@ -170,7 +170,7 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
                     put_in(model, name, replacement)
     for name, module in maps.items():  # all maps if rounding to nearest; with GPTQ those outside the layers
         if plan[name] != "bf16" and model.get_submodule(name) is module:
-            put_in(model, name, _made(name, module, plan[name]))
+            put_in(model, name, _quantized(name, module, plan[name]))
     measured = _loss(model, rows[: chosen.rows]) - before
     keep_high(model, excluded, chosen.high, tied=tied)
     choices = "; ".join(f"{name}: {choice}" for name, choice in plan.items())
@@ -182,7 +182,7 @@ def _bits(name: str, module: nn.Module, choice: str) -> float:
 
     if choice == "bf16":
         return 16.0 * map_weight(module).numel()
-    quantized = _made(name, module, choice)
+    quantized = _quantized(name, module, choice)
     return float(sum(8 * p.nbytes for key, p in quantized.named_parameters() if key != "bias"))
 
 

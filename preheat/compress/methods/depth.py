@@ -72,7 +72,7 @@ def prune_depth(
     )
     remaining = highest(scores, wanted)
     before = model.num_parameters()
-    smaller = slicing.smaller(model, slicing.Kept(layers=remaining))
+    smaller = slicing.smaller(model, slicing.KeptIndices(layers=remaining))
     structured_pruning.require_skipped(model, smaller, remaining, rows)
     slicing.become(model, smaller)
     removed = sorted(set(range(count)) - set(remaining.tolist()))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 from preheat.compress.quantize import High, quantize_by_inputs
 from preheat.compress.registry import Method
 from preheat.core import Change
-from preheat.recipe import Share
+from preheat.recipe import Fraction
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,7 +56,7 @@ def to_int8_static(model: PreTrainedModel, rows: Sequence[Tensor], settings: Int
 class Int8Static(High, Method):
     reads_rows: ClassVar[bool] = True
 
-    strength: Share = 0.5
+    strength: Fraction = 0.5
     """How much of the outliers moves into the weight: 0: nothing, 1: all."""
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.compress.quantize import High, chosen_maps, group_for, keep_high, told
+from preheat.compress.quantize import High, chosen_maps, describe_precision, group_for, keep_high
 from preheat.compress.registry import Method
 from preheat.core import Change, ModelFacts
 
@@ -55,7 +55,9 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
         put_in(model, name, Int4Linear.of(module, codes) if chosen.bits == 4 else Int8Linear.of(module, codes))
     keep_high(model, excluded, chosen.high, tied=tied)
     description = f"int{chosen.bits}, symmetric, by llm-compressor {result.version} ({chosen.by.replace('_', ' and ')})"
-    return told(model, list(maps), f"{description}; {len(rows)} rows of {rows[0].shape[1]} tokens looked at")
+    return describe_precision(
+        model, list(maps), f"{description}; {len(rows)} rows of {rows[0].shape[1]} tokens looked at"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

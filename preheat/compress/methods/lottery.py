@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from preheat.compress.registry import Method
 from preheat.core import Change, ModelFacts
-from preheat.recipe import Bound, Count, Whole
+from preheat.recipe import Bound, Count, NonNegativeInt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +103,7 @@ def prune_by_lottery(
         f"{max(candidates)[0]:.3f})"
     )
     too_slow = f"; {len(drawn) - len(candidates)} took more than {latency:g} of the time" if latency else ""
-    return f"{structured_pruning.told(current, sizes, before, after)}; {result}{too_slow}", before - after
+    return f"{structured_pruning.describe_change(current, sizes, before, after)}; {result}{too_slow}", before - after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class ShapeSearch(Method):
     """Minimum fraction of layers, heads, channels and dimensions."""
     multiple: Count = 8
     """Channels and dimensions come in multiples of it: 64 or 128 for a GPU's kernels."""
-    seed: Whole = 0
+    seed: NonNegativeInt = 0
     """Seed of the draws."""
     refit: bool = True
     """Refit the maps that read heads and channels to the full model's outputs over the calibration rows, by least

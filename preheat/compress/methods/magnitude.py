@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from preheat.compress.registry import Method
 from preheat.core import Change, ModelFacts
-from preheat.recipe import Share
+from preheat.recipe import Fraction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ def prune_by_magnitude(
 
 @dataclass(frozen=True, kw_only=True)
 class Magnitude(Method):
-    sparsity: Share = 0.5
+    sparsity: Fraction = 0.5
     """Fraction of each map's weights to zero; 2:4 implies one half."""
     pattern: Literal["unstructured", "2:4"] = "unstructured"
     """Where zeros may be: anywhere, or two of each four neighbouring inputs."""

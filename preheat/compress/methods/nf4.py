@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from preheat.compress.quantize import High, chosen_maps, keep_high, told
+from preheat.compress.quantize import High, chosen_maps, describe_precision, keep_high
 from preheat.compress.registry import Method
 from preheat.core import Change
 
@@ -37,7 +37,7 @@ def to_nf4(model: PreTrainedModel, settings: Nf4 | None = None) -> Change:
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     pack_(list(chosen.values()), double=settings.double_quantization)
     keep_high(model, excluded, settings.high, tied=tied)
-    return told(model, list(chosen), "NF4, blocks of 64")
+    return describe_precision(model, list(chosen), "NF4, blocks of 64")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.compress.registry import Method
 from preheat.core import Change, ModelFacts
-from preheat.recipe import Share
+from preheat.recipe import Fraction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +80,7 @@ def prune_by_wanda(
 class Wanda(Method):
     reads_rows: ClassVar[bool] = True
 
-    sparsity: Share = 0.5
+    sparsity: Fraction = 0.5
     """Fraction of each output's weights to zero; 2:4 implies one half."""
     pattern: Literal["unstructured", "2:4"] = "unstructured"
     """Where zeros may be: anywhere in an output's weights, or two of each four neighbouring inputs."""

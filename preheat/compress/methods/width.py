@@ -71,7 +71,7 @@ def prune_width(
 
     require_rows(rows, "width")
     current = slicing.sizes_of(model.config)
-    wanted = structured_pruning.shares(
+    wanted = structured_pruning.sizes_for_fractions(
         current, model.config, heads=heads, channels=channels, hidden=hidden, multiple=multiple
     )
     if wanted == current:
@@ -82,7 +82,7 @@ def prune_width(
     before, importance = model.num_parameters(), structured_pruning.measure(model, rows, products=refit)
     slicing.become(model, structured_pruning.pruned(model, importance, wanted, refit=refit))
     after = model.num_parameters()
-    return structured_pruning.told(current, wanted, before, after), before - after
+    return structured_pruning.describe_change(current, wanted, before, after), before - after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +117,12 @@ class Width(Method):
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return Change(
             *prune_width(
-                model, rows, heads=self.heads, channels=self.channels, hidden=self.hidden, multiple=self.multiple
+                model,
+                rows,
+                heads=self.heads,
+                channels=self.channels,
+                hidden=self.hidden,
+                multiple=self.multiple,
+                refit=self.refit,
             )
         )

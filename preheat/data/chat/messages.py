@@ -31,7 +31,7 @@ class Unreadable(Exception):
 
     def __init__(self, check: str, message: str):
         super().__init__(message)
-        self.check, self.words = check, message
+        self.check, self.message = check, message
 
 
 def messages_of(value: Any, field: str) -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ def _json(text: str, where: str) -> Any:
     try:
         return read_value(text, once=True)
     except BadJson as error:
-        raise Unreadable("fields", f"{where} calls a tool in what is not JSON ({error.words})") from None
+        raise Unreadable("fields", f"{where} calls a tool in what is not JSON ({error.message})") from None
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]] | None:

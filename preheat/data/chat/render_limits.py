@@ -43,7 +43,7 @@ class TemplateLimit(PreheatError):
     exit_code = 4
 
 
-class _Late(BaseException):
+class _TimeLimit(BaseException):
     """The time limit was reached. Not an `Exception`, since Jinja catches those in constant folding."""
 
 
@@ -60,7 +60,7 @@ def limited(name: str) -> Iterator[None]:
     try:
         with _clock(), _memory_limit:
             yield
-    except _Late:
+    except _TimeLimit:
         raise TemplateLimit(f"{name}: is not done after {SECONDS:g} s: it loops; use another template") from None
     except MemoryError:
         raise TemplateLimit(
@@ -122,7 +122,7 @@ def _alarm() -> Iterator[None]:
         if time.thread_time() - used < SECONDS / 2:  # the process was stopped, or the machine is busy
             signal.setitimer(signal.ITIMER_REAL, SECONDS)
         else:
-            raise _Late
+            raise _TimeLimit
 
     handler = signal.signal(signal.SIGALRM, ring)
     left, every = signal.setitimer(signal.ITIMER_REAL, SECONDS)
@@ -141,7 +141,7 @@ class _Watched:
 
     clock: int
     begun: float
-    look: float
+    deadline: float
 
 
 class _Watcher:
@@ -168,7 +168,7 @@ class _Watcher:
             self.changed.notify()
         try:
             yield
-        except _Late:
+        except _TimeLimit:
             raise
         except BaseException:
             self._leave(ident)
@@ -184,21 +184,21 @@ class _Watcher:
         if self.watched.pop(ident, None) is None:
             for _ in range(100):  # the watchdog is about to raise the error
                 time.sleep(0.01)
-            raise _Late
+            raise _TimeLimit
 
     def _watch(self) -> None:
         with self.changed:
             while True:
                 now = time.monotonic()
                 for ident, watched in list(self.watched.items()):
-                    if now < watched.look:
+                    if now < watched.deadline:
                         continue
-                    watched.look = now + SECONDS
+                    watched.deadline = now + SECONDS
                     # As in `_alarm`, only if the thread itself used the time.
                     late = time.clock_gettime(watched.clock) - watched.begun >= SECONDS / 2
                     if late and self.watched.pop(ident, None) is not None:
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Late))
-                looks = [watched.look for watched in list(self.watched.values())]
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_TimeLimit))
+                looks = [watched.deadline for watched in list(self.watched.values())]
                 self.changed.wait(max(min(looks) - now, 0.0) if looks else None)
 
 

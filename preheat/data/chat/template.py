@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from preheat.data.chat.builtin_templates import FORMATS, SUGGESTIONS
 from preheat.data.chat.render_limits import limited, require_small, require_template
 from preheat.data.document import END, PAD, TextSpan
-from preheat.data.rows.file_readers import expanded, missing, shown
+from preheat.data.rows.file_readers import display_path, expanded, missing
 from preheat.errors import DataError, nearest
 from preheat.model_folder import beginning
 from preheat.sanitize import quoted, shorten
@@ -86,16 +86,16 @@ def _read(setting: str, knob: str) -> tuple[str, str]:
     path = expanded(knob, setting)
     if not path.is_file():
         if path.is_dir():
-            raise DataError(f"{knob} {shown(path)}: is a folder; name a .jinja file")
+            raise DataError(f"{knob} {display_path(path)}: is a folder; name a .jinja file")
         if path.suffix not in (".jinja", ".j2", ".txt") and "/" not in setting:
             raise DataError(
-                f"{knob} {shown(setting)}: no template of that name; {nearest(setting[:40], list(FORMATS))}"
+                f"{knob} {display_path(setting)}: no template of that name; {nearest(setting[:40], list(FORMATS))}"
             )
         raise missing(knob, path)
     try:
-        return path.read_text(encoding="utf-8-sig"), shown(path)
+        return path.read_text(encoding="utf-8-sig"), display_path(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{knob} {shown(path)}: cannot be read ({shorten(str(error), 120)})") from None
+        raise DataError(f"{knob} {display_path(path)}: cannot be read ({shorten(str(error), 120)})") from None
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerFast | None) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ class Template:
         """
         return self._render(messages, tools)
 
-    def pieces(
+    def spans(
         self, messages: Sequence[Message], tools: Tools = None, train_on: TrainOn = "assistant"
     ) -> tuple[TextSpan, ...]:
         """Renders the conversation as spans that are read or trained on; joined they are the rendered text.
@@ -332,7 +332,7 @@ class Template:
 
     def _end(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
         for changed in _sealed_behind(messages[n]):
-            place = self._place(text, messages, tools, n, changed)
+            place = self._seal_position(text, messages, tools, n, changed)
             if place is None:
                 continue
             if self.end_of_turn is None:
@@ -346,14 +346,14 @@ class Template:
         history, before = self._render(messages[:n], tools), self._render(messages[:n], tools, asks=True)
         opening = before[len(history) :] if before.startswith(history) else ""
         for changed in _sealed_before(message):
-            place = self._place(text, messages, tools, n, changed)
+            place = self._seal_position(text, messages, tools, n, changed)
             if place is None:
                 continue
             # Find the text of the turn before the seal by rendering it as the last one, after its history or a short
             # question.
             for talk in (messages[:n], [{"role": "user", "content": "?"}]):
                 prompt, answered = self._render(talk, tools, asks=True), self._render([*talk, message], tools)
-                alone = self._place(answered, [*talk, message], tools, len(talk), changed)
+                alone = self._seal_position(answered, [*talk, message], tools, len(talk), changed)
                 if alone is None or not answered.startswith(prompt):
                     continue
                 lead = answered[len(prompt) : alone]
@@ -363,7 +363,9 @@ class Template:
                     return place
         return None
 
-    def _place(self, text: str, messages: Sequence[Message], tools: Tools, n: int, changed: Message) -> int | None:
+    def _seal_position(
+        self, text: str, messages: Sequence[Message], tools: Tools, n: int, changed: Message
+    ) -> int | None:
         """Returns the position of the seal of a changed message, or None if more than the seal changes."""
         sealed = self._render([*messages[:n], changed, *messages[n + 1 :]], tools)
         place = sealed.find(_SEAL)

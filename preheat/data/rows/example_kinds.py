@@ -19,13 +19,13 @@ def examples_of(recipe: Recipe) -> ExampleKind:
 _HOLDS = {
     "text": "text to continue",
     "pairs": "pairs of answers, of which one is preferred",
-    "liked": "single answers that were liked or not",
+    "desirable": "single answers that were liked or not",
     "classes": "documents of a class each",
 }
 _FIX = {
     "text": "leave {technique} out, or state data.layout and data.columns",
     "pairs": "add techniques.preference (loss: dpo, say)",
-    "liked": "set techniques.preference.loss: unpaired",
+    "desirable": "set techniques.preference.loss: apo_zero",
     "classes": "add techniques.classification",
 }
 
@@ -46,9 +46,9 @@ def require_examples(recipe: Recipe, data: PreparedData, *, encoder: bool = Fals
         "next-token training",
     )
     for side in (data.train, data.validation):
-        if isinstance(side, Rows) and len(side.tokens.ends):
+        if isinstance(side, Rows) and len(side.tokens.offsets):
             _compare(required, side.tokens.examples, owner, data.source)
-            if encoder and side.tokens.trained is None:
+            if encoder and side.tokens.loss_mask is None:
                 raise DataError(
                     f"{data.source}: is text to continue, all of it trained on, and an encoder-decoder "
                     "reads a prompt and writes the answer; "

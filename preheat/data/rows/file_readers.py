@@ -35,7 +35,7 @@ __all__ = [
     "read_jsonl",
     "read_lines",
     "read_parquet",
-    "shown",
+    "display_path",
 ]
 
 TEXT = (".txt", ".md", ".py")
@@ -95,17 +95,21 @@ def missing(knob: str, path: Path) -> DataError:
     """Returns the error for a path that does not exist, with the closest name that does."""
     if path.is_symlink():
         return DataError(
-            f"{knob} {shown(path)}: is a link to {shown(os.readlink(path))}, which does not exist; mend the link"
+            f"{knob} {display_path(path)}: is a link to {display_path(os.readlink(path))}, which does not exist; "
+            "mend the link"
         )
     parent, wanted = path.parent, path.name
     while not parent.is_dir() and parent != parent.parent:
         parent, wanted = parent.parent, parent.name
     names = sorted(p.name for p in parent.iterdir() if not p.name.startswith("."))
     known = closest(wanted, names) if names else "it is empty"
-    return DataError(f"{knob} {shown(path)}: does not exist; looking for '{shown(wanted)}' in {shown(parent)}: {known}")
+    return DataError(
+        f"{knob} {display_path(path)}: does not exist; looking for '{display_path(wanted)}' in "
+        f"{display_path(parent)}: {known}"
+    )
 
 
-def shown(path: Path | str) -> str:
+def display_path(path: Path | str) -> str:
     """Returns a path for messages: without control characters, and shortened if very long."""
     text = clean(path).replace("\n", "␊").replace("\t", "␉")
     return text if len(text) <= 300 else shorten(text, 300)
@@ -139,21 +143,23 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
     """
     if not path.is_dir():
         if not path.is_file():
-            raise DataError(f"{knob} {shown(path)}: is {_kind(path)}, neither a file nor a folder; name one of these")
+            raise DataError(
+                f"{knob} {display_path(path)}: is {_kind(path)}, neither a file nor a folder; name one of these"
+            )
         if path.suffix not in TEXT + ROWS:
             raise DataError(
-                f"{knob} {shown(path)}: preheat reads {', '.join(TEXT + ROWS)}, and no "
-                f"'{shown(path.suffix)}'; rename or convert the file"
+                f"{knob} {display_path(path)}: preheat reads {', '.join(TEXT + ROWS)}, and no "
+                f"'{display_path(path.suffix)}'; rename or convert the file"
             )
         if path.stat().st_size == 0:
-            raise DataError(f"{knob} {shown(path)}: the file is empty")
+            raise DataError(f"{knob} {display_path(path)}: the file is empty")
         return [path], str(path), ""
     every, left = _under(knob, path)
     for suffixes in ((".jsonl", ".parquet", ".csv"), (".json",), TEXT):
         chosen = [p for p in every if p.suffix in suffixes]
         if ".jsonl" not in suffixes and any(p.suffix == ".arrow" for p in every):
             raise DataError(
-                f"{knob} {shown(path)}: has .arrow files without the state.json that datasets.save_to_disk "
+                f"{knob} {display_path(path)}: has .arrow files without the state.json that datasets.save_to_disk "
                 "writes beside them; "
                 "it is not whole: write it again, or as .parquet"
             )
@@ -164,7 +170,7 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
     left.update(map(_suffix, every))
     holds = f"; it holds {_counted(left)}" if left else ", it is empty"
     raise DataError(
-        f"{knob} {shown(path)}: the folder has no file that preheat reads ({', '.join(TEXT + ROWS)}){holds}"
+        f"{knob} {display_path(path)}: the folder has no file that preheat reads ({', '.join(TEXT + ROWS)}){holds}"
     )
 
 
@@ -173,7 +179,7 @@ def _under(knob: str, folder: Path) -> tuple[list[Path], Counter[str]]:
     files, left = list[Path](), Counter[str]()
 
     def unreadable(error: OSError) -> NoReturn:
-        raise DataError(f"{knob} {shown(error.filename)}: cannot be read ({error.strerror or error})") from None
+        raise DataError(f"{knob} {display_path(error.filename)}: cannot be read ({error.strerror or error})") from None
 
     for place, folders, names in os.walk(folder, onerror=unreadable):
         at = Path(place)
@@ -200,7 +206,7 @@ def _kind(path: Path) -> str:
 
 
 def _suffix(path: Path) -> str:
-    return shown(path.suffix) if path.suffix else "without suffix"
+    return display_path(path.suffix) if path.suffix else "without suffix"
 
 
 def _counted(left: Counter[str]) -> str:
@@ -219,44 +225,47 @@ def columns_of(path: Path) -> list[str] | None:
             try:
                 return list(pyarrow.parquet.read_schema(path).names)
             except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-                raise DataError(f"{shown(path)}: not a readable Parquet file: {_first_line(error)}") from None
+                raise DataError(f"{display_path(path)}: not a readable Parquet file: {_first_line(error)}") from None
         return next(read_csv(path), (0, [], []))[1] if path.suffix == ".csv" else None
     except OSError as error:
         raise _unread(path, error) from None
 
 
 def _unread(path: Path, error: OSError) -> DataError:
-    return DataError(f"{shown(path)}: cannot be read ({error.strerror or _first_line(error)})")
+    return DataError(f"{display_path(path)}: cannot be read ({error.strerror or _first_line(error)})")
 
 
 def _first_line(error: BaseException) -> str:
     return shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
 
 
-def read_file(path: Path, columns: Sequence[str] | None = None, *, whole: bool = False) -> Iterator[tuple[str, Any]]:
+def read_file(
+    path: Path, columns: Sequence[str] | None = None, *, whole: bool = False, keyed: bool = False
+) -> Iterator[tuple[str, Any]]:
     """Yields (where, row) of a file; a row is an object with fields, or the text of a file without rows.
 
     Args:
         columns: columns to read, if the format can skip others.
         whole: read a long .txt file as one document.
+        keyed: a .json file may also hold an object of objects, whose keys become the field `key` of the rows.
     """
     try:
         if path.suffix == ".txt" and not whole and path.stat().st_size > CUT_ABOVE:
             yield from _cut(path)
         elif path.suffix in TEXT:
-            yield shown(path), "".join(line for _, line in read_lines(path, longest=None))
+            yield display_path(path), "".join(line for _, line in read_lines(path, longest=None))
         elif path.suffix == ".jsonl":
             yield from read_jsonl(path)
         elif path.suffix == ".json":
-            yield from _json(path)
+            yield from _json(path, keyed)
         elif path.suffix == ".csv":
             for number, names, values in read_csv(path):
                 if len(values) != len(names):
                     raise DataError(
-                        f"{shown(path)}:{number}: has {len(values):,} fields where the first line names "
+                        f"{display_path(path)}:{number}: has {len(values):,} fields where the first line names "
                         f"{len(names):,}; quote commas and line ends"
                     )
-                yield f"{shown(path)}:{number}", dict(zip(names, values, strict=True))
+                yield f"{display_path(path)}:{number}", dict(zip(names, values, strict=True))
         else:
             yield from read_parquet(path, columns)
     except OSError as error:
@@ -287,7 +296,7 @@ def read_lines(path: Path, *, longest: int | None = LONGEST) -> Iterator[tuple[i
     offset = 0
     with path.open("rb") as file:
         for number, raw in enumerate(_raw_lines(file, longest), 1):
-            where = f"{shown(path)}:{number}"
+            where = f"{display_path(path)}:{number}"
             if number == 1 and (what := next((w for mark, w in OTHER_FORMATS.items() if raw.startswith(mark)), None)):
                 raise DataError(f"{where}: is {what[0]}, not text in UTF-8; {what[1]}")
             if longest is not None and len(raw) > longest:
@@ -330,7 +339,7 @@ def parse_json(text: str, where: str, *, lines: bool = False, hint: str = "") ->
         return read_value(text, once=True)
     except BadJson as error:
         at = f"{where}:{error.line}" if lines and error.line else where
-        raise DataError(f"{at}: {error.words}{hint if error.line else ''}") from None
+        raise DataError(f"{at}: {error.message}{hint if error.line else ''}") from None
 
 
 def _cut(path: Path) -> Iterator[tuple[str, str]]:
@@ -345,17 +354,17 @@ def _cut(path: Path) -> Iterator[tuple[str, str]]:
             parts.append(piece)
             size += len(piece)
             if size >= CUT_AT_ANY_LINE or (size >= CUT_AT and not line.strip()):
-                yield f"{shown(path)}:{first}", "".join(parts)
+                yield f"{display_path(path)}:{first}", "".join(parts)
                 parts, size = [], 0
     if parts:
-        yield f"{shown(path)}:{first}", "".join(parts)
+        yield f"{display_path(path)}:{first}", "".join(parts)
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields (where, value) of each line that is not blank."""
     for number, line in read_lines(path):
         if line.strip():
-            where = f"{shown(path)}:{number}"
+            where = f"{display_path(path)}:{number}"
             yield where, parse_json(line.rstrip(), where)
 
 
@@ -364,15 +373,20 @@ def read_json(path: Path) -> Any:
     text = "".join(line for _, line in read_lines(path, longest=None))
     if not text.strip():
         return []
-    return parse_json(text, shown(path), lines=True, hint=" (a file of one object a line is named .jsonl)")
+    return parse_json(text, display_path(path), lines=True, hint=" (a file of one object a line is named .jsonl)")
 
 
-def _json(path: Path) -> Iterator[tuple[str, Any]]:
+def _json(path: Path, keyed: bool) -> Iterator[tuple[str, Any]]:
     rows = read_json(path)
+    if keyed and isinstance(rows, dict):
+        rows = [{"key": key, **row} if isinstance(row, dict) else row for key, row in rows.items()]
     if not isinstance(rows, list):
-        raise DataError(f"{shown(path)}: holds {kind_of(rows)}; a .json file must hold a list of objects")
+        of_objects = " or an object of them" if keyed else ""
+        raise DataError(
+            f"{display_path(path)}: holds {kind_of(rows)}; a .json file must hold a list of objects{of_objects}"
+        )
     for number, row in enumerate(rows, 1):
-        yield f"{shown(path)}: row {number}", row
+        yield f"{display_path(path)}: row {number}", row
 
 
 def read_csv(path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
@@ -389,11 +403,13 @@ def read_csv(path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
             if not names:
                 names = values
                 if len(set(names)) < len(names) or not all(name.strip() for name in names):
-                    raise DataError(f"{shown(path)}:1: the first line must name each field once, has {listed(names)}")
+                    raise DataError(
+                        f"{display_path(path)}:1: the first line must name each field once, has {listed(names)}"
+                    )
                 continue
             yield reader.line_num, names, values
     except csv.Error as error:
-        raise DataError(f"{shown(path)}:{reader.line_num}: not CSV: {error}") from None
+        raise DataError(f"{display_path(path)}:{reader.line_num}: not CSV: {error}") from None
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:
@@ -408,7 +424,7 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[t
             for batch in file.iter_batches(batch_size=1024, columns=known):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{shown(path)}: row {number}", row
+                    yield f"{display_path(path)}: row {number}", row
     except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
-        where = f"{shown(path)}: row {number + 1}" if number else shown(path)
+        where = f"{display_path(path)}: row {number + 1}" if number else display_path(path)
         raise DataError(f"{where}: not a readable Parquet file: {_first_line(error)}") from None

@@ -12,7 +12,7 @@ from preheat.data.chat.messages import Unreadable, answer_of, messages_of, order
 from preheat.data.chat.template import Message, Template, TrainOn
 from preheat.data.document import Document, TextSpan
 from preheat.data.rows.file_readers import LONGEST, closest, kind_of, listed
-from preheat.data.rows.schemas import LAYOUTS, class_name, class_names, said_by_columns
+from preheat.data.rows.schemas import LAYOUTS, class_name, class_names, columns_advice
 from preheat.data.vision_inputs import ImageProcessor, resolve_images
 from preheat.errors import DataError, nearest
 from preheat.recipe import Data
@@ -20,7 +20,7 @@ from preheat.sanitize import quoted, shorten
 
 __all__ = ["Layout", "class_names", "layout_of"]
 
-_LIKED = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0, True: 1, False: 0}
+_DESIRABLE = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0, True: 1, False: 0}
 _BROKEN = re.compile("[ÂÃ][\x80-\xbf]|â€[\x80-\xff\u0152-\u2122]|ï»¿|ðŸ|[\ufffd\x80-\x9f]")
 """Signs of a wrong encoding: UTF-8 read as Latin-1 or Windows-1252, replacement characters, C1 controls."""
 
@@ -69,7 +69,7 @@ class Layout:
         return list(dict.fromkeys(self.columns.values()))
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The layout and how it was detected, for users."""
         return f"{self.kind}, {self.reason}"
 
@@ -79,7 +79,8 @@ class Layout:
             (self.template.text, self.template.with_tools, dict(self.template.variables)) if self.template else None
         )
         images = (self.eye.key(), str(self.folder)) if self.eye else None
-        return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, images
+        kind = "unpaired" if self.kind == "kto" else self.kind  # its former name: older runs and caches have it
+        return kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, images
 
     def require(self, names: Sequence[str], where: str) -> None:
         """Raises DataError if a required field is missing."""
@@ -107,7 +108,7 @@ class Layout:
                     "fields", f"has {size:,} characters of text, and a row at most {LONGEST:,}; cut it into several"
                 )
         except Unreadable as problem:
-            return Document((), where=where, notes=((problem.check, problem.words),))
+            return Document((), where=where, notes=((problem.check, problem.message),))
         return document._replace(
             where=where, notes=tuple(dict(reversed(notes)).items())
         )  # the first of each check: rows are counted
@@ -129,13 +130,13 @@ class Layout:
             return self._chat(self._instruction(row), None, notes)
         if self.kind == "preference":
             return self._pair(row, notes)
-        before, answers = self._asked(row, "completion", notes)
-        label = self._liked(row) if self.kind == "unpaired" else None
+        before, answers = self._prompt_and_answer(row, "completion", notes)
+        label = self._desirable(row) if self.kind == "kto" else None
         if isinstance(answers, str):
             prompt = before if isinstance(before, str) else ""
             return Document(((*([TextSpan(prompt, False)] if prompt else []), TextSpan(answers)),), label=label)
         chat = self._chat([*before, *answers], self._tools(row), notes, read=len(before))
-        return self._judged(chat)._replace(label=label) if self.kind == "unpaired" else chat
+        return self._judged(chat)._replace(label=label) if self.kind == "kto" else chat
 
     # --- fields
 
@@ -147,7 +148,7 @@ class Layout:
     def _absent(self, role: str, known: Sequence[str]) -> str:
         name, only = self.columns[role], listed(known) or "none"
         if self.strange and known:
-            return f"no field 'text', only {only}, which no layout has; {said_by_columns(known)}"
+            return f"no field 'text', only {only}, which no layout has; {columns_advice(known)}"
         knob = f"data.{role}" if role in ("text", "prompt", "completion") else f"data.columns.{role}"
         return f"no field '{name}', only {only}; set {knob}: {closest(name, list(known)) if known else name}"
 
@@ -159,10 +160,10 @@ class Layout:
             )
         if not empty and not value.strip():
             raise Unreadable("fields", f"field '{name}' is empty")
-        self._look(f"field '{name}'", value, notes)
+        self._check_text(f"field '{name}'", value, notes)
         return value
 
-    def _look(self, where: str, text: str, notes: list[tuple[str, str]]) -> None:
+    def _check_text(self, where: str, text: str, notes: list[tuple[str, str]]) -> None:
         """Checks a text for a wrong encoding and for special tokens, and notes the findings."""
         if not text.isascii():
             try:
@@ -200,10 +201,10 @@ class Layout:
             f"{', '.join(shorten(c, 40) for c in self.classes[:12])}",
         )
 
-    def _liked(self, row: Mapping[str, Any]) -> int:
+    def _desirable(self, row: Mapping[str, Any]) -> int:
         value = self._value(row, "label")
         plain = value.lower() if isinstance(value, str) else value
-        known = _LIKED.get(plain) if isinstance(plain, str | bool | int | float) else None
+        known = _DESIRABLE.get(plain) if isinstance(plain, str | bool | int | float) else None
         if known is None:
             raise Unreadable(
                 "fields", f"field '{self.columns['label']}' is {quoted(value)}, neither true (liked) nor false"
@@ -257,7 +258,7 @@ class Layout:
         if self.template is None:
             raise DataError(self.lacking)
         for where, text in texts_of(talk):
-            self._look(where, text, notes)
+            self._check_text(where, text, notes)
         if problem := order_problem(talk):
             notes.append(("roles", problem))
         talk, pictures = resolve_images(talk, images, self.eye, self.folder)
@@ -268,7 +269,7 @@ class Layout:
         if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in talk) and self.train_on != "all":
             raise Unreadable("untrained", "has no message of the assistant to train on")
         try:
-            return Document((self.template.pieces(talk, tools, self.train_on),), complete=True, images=pictures)
+            return Document((self.template.spans(talk, tools, self.train_on),), complete=True, images=pictures)
         except DataError as error:
             raise Unreadable("template", str(error)) from None
 
@@ -284,7 +285,7 @@ class Layout:
 
     # --- answers that are compared or judged
 
-    def _asked(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]]) -> tuple[Any, Any]:
+    def _prompt_and_answer(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]]) -> tuple[Any, Any]:
         """Returns the prompt and the answer, either both as text or both as messages."""
         answer: Any = self._value(row, role)
         if isinstance(answer, str):
@@ -310,7 +311,10 @@ class Layout:
         return before or [], answer
 
     def _pair(self, row: Mapping[str, Any], notes: list[tuple[str, str]]) -> Document:
-        (before, good), (_, bad) = self._asked(row, "chosen", notes), self._asked(row, "rejected", [])
+        (before, good), (_, bad) = (
+            self._prompt_and_answer(row, "chosen", notes),
+            self._prompt_and_answer(row, "rejected", []),
+        )
         if isinstance(good, str) != isinstance(bad, str):
             raise Unreadable("fields", "one of the two answers is text, the other a list of messages")
         same = good == bad if isinstance(good, str) else answer_of(good) == answer_of(bad)
@@ -323,7 +327,7 @@ class Layout:
                 raise Unreadable("fields", "one of the two answers is the beginning of the other")
             prompt = (TextSpan(shared, False),) if shared else ()
             return Document(((*prompt, TextSpan(good[cut:])), (*prompt, TextSpan(bad[cut:]))))
-        shared = _alike(*([answer_of([m]) + m["role"] for m in talk] for talk in (good, bad)))
+        shared = _common_prefix(*([answer_of([m]) + m["role"] for m in talk] for talk in (good, bad)))
         chats = [self._chat([*before, *talk], self._tools(row), notes, len(before) + shared) for talk in (good, bad)]
         return Document(tuple(self._judged(chat).sequences[0] for chat in chats), complete=True)
 
@@ -337,11 +341,11 @@ class Layout:
 
 def _shared(one: str, other: str) -> str:
     """Returns the common prefix of two texts, up to its last white space."""
-    same = one[: _alike(one, other)]
+    same = one[: _common_prefix(one, other)]
     return same[: len(same) - len(re.split(r"\s", same)[-1])]
 
 
-def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
@@ -405,11 +409,11 @@ def _recognised(named: Mapping[str, str], names: Sequence[str], first: Any) -> t
             named.get(role, role) for role in roles
         )
 
-    for kind in ("preference", "unpaired", "classes", "prompt", "alpaca"):
+    for kind in ("preference", "kto", "classes", "prompt", "alpaca"):
         needs = LAYOUTS[kind][0]
         if kind == "classes" and "label" not in named:  # a field of this name may mean anything
             continue
-        if kind == "unpaired" and "label" not in named and not isinstance(first.get("label"), bool):
+        if kind == "kto" and "label" not in named and not isinstance(first.get("label"), bool):
             continue
         if has(*needs):
             return kind, fields(*needs)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from preheat.data.rows.file_readers import expanded, missing, read_jsonl, read_lines, shown
+from preheat.data.rows.file_readers import display_path, expanded, missing, read_jsonl, read_lines
 from preheat.errors import DataError
 
 __all__ = ["read_prompts"]
@@ -26,7 +26,7 @@ def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Mapping
     if not path.exists():
         raise missing(knob, path)
     if not path.is_file():
-        raise DataError(f"{knob} {shown(path)}: is no file; name one with a prompt a line")
+        raise DataError(f"{knob} {display_path(path)}: is no file; name one with a prompt a line")
     prompts: list[str | list[Mapping[str, Any]]] = []
     try:
         if path.suffix == ".jsonl":
@@ -34,9 +34,9 @@ def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Mapping
         else:
             prompts = [text for _, line in read_lines(path) for text in line.splitlines() if text.strip()]
     except OSError as error:
-        raise DataError(f"{knob} {shown(path)}: cannot be read ({error.strerror or error})") from None
+        raise DataError(f"{knob} {display_path(path)}: cannot be read ({error.strerror or error})") from None
     if not prompts:
-        raise DataError(f"{knob} {shown(path)}: holds no prompt; write one a line")
+        raise DataError(f"{knob} {display_path(path)}: holds no prompt; write one a line")
     return prompts
 
 

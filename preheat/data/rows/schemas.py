@@ -9,7 +9,7 @@ from typing import Any
 from preheat.errors import DataError
 from preheat.sanitize import shorten
 
-__all__ = ["LAYOUTS", "class_name", "class_names", "said_by_columns"]
+__all__ = ["LAYOUTS", "class_name", "class_names", "columns_advice"]
 
 LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
@@ -18,7 +18,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sharegpt": (("conversations",), ("system", "tools", "images")),
     "messages": (("messages",), ("system", "tools", "images")),
     "preference": (("chosen", "rejected"), ("prompt", "conversations", "messages", "system", "tools")),
-    "unpaired": (("completion", "label"), ("prompt", "conversations", "messages", "system", "tools")),
+    "kto": (("completion", "label"), ("prompt", "conversations", "messages", "system", "tools")),
     "classes": (("text", "label"), ()),
 }
 """Layout -> (required fields, optional fields)."""
@@ -29,11 +29,11 @@ def class_name(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def said_by_columns(known: Sequence[str]) -> str:
+def columns_advice(known: Sequence[str]) -> str:
     """Returns advice for unknown fields: the setting for one that resembles a layout's field, else an example.
 
     Example:
-        >>> said_by_columns(["mesages"])
+        >>> columns_advice(["mesages"])
         'set data.columns={messages: mesages}'
     """
     roles, known = (

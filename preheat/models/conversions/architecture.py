@@ -1,7 +1,7 @@
 """Converts architectures: a configuration before the model is built, a model in place, weights as they are read.
 
 Modules that transformers does not have are in `modules`; `beyond_transformers` finds them again at export.
-User errors raise ValueError that begins with the knob, such as `kv_heads: 3 does not divide ...`.
+User errors raise ValueError that begins with the knob, such as `num_kv_heads: 3 does not divide ...`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from preheat.models.hf import anatomy
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = [
     "KEYS_AND_VALUES",
@@ -46,7 +49,7 @@ KEYS_AND_VALUES = r"\.[kv]_proj\.(weight|bias)$"
 """Names of the parameters whose rows are key-value heads."""
 
 
-def set_kv_heads(config: Any, kv_heads: int) -> None:
+def set_kv_heads(config: PretrainedConfig, kv_heads: int) -> None:
     """Sets the number of key-value heads of a configuration, in place.
 
     Raises:
@@ -60,15 +63,17 @@ def set_kv_heads(config: Any, kv_heads: int) -> None:
         )
     if kv_heads >= now:
         raise ValueError(
-            f"kv_heads: {kv_heads} is not fewer than the {now} that the model has; pooling only takes heads away"
+            f"num_kv_heads: {kv_heads} is not fewer than the {now} that the model has; pooling only takes heads away"
         )
     if now % kv_heads:
         fits = [n for n in range(1, now) if now % n == 0]
-        raise ValueError(f"kv_heads: {kv_heads} does not divide the model's {now} key-value heads; use one of {fits}")
+        raise ValueError(
+            f"num_kv_heads: {kv_heads} does not divide the model's {now} key-value heads; use one of {fits}"
+        )
     text.num_key_value_heads = kv_heads
 
 
-def key_value_projections(model: Any) -> list[str]:
+def key_value_projections(model: PreTrainedModel) -> list[str]:
     """Names of the key and value projections.
 
     Raises:
@@ -92,7 +97,7 @@ def pool_heads(value: Tensor, kv_heads: int, head_dim: int) -> Tensor:
     return grouped.mean(1).flatten(0, 1).to(value.dtype)
 
 
-def pool_key_value_heads(model: Any, kv_heads: int) -> int:
+def pool_key_value_heads(model: PreTrainedModel, kv_heads: int) -> int:
     """Mean-pools the key-value heads of a model, in place. Returns the number of matrices."""
     names = key_value_projections(model)
     set_kv_heads(model.config, kv_heads)
@@ -112,7 +117,7 @@ def pool_key_value_heads(model: Any, kv_heads: int) -> int:
 # --- LayerNorm to RMSNorm -----------------------------------------------------------------------------------------
 
 
-def to_rms_norm(model: Any, *, fold: bool) -> list[str]:
+def to_rms_norm(model: PreTrainedModel, *, fold: bool) -> list[str]:
     """Replaces each LayerNorm of a GPT-2 by RMSNorm, in place; values are changed by `fold_layer_norms`.
 
     Args:
@@ -174,7 +179,7 @@ def _whole(width: float) -> int:
     return max(round(width / multiple) * multiple, multiple)
 
 
-def set_feed_forward(config: Any, activation: str) -> None:
+def set_feed_forward(config: PretrainedConfig, activation: str) -> None:
     """Sets activation and inner width of a configuration for a feed-forward block with as many parameters, in place.
 
     A gated block has three matrices and a plain one two, so its inner width is two thirds.
@@ -199,7 +204,7 @@ def set_feed_forward(config: Any, activation: str) -> None:
         config.activation_function, config.n_inner = function, inner
 
 
-def replace_feed_forward(model: Any, activation: str) -> int:
+def replace_feed_forward(model: PreTrainedModel, activation: str) -> int:
     """Puts the block that `set_feed_forward` has sized into each layer if transformers has no such block, in place.
 
     New weights are initialized like the model's others (on meta: not at all).
@@ -231,7 +236,7 @@ def replace_feed_forward(model: Any, activation: str) -> int:
     return len(layers)
 
 
-def feed_forward_draw(config: Any) -> Callable[[nn.Module], None] | None:
+def feed_forward_draw(config: PretrainedConfig) -> Callable[[nn.Module], None] | None:
     """The family's own initialization of a feed-forward block's output projection; None: like all other weights.
 
     GPT-2 scales it down with depth, and transformers only does so for its own block.
@@ -258,7 +263,7 @@ def tied_value(embedding: Tensor, head: Tensor, keep: str) -> Tensor:
     return head.to(embedding.dtype) if keep == "head" else embedding
 
 
-def tie_embeddings(model: Any, keep: str) -> int:
+def tie_embeddings(model: PreTrainedModel, keep: str) -> int:
     """Ties all embeddings and the head of a model to one parameter, in place; for T5 those of encoder and decoder.
 
     Returns:
@@ -294,7 +299,9 @@ def tie_embeddings(model: Any, keep: str) -> int:
 # --- rotary scaling -----------------------------------------------------------------------------------------------
 
 
-def scale_rope(config: Any, kind: str, factor: float, original: int | None, **yarn: float) -> tuple[int, int]:
+def scale_rope(
+    config: PretrainedConfig, kind: str, factor: float, original: int | None, **yarn: float
+) -> tuple[int, int]:
     """Sets the rotary scaling of a configuration, in place.
 
     Args:
@@ -320,7 +327,7 @@ def scale_rope(config: Any, kind: str, factor: float, original: int | None, **ya
             f"the model's rotary positions are scaled already ({rope['rope_type']}); leave the technique out"
         )
     original = original or text.max_position_embeddings
-    scaled: dict[str, Any] = {**rope, "rope_type": kind, "factor": float(factor)}
+    scaled: JsonObject = {**rope, "rope_type": kind, "factor": float(factor)}
     if kind == "base":
         turned = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         turned = int(turned * rope.get("partial_rotary_factor", 1.0))
@@ -334,12 +341,12 @@ def scale_rope(config: Any, kind: str, factor: float, original: int | None, **ya
     return original, reach
 
 
-def has_rotary(model: Any) -> bool:
+def has_rotary(model: PreTrainedModel) -> bool:
     """True if a model has rotary positions, whose number is not limited by a table."""
     return bool(getattr(model.config.get_text_config(), "rope_parameters", None))
 
 
-def rope_of_longest(config: Any) -> str:
+def rope_of_longest(config: PretrainedConfig) -> str:
     """The rotary scaling whose frequencies depend on the longest position of a call; "" if they do not."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     # One dictionary for all layers, or one per layer type.
@@ -350,7 +357,7 @@ def rope_of_longest(config: Any) -> str:
 # --- export -------------------------------------------------------------------------------------------------------
 
 
-def beyond_transformers(model: Any) -> list[str]:
+def beyond_transformers(model: PreTrainedModel) -> list[str]:
     """Descriptions of a model's modules that no transformers configuration can express; empty if there are none."""
     descriptions = {
         RMSNorm: "RMSNorm in a GPT-2",

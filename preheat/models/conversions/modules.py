@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from preheat.hardware.transfers import to_device
 
-__all__ = ["CentredEmbedding", "DynamicRotary", "Passthrough", "FeedForward", "LongRotary", "RMSNorm", "own_rotary"]
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+__all__ = ["CentredEmbedding", "DynamicRotary", "Passthrough", "FeedForward", "LongRotary", "RMSNorm", "replace_rotary"]
 
 
 class RMSNorm(nn.Module):
@@ -78,7 +82,7 @@ class DynamicRotary(nn.Module):
         config: of the model, with `rope_parameters` of type dynamic.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: PretrainedConfig):
         super().__init__()
         self.config = config
 
@@ -105,7 +109,7 @@ class LongRotary(nn.Module):
         config: of the model, with `rope_parameters` of type longrope.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: PretrainedConfig):
         super().__init__()
         self.config = config
 
@@ -127,7 +131,7 @@ def _tables(x: Tensor, position_ids: Tensor, frequencies: Tensor, scale: float) 
     return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
 
 
-def own_rotary(model: Any) -> None:
+def replace_rotary(model: PreTrainedModel) -> None:
     """Replaces transformers' rotary embeddings that depend on the longest position by ours, in place."""
     ours = {"dynamic": DynamicRotary, "longrope": LongRotary}
     for name, module in list(model.named_modules()):
@@ -140,5 +144,5 @@ def own_rotary(model: Any) -> None:
 class Passthrough(nn.Module):
     """Placeholder for a module that another pipeline stage has: returns hidden states unchanged."""
 
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *_: object, **__: object) -> Tensor:
         return hidden

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
 from preheat.models.conversions.architecture import beyond_transformers
-from preheat.models.conversions.modules import DynamicRotary, LongRotary, own_rotary
+from preheat.models.conversions.modules import DynamicRotary, LongRotary, replace_rotary
 from preheat.models.hf import PATTERN, SOFTCAP, anatomy, facts
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FAMILIES",
     "Indices",
-    "Kept",
+    "KeptIndices",
     "Sizes",
     "become",
     "counter",
@@ -78,7 +78,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptIndices:
     """Indices to keep, ascending; None: all. `heads`, `kv_heads` and `channels` have one entry per original layer."""
 
     layers: Tensor | None = None
@@ -88,7 +88,7 @@ class Kept:
     channels: Sequence[Tensor] | None = None
 
 
-def _table(config: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _table(config: PretrainedConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
     if config.model_type not in FAMILIES:
         why = (
             "has experts, whose channels and stream preheat does not slice"
@@ -102,7 +102,7 @@ def _table(config: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return FAMILIES[config.model_type]
 
 
-def _axes(config: Any, name: str, dimensions: int) -> tuple[str, ...]:
+def _axes(config: PretrainedConfig, name: str, dimensions: int) -> tuple[str, ...]:
     """The axis of each dimension of a parameter."""
     for pattern, axes in _table(config):
         if re.fullmatch(rf"(.*\.)?({pattern})", name):
@@ -153,7 +153,7 @@ def counter(model: PreTrainedModel) -> Callable[[Sizes], int]:
     return at
 
 
-def misfit(config: Any, sizes: Sizes) -> str:
+def misfit(config: PretrainedConfig, sizes: Sizes) -> str:
     """Why transformers has no model of the family with these sizes; "" if it has one."""
     if config.model_type == "gpt2" and sizes.hidden != sizes.heads * sizes.head_dim:
         return (
@@ -169,7 +169,7 @@ def misfit(config: Any, sizes: Sizes) -> str:
     return ""
 
 
-def width_step(config: Any, heads: int, head_dim: int, multiple: int) -> int:
+def width_step(config: PretrainedConfig, heads: int, head_dim: int, multiple: int) -> int:
     """The step in which the width may change with that many heads; `multiple` if the family allows any."""
     if config.model_type == "gpt2":
         return heads * head_dim
@@ -198,7 +198,7 @@ def norms_over_stream(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: m for name, m in norms.items() if _axes(model.config, f"{name}.weight", 1) == ("hidden",)}
 
 
-def origin(model: PreTrainedModel, keep: Kept) -> Callable[[str], tuple[int, str]]:
+def origin(model: PreTrainedModel, keep: KeptIndices) -> Callable[[str], tuple[int, str]]:
     """Returns a function from names in the smaller model to (layer in `model`, or -1; name in `model`)."""
     layers = anatomy(model).layers
     prefix = f"{_name_of(model, layers)}."
@@ -213,7 +213,7 @@ def origin(model: PreTrainedModel, keep: Kept) -> Callable[[str], tuple[int, str
     return before
 
 
-def smaller(model: PreTrainedModel, keep: Kept) -> PreTrainedModel:
+def smaller(model: PreTrainedModel, keep: KeptIndices) -> PreTrainedModel:
     """Builds a smaller model with its own configuration and copies of the kept values; `model` is not changed.
 
     Raises:
@@ -224,7 +224,7 @@ def smaller(model: PreTrainedModel, keep: Kept) -> PreTrainedModel:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 96}
         >>> config = LlamaConfig(num_hidden_layers=3, **sizes)
-        >>> smaller(LlamaForCausalLM(config), Kept(layers=torch.tensor([0, 2]))).config.num_hidden_layers
+        >>> smaller(LlamaForCausalLM(config), KeptIndices(layers=torch.tensor([0, 2]))).config.num_hidden_layers
         2
     """
     import torch
@@ -235,9 +235,9 @@ def smaller(model: PreTrainedModel, keep: Kept) -> PreTrainedModel:
         )
     config = _configuration(model.config, keep)
     with torch.device("meta"):
-        pruned: Any = type(model)(config)
+        pruned: PreTrainedModel = type(model)(config)
     if any(isinstance(m, DynamicRotary | LongRotary) for m in model.modules()):
-        own_rotary(pruned)
+        replace_rotary(pruned)
     before = origin(model, keep)
     indices = Indices(model, keep)
     modules = dict(model.named_modules())
@@ -275,7 +275,7 @@ def become(model: PreTrainedModel, pruned: PreTrainedModel) -> None:
 class Indices:
     """Indices to keep of each dimension of each parameter."""
 
-    def __init__(self, model: PreTrainedModel, keep: Kept):
+    def __init__(self, model: PreTrainedModel, keep: KeptIndices):
         self.kept, self.config = keep, model.config
         self.narrow = any(part is not None for part in (keep.hidden, keep.heads, keep.kv_heads, keep.channels))
         self.sizes = sizes_of(model.config) if self.narrow else None
@@ -316,7 +316,7 @@ def _name_of(model: nn.Module, module: nn.Module) -> str:
     return next(name for name, m in model.named_modules() if m is module)
 
 
-def _configuration(config: Any, keep: Kept) -> Any:
+def _configuration(config: PretrainedConfig, keep: KeptIndices) -> PretrainedConfig:
     """The configuration of the smaller model."""
     smaller_config = copy.deepcopy(config)
     if keep.layers is not None:

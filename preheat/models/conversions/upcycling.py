@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["BECOMES", "EXPERTS", "expert_config", "expert_matrices", "upcycle"]
 
@@ -25,7 +26,7 @@ _COPIED = (
 # fmt: on
 
 
-def expert_config(config: Any, experts: int, chosen: int) -> Any:
+def expert_config(config: PretrainedConfig, experts: int, chosen: int) -> PretrainedConfig:
     """The configuration of a dense model with experts in place of each feed-forward block, each as wide as the block.
 
     Args:
@@ -44,7 +45,7 @@ def expert_config(config: Any, experts: int, chosen: int) -> Any:
             f"makes experts of the feed-forward block of a {', '.join(BECOMES)}, and the model is a {family}"
         )
     if chosen > experts:
-        raise ValueError(f"chosen: {chosen} is more than the {experts} experts of a layer; lower it")
+        raise ValueError(f"num_experts_per_tok: {chosen} is more than the {experts} experts of a layer; lower it")
     strange = [key for key in ("attention_bias", "mlp_bias") if getattr(config, key, False)]
     if strange:
         raise ValueError(f"makes a {BECOMES[family]}, which has no {strange[0]} as this {family} has")
@@ -105,7 +106,7 @@ def expert_matrices(name: str, read: Callable[[str], Tensor], experts: int, redr
     return stack
 
 
-def upcycle(model: Any, experts: int, chosen: int, redrawn: float, seed: int) -> Any:
+def upcycle(model: PreTrainedModel, experts: int, chosen: int, redrawn: float, seed: int) -> PreTrainedModel:
     """Builds a model with experts from a dense one; arguments as of `expert_config` and `expert_matrices`."""
     import re
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Batch, Build
 from preheat.recipe import Sample
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Answer", "OnPolicy", "answers_of", "with_answers"]
 
@@ -31,13 +32,13 @@ class Answer:
 
     Attributes:
         row: of the batch.
-        begin, end: the document's first position, and the one after its last.
+        start, end: the document's first position, and the one after its last.
         first, last: the first token of the answer and the one after its last.
         trained: number of trained labels in the document.
     """
 
     row: int
-    begin: int
+    start: int
     end: int
     first: int
     last: int
@@ -79,7 +80,7 @@ def with_answers(batch: Batch, answers: Sequence[Answer], written: Sequence[Sequ
     """Replaces the answers of a batch by generated ones; tensors on the host.
 
     Returns:
-        A batch of the same shape and weight. `beside` gets [rows, length] fp32: 0 at positions of the data; at those
+        A batch of the same shape and weight. `aligned` gets [rows, length] fp32: 0 at positions of the data; at those
         whose next token was generated, a weight that keeps the document's total; other positions of the document are
         not trained.
 
@@ -89,7 +90,7 @@ def with_answers(batch: Batch, answers: Sequence[Answer], written: Sequence[Sequ
         >>> row = torch.arange(6)[None]
         >>> old = Batch(row, row + 1, row, MaskSpec(documents=((6,),)), 6)
         >>> new = with_answers(old, [Answer(0, 0, 6, 3, 6, 6)], [[8, 9]])
-        >>> new.tokens.tolist(), new.labels.tolist(), new.beside[0].tolist()
+        >>> new.tokens.tolist(), new.labels.tolist(), new.aligned[0].tolist()
         ([[0, 1, 2, 8, 9, 5]], [[-100, -100, 8, 9, -100, -100]], [[0.0, 0.0, 3.0, 3.0, 0.0, 0.0]])
     """
     import torch
@@ -100,10 +101,10 @@ def with_answers(batch: Batch, answers: Sequence[Answer], written: Sequence[Sequ
         ids = torch.tensor(list(drawn)[: a.last - a.first])
         upto = a.first + len(ids)
         tokens[a.row, a.first : upto] = ids
-        labels[a.row, a.begin : a.end] = -100
+        labels[a.row, a.start : a.end] = -100
         labels[a.row, a.first - 1 : upto - 1] = ids
         counts[a.row, a.first - 1 : upto - 1] = a.trained / len(ids)
-    return replace(batch, tokens=tokens, labels=labels, beside=(*batch.beside, counts))
+    return replace(batch, tokens=tokens, labels=labels, aligned=(*batch.aligned, counts))
 
 
 @dataclass
@@ -117,8 +118,8 @@ class OnPolicy:
     """
 
     build: Build
-    part: Any
-    tokenizer: Any
+    part: nn.Module
+    tokenizer: PreTrainedTokenizerBase
     share: float
     stop: frozenset[int]
 
@@ -131,7 +132,7 @@ class OnPolicy:
             return batch
         if is_in_torch_dispatch_mode():
             return replace(
-                batch, beside=(*batch.beside, batch.tokens.new_zeros(batch.tokens.shape, dtype=torch.float32))
+                batch, aligned=(*batch.aligned, batch.tokens.new_zeros(batch.tokens.shape, dtype=torch.float32))
             )
         device = batch.tokens.device
         host = replace(batch, tokens=batch.tokens.cpu(), labels=batch.labels.cpu())
@@ -142,7 +143,7 @@ class OnPolicy:
             filled,
             tokens=filled.tokens.to(device),
             labels=filled.labels.to(device),
-            beside=tuple(t.to(device) for t in filled.beside),
+            aligned=tuple(t.to(device) for t in filled.aligned),
         )
 
     def _seed(self, rows: Sequence[int]) -> random.Random:
@@ -158,11 +159,11 @@ class OnPolicy:
 
         from preheat.models.generation.generate import generate
 
-        prompts = [batch.tokens[a.row, a.begin : a.first].tolist() for a in answers]
+        prompts = [batch.tokens[a.row, a.start : a.first].tolist() for a in answers]
         # A special token that ends an answer of the data also ends one of the student's.
         special = self.tokenizer.added_tokens_decoder.keys()
         ends = {int(batch.labels[a.row, a.last - 2]) for a in answers} & special
-        settings = Sample(tokens=max(a.last - a.first for a in answers), temperature=1.0, compile=False)
+        settings = Sample(max_new_tokens=max(a.last - a.first for a in answers), temperature=1.0, compile=False)
 
         # Each length occurs once: compiled layers would recompile for each.
         with torch.compiler.set_stance("force_eager"):

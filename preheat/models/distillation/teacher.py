@@ -65,7 +65,9 @@ def config_of(folder: Path, length: int) -> PretrainedConfig:
             "hub's first)"
         )
     try:
-        config = hf.configure(Recipe(model=Model(path=str(folder)), batch=Batch(length=length), stop=Stop(steps=1)))
+        config = hf.configure(
+            Recipe(model=Model(path=str(folder)), batch=Batch(seq_len=length), stop=Stop(max_steps=1))
+        )
     except RecipeError as error:
         raise RecipeError(f"teacher: {error}") from None
     if getattr(config, "quantization_config", None):
@@ -95,9 +97,9 @@ class Teacher:
     """
 
     build: Build
-    model: Any
+    model: PreTrainedModel
     facts: ModelFacts
-    windowed: Any
+    windowed: Callable[..., Tensor]
 
     def read(self, batch: Batch, places: int = 0) -> tuple[Tensor, list[Tensor]]:
         """Its last hidden states in the matmul dtype, and the compared hidden states; without gradients."""
@@ -110,7 +112,9 @@ class Teacher:
             return hidden
 
         with torch.no_grad():
-            last, states = self.build.slot(Slot.FORWARD)(self.model, lambda: capture_hidden(self.model, places, run))
+            last, states = self.build.slot(Slot.UNSHARD_SCOPE)(
+                self.model, lambda: capture_hidden(self.model, places, run)
+            )
         kind = last.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else last.dtype
         return last.to(dtype), states
@@ -126,7 +130,7 @@ def compared(layers: int, matched: int) -> list[int]:
     return [round(n * layers / matched) - 1 for n in range(1, matched)]
 
 
-def capture_hidden(model: Any, matched: int, run: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+def capture_hidden(model: PreTrainedModel, matched: int, run: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Runs `run`, a pass through the model, and captures the compared hidden states, the last among them.
 
     Args:
@@ -136,7 +140,7 @@ def capture_hidden(model: Any, matched: int, run: Callable[[], Tensor]) -> tuple
 
     states: list[Tensor] = []
 
-    def keep(module: Any, args: Any, out: Any) -> None:
+    def keep(module: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
         states.append(out if isinstance(out, Tensor) else out[0])
 
     layers = hf.anatomy(model).layers
@@ -149,7 +153,7 @@ def capture_hidden(model: Any, matched: int, run: Callable[[], Tensor]) -> tuple
     return last, [*states, last] if matched else []
 
 
-def add_maps(student: Any, width: int, matched: int, weights: WeightSource) -> nn.ModuleList:
+def add_maps(student: PreTrainedModel, width: int, matched: int, weights: WeightSource) -> nn.ModuleList:
     """Gives a student on meta one linear map from its width to the teacher's per compared hidden state, in place.
 
     Initialized as the identity for equal widths, otherwise orthogonal.
@@ -172,7 +176,7 @@ def add_maps(student: Any, width: int, matched: int, weights: WeightSource) -> n
     return maps
 
 
-def _orthogonal(weight: Any) -> None:
+def _orthogonal(weight: Tensor) -> None:
     from torch import nn
 
     weight.copy_(nn.init.orthogonal_(weight.float()))
@@ -188,7 +192,7 @@ def spread(layers: int, of: int) -> list[int]:
     return [round(n * (of - 1) / (layers - 1)) for n in range(layers)] if layers > 1 else [of - 1]
 
 
-def init_from_layers(student: Any, weights: WeightSource, of: int) -> list[int]:
+def init_from_layers(student: PreTrainedModel, weights: WeightSource, of: int) -> list[int]:
     """Initializes a student from evenly spaced layers of a folder with `of` layers. Returns their indices.
 
     Raises:

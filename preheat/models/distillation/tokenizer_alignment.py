@@ -16,13 +16,14 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from preheat.core import Batch, MaskSpec
 from preheat.model_folder import beginning
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["TokenizerView", "Matched", "TokenAligner", "common"]
 
@@ -37,12 +38,12 @@ class TokenizerView:
 
     Attributes:
         tokenizer: a fast one of transformers.
-        pieces: bytes of text of each token (`preheat.data.tokenizer.pieces_of`).
+        token_bytes: bytes of text of each token (`preheat.data.tokenizer.token_bytes`).
         end: the end-of-text token.
     """
 
-    tokenizer: Any
-    pieces: Sequence[bytes]
+    tokenizer: PreTrainedTokenizerBase
+    token_bytes: Sequence[bytes]
     end: int
 
     @property
@@ -54,19 +55,21 @@ class TokenizerView:
     def spaced(self) -> bool:
         """True if it puts a space before every text, as SentencePiece does."""
         numbers = self.tokenizer("a", add_special_tokens=False).input_ids
-        return b"".join(self.pieces[n] for n in numbers).startswith(b" ")
+        return b"".join(self.token_bytes[n] for n in numbers).startswith(b" ")
 
     def ends(self, numbers: Sequence[int]) -> tuple[bytes, list[int]]:
         """The text of tokens, and the byte offset of each token's end, without the space that is put before a text."""
-        text = b"".join(self.pieces[n] for n in numbers)
+        text = b"".join(self.token_bytes[n] for n in numbers)
         skip = int(self.spaced and text.startswith(b" "))
-        return text[skip:], [max(end - skip, 0) for end in itertools.accumulate(len(self.pieces[n]) for n in numbers)]
+        return text[skip:], [
+            max(end - skip, 0) for end in itertools.accumulate(len(self.token_bytes[n]) for n in numbers)
+        ]
 
     def by_bytes(self) -> dict[bytes, int]:
         """Bytes -> token. If a letter also exists as a byte token (`a` and `<0x61>`), the letter wins."""
         tokens: dict[bytes, int] = {}
-        names = self.tokenizer.convert_ids_to_tokens(range(len(self.pieces)))
-        for number, (name, piece) in enumerate(zip(names, self.pieces, strict=True)):
+        names = self.tokenizer.convert_ids_to_tokens(range(len(self.token_bytes)))
+        for number, (name, piece) in enumerate(zip(names, self.token_bytes, strict=True)):
             if piece and (piece not in tokens or not _BYTE.fullmatch(name or "")):
                 tokens[piece] = number
         return tokens
@@ -86,12 +89,12 @@ class Matched(NamedTuple):
         batch: the same rows and documents in the teacher's tokens, padded at their ends.
         at: [rows, length] int64, for each student position the teacher's that has read the same text; 0 if there is
             none.
-        said: [rows, length] fp32, 1 if there is one.
+        known: [rows, length] fp32, 1 if there is one.
     """
 
     batch: Batch
     at: Tensor
-    said: Tensor
+    known: Tensor
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ class TokenAligner:
         if not text.startswith(read):
             return [], []
         of = {end: place for place, end in enumerate(ends)}
-        special = [not self.student.pieces[n] for n in numbers]
+        special = [not self.student.token_bytes[n] for n in numbers]
         return cut, [
             (place, of[end]) for place, end in enumerate(own) if end in of and (place == 0 or not special[place])
         ]
@@ -172,5 +175,5 @@ class TokenAligner:
             labels=torch.full_like(tokens, -100).to(device),
             positions=positions.to(device),
             mask=MaskSpec(documents=tuple(documents)),
-            beside=(),
+            aligned=(),
         )

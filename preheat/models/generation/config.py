@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.errors import RunError
 from preheat.sanitize import quoted, shorten
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["ends_of", "read_generation"]
 
@@ -22,7 +24,7 @@ _GREEDY = (  # settings that change even greedy decoding; `preheat generate` app
     "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id",
 )
 # fmt: on
-_NEUTRAL: tuple[Any, ...] = (None, 0, 1, 1.0)  # values with which they change nothing
+_NEUTRAL: tuple[float | None, ...] = (None, 0, 1, 1.0)  # values with which they change nothing
 
 
 def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[str]]:
@@ -56,7 +58,7 @@ def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[
             )
     for key in ("_from_model_config", "transformers_version"):
         values.pop(key, None)
-    chosen: dict[str, Any] = {}
+    chosen: JsonObject = {}
     left = []
     for key in sorted(values, key=lambda key: (key not in _FIRST, _FIRST.index(key) if key in _FIRST else 0)):
         try:

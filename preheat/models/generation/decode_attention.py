@@ -33,7 +33,7 @@ def of_use(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return queries == 1
     watched = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0  # by tracers that need operators
-    return queries <= FEW and not watched and _made() is not None
+    return queries <= FEW and not watched and _library() is not None
 
 
 def _supported(t: Tensor) -> bool:
@@ -54,7 +54,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
     """
     if torch.compiler.is_compiling():
         return _fused(q, k, v, mask, scale)
-    library = _made()
+    library = _library()
     assert library is not None, "of_use() comes first"
     rows, heads, queries, width = q.shape
     pairs, keys, values = k.shape[1], k.shape[2], v.shape[3]
@@ -81,7 +81,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 @functools.cache
-def _made() -> ctypes.CDLL | None:
+def _library() -> ctypes.CDLL | None:
     return quick_library(
         Path(__file__).with_suffix(".cpp"), "tokens attend to their cache by torch's kernel, in several times the time"
     )

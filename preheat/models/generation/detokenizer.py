@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,13 +28,13 @@ class Written:
     Attributes:
         text: without special tokens, and without the stop string that ended it.
         tokens: as sampled, with the stop token that ended it.
-        ended: by a stop token, a stop string, the requested length, or the end of the model's context.
+        finish_reason: by a stop token, a stop string, the requested length, or the end of the model's context.
         compiled: decoding steps were compiled.
     """
 
     text: str
     tokens: list[int]
-    ended: Ended
+    finish_reason: Ended
     compiled: bool = field(default=False, compare=False)
 
 
@@ -110,7 +110,7 @@ class IncrementalDetokenizer:
         return Written(self.text, self.tokens, self.ended)
 
 
-def alike(a: Sequence[Any], b: Sequence[Any]) -> int:
+def alike(a: Sequence[object], b: Sequence[object]) -> int:
     """The length of the common prefix."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 

@@ -20,7 +20,7 @@ from preheat.recipe import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
 __all__ = ["PrefixCache", "Timed", "Written", "cached_loss", "generate", "patterned", "settled", "stop_tokens"]
 
@@ -47,7 +47,7 @@ class PrefixCache:
     reused: int = 0
     kind: tuple[str, int | None] = ("dynamic", None)
 
-    def begin(self, prompt: Sequence[int], settings: Sample, empty: Callable[[], Any]) -> Any:
+    def begin(self, prompt: Sequence[int], settings: Sample, empty: Callable[[], Cache]) -> Cache:
         """Returns the cache with a prefix of `prompt`, at least one token short; else an `empty` one."""
         same = alike(self.tokens, prompt[:-1])
         if self.kind != (settings.cache_kind, settings.window):
@@ -145,7 +145,7 @@ def generate(
         on_text: called with (index of the prompt, text) as text becomes final: complete characters that cannot begin a
             stop string; None at its end.
         kept: a cache to continue from and to leave for the next call; for a single prompt.
-        draft: the model that `settings.draft` names.
+        draft: the model that `settings.draft_model` names.
         timed: receives token timings; for a single batch.
 
     Returns:
@@ -157,7 +157,7 @@ def generate(
 
     Example:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer                             # doctest: +SKIP
-        >>> generate(model, tokenizer, [tokenizer.encode("Once")], Sample(tokens=8))[0].text         # doctest: +SKIP
+        >>> generate(model, tokenizer, [tokenizer.encode("Once")], Sample(max_new_tokens=8))[0].text  # doctest: +SKIP
         ' upon a time, there was a'
     """
     import torch
@@ -167,17 +167,21 @@ def generate(
         raise RunError(f"this model's head is over {pieces} classes: it writes no text; measure it with `preheat eval`")
     assert all(prompts), "a prompt without a token"
     assert kept is None or (cached and len(prompts) == 1)
-    assert (draft is None) == (settings.draft is None), "the model that settings.draft names is opened by the caller"
+    assert (draft is None) == (settings.draft_model is None), (
+        "the model that settings.draft_model names is opened by the caller"
+    )
     alone = patterned(model)
     _require(model, settings, alone, cached, kept)
-    rooms = [min(settings.tokens, positions - len(p)) if positions else settings.tokens for p in prompts]
+    rooms = [
+        min(settings.max_new_tokens, positions - len(p)) if positions else settings.max_new_tokens for p in prompts
+    ]
     assert min(rooms, default=1) > 0, "a prompt that fills the model's positions"
-    batches = list(_batches(rooms, settings.tokens, 1 if alone or settings.speculates else batch))
+    batches = list(_batches(rooms, settings.max_new_tokens, 1 if alone or settings.speculates else batch))
     ordinary = cached and not alone and kept is None
     settings = settled(settings, model, sum(rooms[rows[0]] for rows in batches) if ordinary else 0)
     # One length for all batches: a compiled model recompiles, or records another graph, for each length.
     longest = max((max(len(prompts[row]) for row in rows) + rooms[rows[0]] - 1 for rows in batches), default=0)
-    caches: dict[int, Any] = {}  # of a compiled model, by number of rows
+    caches: dict[int, Cache] = {}  # of a compiled model, by number of rows
     device = next(model.parameters()).device
     texts: list[Written] = []
     devices = [device] if device.type == "cuda" else []
@@ -209,7 +213,7 @@ def generate(
                 caches=caches if settings.compile is True else None,
             )
             for row, text in zip(rows, listeners, strict=True):
-                cut: Ended = "length" if rooms[row] == settings.tokens else "context"
+                cut: Ended = "length" if rooms[row] == settings.max_new_tokens else "context"
                 texts.append(replace(text.finish(cut), compiled=settings.compile is True))
     return texts
 
@@ -266,7 +270,7 @@ def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float
     total = 0.0
     with _writing(model, _attention(model, settings, alone), alone):
         for row in rows.to(model.device):
-            cache: dict[str, Any] = {} if alone else {"past_key_values": make_cache(model.config, settings, len(row))}
+            cache: dict[str, Cache] = {} if alone else {"past_key_values": make_cache(model.config, settings, len(row))}
             logits = model(input_ids=row[None], use_cache=bool(cache), **cache).logits[0, :-1]
             total += float(torch.nn.functional.cross_entropy(logits.float(), row[1:], reduction="sum"))
     return total / (rows.numel() - len(rows))
@@ -299,8 +303,8 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
             ("cache", ("auto", "dynamic")),
             ("compile", ("auto", False)),
             ("window", (None,)),
-            ("draft", (None,)),
-            ("lookup", (None,)),
+            ("draft_model", (None,)),
+            ("prompt_lookup_tokens", (None,)),
         )
         if getattr(settings, name) not in plain
     ]
@@ -400,7 +404,7 @@ def _write(
     draft: PreTrainedModel | None,
     timed: Timed | None,
     longest: int,
-    caches: dict[int, Any] | None,
+    caches: dict[int, Cache] | None,
 ) -> None:
     import torch
     from transformers import CompileConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -419,7 +423,7 @@ def _write(
 
         heard = 1 if encoder else width  # a decoder begins with its start token
 
-        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # type: ignore[override]
+        def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:  # type: ignore[override]
             fresh = input_ids[:, self.heard :].tolist()
             if timed is not None:  # `tolist` has waited for the device
                 timed.at.append(time.perf_counter())
@@ -496,6 +500,6 @@ def _speculation(model: PreTrainedModel, settings: Sample, draft: PreTrainedMode
     if draft is not None:
         proposer = DraftModel(draft, settings.draft_tokens, model.config.get_text_config().vocab_size)
     else:
-        assert settings.lookup is not None
-        proposer = PromptLookup(settings.lookup)
+        assert settings.prompt_lookup_tokens is not None
+        proposer = PromptLookup(settings.prompt_lookup_tokens)
     return functools.partial(speculate, proposer=proposer)

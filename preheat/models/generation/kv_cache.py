@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PretrainedConfig
 
     from preheat.recipe import Sample
@@ -73,7 +74,9 @@ class Int8Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Appends [rows, heads, tokens, width] and returns all that these tokens attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -210,14 +213,14 @@ def cache_attention(window: int | None = None) -> str:
 
 
 def _over_cache(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    **more: Any,
+    **more: object,
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -235,7 +238,7 @@ def _over_cache(
 
 
 def _window_mask(
-    window: int, *, mask_function: Callable[..., Any], local_size: int | None = None, **more: Any
+    window: int, *, mask_function: Callable[..., Tensor], local_size: int | None = None, **more: object
 ) -> Tensor | None:
     from transformers.masking_utils import and_masks, sdpa_mask, sliding_window_overlay
 

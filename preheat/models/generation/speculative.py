@@ -19,7 +19,7 @@ from preheat.models.generation.detokenizer import alike
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import Cache, GenerationConfig, PreTrainedModel
 
 __all__ = ["DraftModel", "PromptLookup", "Proposer", "speculate"]
 
@@ -89,12 +89,12 @@ class DraftModel:
         return proposed
 
 
-def _logits(model: PreTrainedModel, tokens: Sequence[int], cache: Any, *, keep: int) -> Tensor:
+def _logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache, *, keep: int) -> Tensor:
     """Reads tokens into a cache; returns fp32 logits of the last `keep`, [keep, vocabulary]."""
     import torch
 
     ids = torch.tensor([tokens], device=model.device)
-    more: dict[str, Any] = {"logits_to_keep": keep} if model._supports_logits_to_keep() else {}
+    more: dict[str, int] = {"logits_to_keep": keep} if model._supports_logits_to_keep() else {}
     output = model(input_ids=ids, past_key_values=cache, use_cache=True, **more)
     return output.logits[0, -keep:].float()
 

@@ -7,12 +7,16 @@ one module per publisher.
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError, nearest
 from preheat.models.presets import alibaba, google, meta, microsoft, others
 from preheat.models.presets.describe import needs
 from preheat.models.presets.preset import Preset
+
+if TYPE_CHECKING:
+    from preheat.core import Recipe
+
 
 __all__ = ["FREE", "PRESETS", "Preset", "find", "needs", "on_hub", "only_planned", "require_weights"]
 
@@ -96,13 +100,13 @@ def _without_maker(hub: str) -> str:
     return hub.lower().rpartition("/")[2].removeprefix("meta-")
 
 
-def only_planned(recipe: Any) -> bool:
+def only_planned(recipe: Recipe) -> bool:
     """True if the recipe's model is only a configuration, without weights or tokenizer."""
     model = recipe.model
     return model.preset is not None and model.path is None and model.weights != "random"
 
 
-def require_weights(recipe: Any) -> None:
+def require_weights(recipe: Recipe) -> None:
     """Rejects training a preset without weights: silently starting from random ones would not be fine-tuning.
 
     Raises:
@@ -110,6 +114,7 @@ def require_weights(recipe: Any) -> None:
     """
     model = recipe.model
     if only_planned(recipe):
+        assert model.preset is not None
         raise RecipeError(
             f"model.preset: {model.preset} is a configuration without weights: it can be planned, not trained; "
             f"add model.path: {find(model.preset).hub} "

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.models.presets.preset import APACHE, OWN, TIED, Licence, Preset, sizes
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 
 __all__ = ["MODELS"]
 
@@ -12,7 +16,7 @@ _RESEARCH = Licence("Qwen RESEARCH LICENSE, not for commercial use")
 _QWEN = Licence("Qwen LICENSE")
 
 
-def _qwen(kind: str, positions: int, *shape: int, **more: Any) -> dict[str, Any]:
+def _qwen(kind: str, positions: int, *shape: int, **more: object) -> JsonObject:
     return {
         "model_type": kind,
         "vocab_size": 151936,
@@ -27,20 +31,22 @@ def _qwen(kind: str, positions: int, *shape: int, **more: Any) -> dict[str, Any]
     }
 
 
-def _qwen2(size: str, parameters: int, positions: int, *shape: int, licence: Licence = APACHE, **more: Any) -> Preset:
+def _qwen2(
+    size: str, parameters: int, positions: int, *shape: int, licence: Licence = APACHE, **more: object
+) -> Preset:
     hub = f"Qwen/Qwen2.5-{size}"
     return Preset(hub, f"{hub}-Instruct", parameters, "qwen", licence, _qwen("qwen2", positions, *shape, **more))
 
 
-def _qwen3(size: str, parameters: int, *shape: int, kind: str = "qwen3", base: bool = True, **more: Any) -> Preset:
+def _qwen3(size: str, parameters: int, *shape: int, kind: str = "qwen3", base: bool = True, **more: object) -> Preset:
     """Its chat template is its own, with sections for reasoning."""
     hub = f"Qwen/Qwen3-{size}"
     config = _qwen(kind, 32768 if base else 40960, *shape, head_dim=128, **more)
     return Preset(f"{hub}-Base" if base else hub, hub, parameters, OWN, APACHE, config)
 
 
-_LARGE: dict[str, Any] = {"vocab_size": 152064, "rms_norm_eps": 1e-5}
-_EXPERTS: dict[str, Any] = {
+_LARGE: JsonObject = {"vocab_size": 152064, "rms_norm_eps": 1e-5}
+_EXPERTS: JsonObject = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
@@ -51,7 +57,13 @@ _EXPERTS: dict[str, Any] = {
 
 
 def _qwen3_vl(
-    size: str, parameters: int, *shape: int, large: bool = True, kind: str = "qwen3_vl", tied: bool = False, **more: Any
+    size: str,
+    parameters: int,
+    *shape: int,
+    large: bool = True,
+    kind: str = "qwen3_vl",
+    tied: bool = False,
+    **more: object,
 ) -> Preset:
     """Its vision tower is one of two: SigLIP-2's large or so400m."""
     hub = f"Qwen/Qwen3-VL-{size}-Instruct"
@@ -82,7 +94,7 @@ def _qwen3_vl(
     return Preset(hub, hub, parameters, OWN, APACHE, config)
 
 
-_SEEING_EXPERTS: dict[str, Any] = {**_EXPERTS, "kind": "qwen3_vl_moe"}
+_SEEING_EXPERTS: JsonObject = {**_EXPERTS, "kind": "qwen3_vl_moe"}
 
 MODELS = {
     "qwen2.5-0.5b": _qwen2("0.5B", 494_032_768, 32768, 896, 4864, 24, 14, 2, **TIED),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.models.presets.preset import Preset
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 
 __all__ = ["needs"]
 
@@ -54,14 +57,14 @@ def needs(preset: Preset) -> dict[str, str]:
     }
 
 
-def _images(v: Mapping[str, Any] | None) -> str:
+def _images(v: JsonObject | None) -> str:
     if v is None:
         return "not read"
     side = v["patch_size"] * v["spatial_merge_size"]
     return f"read by a tower of {v['depth']} blocks of width {v['hidden_size']:,}, a token for {side} x {side} pixels"
 
 
-def _heads(c: Mapping[str, Any]) -> str:
+def _heads(c: JsonObject) -> str:
     heads = c["num_attention_heads"]
     if "kv_lora_rank" in c:
         return (
@@ -72,11 +75,11 @@ def _heads(c: Mapping[str, Any]) -> str:
     return f"{heads} heads of {size} on {c.get('num_key_value_heads', heads)} key-value heads"
 
 
-def _inner(c: Mapping[str, Any]) -> int:
+def _inner(c: JsonObject) -> int:
     return int(c.get("intermediate_size") or 4 * c["hidden_size"])
 
 
-def _experts(c: Mapping[str, Any]) -> str:
+def _experts(c: JsonObject) -> str:
     count = c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts")
     if not count:
         return "none"
@@ -85,7 +88,7 @@ def _experts(c: Mapping[str, Any]) -> str:
     return f"{count} in a layer, of width {width:,}, {c['num_experts_per_tok']} for a token{shared}"
 
 
-def _rotary(c: Mapping[str, Any]) -> str:
+def _rotary(c: JsonObject) -> str:
     if c["model_type"] in ("gpt2", "bloom"):
         return "none: learned positions" if c["model_type"] == "gpt2" else "none: added to the scores (ALiBi)"
     rope = c.get("rope_scaling") or {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from preheat.models.presets.preset import Licence, Preset, sizes
 
 __all__ = ["MODELS"]
@@ -11,7 +9,7 @@ __all__ = ["MODELS"]
 _LICENCE = Licence("Gemma Terms of Use", "accept them on the model's page, then `hf auth login`")
 
 
-def _gemma(release: str, size: str, parameters: int, *shape: int, **more: Any) -> Preset:
+def _gemma(release: str, size: str, parameters: int, *shape: int, **more: object) -> Preset:
     config = {
         "model_type": "gemma2" if release == "2" else "gemma3_text",
         **sizes(*shape),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from preheat.models.presets.preset import OWN, TIED, Licence, Preset, sizes
 
 __all__ = ["MODELS"]
@@ -32,7 +30,7 @@ def _llama2(size: str, parameters: int, *shape: int) -> Preset:
     return Preset(f"{hub}-hf", f"{hub}-chat-hf", parameters, OWN, _licence("2"), config)
 
 
-def _llama3(release: str, size: str, parameters: int, factor: float | None, *shape: int, **more: Any) -> Preset:
+def _llama3(release: str, size: str, parameters: int, factor: float | None, *shape: int, **more: object) -> Preset:
     rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     longer = {"rope_scaling": {**rope, "original_max_position_embeddings": 8192}} if factor else {}
     config = {

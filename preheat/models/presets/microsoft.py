@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.models.presets.preset import MIT, OWN, TIED, Preset, sizes
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 
 __all__ = ["MODELS"]
 
@@ -30,7 +34,7 @@ _PHI4_LONG = (
 # fmt: on
 
 
-def _phi3(hub: str, parameters: int, template: str, *shape: int, positions: int, **more: Any) -> Preset:
+def _phi3(hub: str, parameters: int, template: str, *shape: int, positions: int, **more: object) -> Preset:
     config = {
         "model_type": "phi3",
         **sizes(*shape),
@@ -43,7 +47,7 @@ def _phi3(hub: str, parameters: int, template: str, *shape: int, positions: int,
     return Preset(f"microsoft/{hub}", f"microsoft/{hub}", parameters, template, MIT, config)
 
 
-def _long(short: tuple[float, ...], long: tuple[float, ...]) -> dict[str, Any]:
+def _long(short: tuple[float, ...], long: tuple[float, ...]) -> JsonObject:
     factors = {"type": "longrope", "short_factor": list(short), "long_factor": list(long)}
     return {"positions": 131072, "sliding_window": 262144, "rope_scaling": factors}
 
@@ -59,15 +63,15 @@ _PHI2 = {
     "bos_token_id": 50256,
     "eos_token_id": 50256,
 }
-_PHI3: dict[str, Any] = {"vocab_size": 32064, "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000}
-_SHORT: dict[str, Any] = {"positions": 4096, "sliding_window": 2047}
-_PHI4: dict[str, Any] = {
+_PHI3: JsonObject = {"vocab_size": 32064, "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000}
+_SHORT: JsonObject = {"positions": 4096, "sliding_window": 2047}
+_PHI4: JsonObject = {
     "vocab_size": 100352,
     "rope_theta": 250000.0,
     "sliding_window": None,
     "original_max_position_embeddings": 16384,
 }
-_PHI4_MINI: dict[str, Any] = {
+_PHI4_MINI: JsonObject = {
     "vocab_size": 200064,
     "partial_rotary_factor": 0.75,
     "bos_token_id": 199999,

@@ -8,9 +8,13 @@ GPT-2's dropout is left out: its 0.1 is for many epochs over little text, and fu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.models.presets.preset import APACHE, MIT, OWN, Licence, Preset, sizes
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 
 __all__ = ["MODELS"]
 
@@ -18,7 +22,7 @@ _BIG = Licence("BigScience RAIL License")
 _DEEPSEEK = Licence("DeepSeek Model License")
 
 
-def _mistral(release: str, parameters: int, **more: Any) -> Preset:
+def _mistral(release: str, parameters: int, **more: object) -> Preset:
     hub = "mistralai/Mistral-7B-"
     config = {
         "model_type": "mistral",
@@ -92,7 +96,7 @@ def _bloom(hub: str, parameters: int, width: int, layers: int, heads: int) -> Pr
     return Preset(f"bigscience/{hub}", f"bigscience/{hub.replace('bloom', 'bloomz')}", parameters, "none", _BIG, config)
 
 
-def _deepseek(hub: str, chat: str, parameters: int, *shape: int, kind: str = "deepseek_v2", **more: Any) -> Preset:
+def _deepseek(hub: str, chat: str, parameters: int, *shape: int, kind: str = "deepseek_v2", **more: object) -> Preset:
     config = {
         "model_type": kind,
         **sizes(*shape),
@@ -108,13 +112,13 @@ def _deepseek(hub: str, chat: str, parameters: int, *shape: int, kind: str = "de
     return Preset(f"deepseek-ai/{hub}", f"deepseek-ai/{chat}", parameters, OWN, licence, config)
 
 
-def _experts(count: int, chosen: int, shared: int, width: int, dense: int) -> dict[str, Any]:
+def _experts(count: int, chosen: int, shared: int, width: int, dense: int) -> JsonObject:
     """`dense`: number of first layers without experts."""
     chosen_of = {"n_routed_experts": count, "num_experts_per_tok": chosen, "n_shared_experts": shared}
     return {**chosen_of, "moe_intermediate_size": width, "first_k_dense_replace": dense}
 
 
-_V2: dict[str, Any] = {"vocab_size": 102400, "rope_theta": 10000.0}
+_V2: JsonObject = {"vocab_size": 102400, "rope_theta": 10000.0}
 _LITE, _WHOLE, _V3 = _experts(64, 6, 2, 1408, 1), _experts(160, 6, 2, 1536, 1), _experts(256, 8, 1, 2048, 3)
 
 MODELS = {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 
 __all__ = ["APACHE", "MIT", "OWN", "TIED", "Licence", "Preset", "sizes"]
 
 OWN = "its tokenizer's own"
-TIED: dict[str, Any] = {"tie_word_embeddings": True}
+TIED: JsonObject = {"tie_word_embeddings": True}
 
 
 @dataclass(frozen=True)
@@ -49,18 +52,18 @@ class Preset:
     parameters: int
     template: str
     licence: Licence
-    config: Mapping[str, Any]
+    config: JsonObject
 
     @property
-    def text(self) -> Mapping[str, Any]:
+    def text(self) -> JsonObject:
         """The text part of `config`; all of it for text models."""
-        config: Mapping[str, Any] = self.config.get("text_config", self.config)
+        config: JsonObject = self.config.get("text_config", self.config)
         return config
 
 
 def sizes(
-    width: int, feed_forward: int, layers: int, heads: int, kv_heads: int | None = None, **more: Any
-) -> dict[str, Any]:
+    width: int, feed_forward: int, layers: int, heads: int, kv_heads: int | None = None, **more: object
+) -> JsonObject:
     """Keys of config.json; `more` adds others. Families without grouped-query attention have no `kv_heads`."""
     grouped = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
     return {

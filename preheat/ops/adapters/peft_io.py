@@ -14,19 +14,27 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault, finite
-from preheat.ops.adapters.peft_layers import base_of, draw, inject, names_of, own_of, parameters_of
+from preheat.ops.adapters.peft_layers import adapter_tensors, base_of, draw, inject, names_of, parameters_of
 from preheat.ops.adapters.tied_head import TiedHead, pair_of
-from preheat.ops.distributed.dtensor_utils import local, share_of
+from preheat.ops.distributed.dtensor_utils import local, local_shard
 from preheat.sanitize import quoted
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from preheat.core.json_types import JsonObject
+
+
 __all__ = ["BASE", "AdapterFolder", "begin", "put_in", "read_folder"]
+
+T = TypeVar("T")
 
 BASE = "preheat_base.json"
 _FILE, _PICKLES = "adapter_model.safetensors", ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
@@ -94,8 +102,8 @@ class AdapterFolder:
     """
 
     path: Path
-    config: Any
-    written: Mapping[str, Any]
+    config: PeftConfig
+    written: JsonObject
     knob: str
 
     @property
@@ -156,7 +164,7 @@ class AdapterFolder:
                 "base_model_name_or_path in its adapter_config.json"
             )
 
-    def agrees(self, ours: Any, called: Mapping[str, str]) -> None:
+    def agrees(self, ours: PeftConfig, called: Mapping[str, str]) -> None:
         """Rejects an adapter whose settings differ from the recipe's.
 
         Args:
@@ -218,7 +226,9 @@ class AdapterFolder:
         for name in names_of(model):  # peft saves an adapted embedding together with its adapter
             base: Any = base_of(model, name)
             value = theirs.get(f"{name}.base_layer.weight")
-            if value is not None and not torch.equal(share_of(value, base.weight).to(base.weight), local(base.weight)):
+            if value is not None and not torch.equal(
+                local_shard(value, base.weight).to(base.weight), local(base.weight)
+            ):
                 raise self.fault(
                     f"holds other values of {name} than its base; merge it with peft and name the merged model"
                 )
@@ -300,7 +310,7 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
 def begin(
     weights: Weights,
     model: nn.Module,
-    config: Any,
+    config: PeftConfig,
     names: list[str],
     *,
     start: str | None,
@@ -358,7 +368,7 @@ def _last(name: str) -> str:
 def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the adapters' own tensors by their names in peft's files."""
     for name in names_of(model):
-        for key, tensor in own_of(model.get_submodule(name)):
+        for key, tensor in adapter_tensors(model.get_submodule(name)):
             short = re.sub(r"\.default(?=\.|$)", "", key)
             yield f"{name}.{'lora_magnitude_vector' if short.startswith('lora_magnitude_vector') else short}", tensor
 
@@ -379,5 +389,5 @@ def _matches(theirs: str, ours: str) -> bool:
     return theirs == ours or ("." not in theirs and ours.endswith(f".{theirs}"))
 
 
-def _find(theirs: Mapping[str, Any], ours: str) -> Any:
+def _find(theirs: Mapping[str, T], ours: str) -> T | None:
     return theirs[ours] if ours in theirs else theirs.get(ours.rpartition(".")[2])

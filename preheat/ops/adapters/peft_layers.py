@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,12 @@ from preheat.ops.grouped_mm import ADAPTER
 from preheat.ops.memory.selective_checkpoint import keeps_results
 from preheat.ops.quantization.nf4 import PackedMap, unpack_
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from preheat.ops.autograd_context import AutogradContext
+
+
 __all__ = [
     "add_product",
     "added_linear",
@@ -30,15 +36,15 @@ __all__ = [
     "inject",
     "merge",
     "names_of",
-    "own_of",
+    "adapter_tensors",
     "parameters_of",
-    "shares",
+    "parameter_counts",
     "under_autocast",
-    "without",
+    "adapters_disabled",
 ]
 
 
-def inject(model: nn.Module, config: Any) -> list[str]:
+def inject(model: nn.Module, config: PeftConfig) -> list[str]:
     """Injects peft's adapters into the layers of `config.target_modules` and freezes the rest, in place and also on
     meta.
 
@@ -94,7 +100,7 @@ def _tie_head(model: nn.Module) -> None:
         tie(head, embedding)
 
 
-def _inject(model: nn.Module, config: Any, *, part: bool = False) -> None:
+def _inject(model: nn.Module, config: PeftConfig, *, part: bool = False) -> None:
     """As peft's `inject_adapter_in_model`, which rejects tensors common to all layers (VeRA's projections); here each
     layer holds them as its own buffers.
 
@@ -197,14 +203,14 @@ class _Added(torch.autograd.Function):
     """`add_product` in place."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, small: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, result: Tensor, small: Tensor, up: Tensor) -> Tensor:
         ctx.mark_dirty(result)
         ctx.save_for_backward(small, up)
         result.view(-1, result.shape[-1]).addmm_(small.reshape(-1, small.shape[-1]), up.t())
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         small, up = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         by_small = torch.mm(rows, up).view(small.shape) if ctx.needs_input_grad[1] else None
@@ -233,16 +239,16 @@ def base_of(model: nn.Module, name: str) -> Any:
 
 def parameters_of(model: nn.Module, names: list[str]) -> str:
     """Returns a regular expression that matches the adapters' own parameters and buffers."""
-    own = {key for name in names for key, _ in own_of(model.get_submodule(name))}
+    own = {key for name in names for key, _ in adapter_tensors(model.get_submodule(name))}
     return r"\.(" + "|".join(sorted(re.escape(key.partition(".")[0]) for key in own)) + r")(\.|$)"
 
 
-def own_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def adapter_tensors(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Returns the parameters and buffers of an adapted module without those of its base."""
     return [(k, t) for k, t in (*layer.named_parameters(), *layer.named_buffers()) if not k.startswith("base_layer.")]
 
 
-def draw(model: nn.Module, config: Any, names: list[str]) -> None:
+def draw(model: nn.Module, config: PeftConfig, names: list[str]) -> None:
     """Initializes adapters as peft does, in place, once the base weights are loaded.
 
     Lets peft recreate each module over an fp32 copy of the base, so that values derived from the base (DoRA's
@@ -255,7 +261,7 @@ def draw(model: nn.Module, config: Any, names: list[str]) -> None:
         _draw(model, config, group, in_fp32=not shared)
 
 
-def _draw(model: nn.Module, config: Any, names: list[str], *, in_fp32: bool) -> None:
+def _draw(model: nn.Module, config: PeftConfig, names: list[str], *, in_fp32: bool) -> None:
     alone: nn.Module = nn.Module()  # contains only the adapted modules' bases, under their names
     alone.config = getattr(model, "config", None) or {"model_type": "custom"}  # type: ignore[assignment]
     bases: dict[str, tuple[Any, Any]] = {}
@@ -274,15 +280,15 @@ def _draw(model: nn.Module, config: Any, names: list[str], *, in_fp32: bool) -> 
     _inject(alone, config, part=True)
     with torch.no_grad():
         for name, (base, full) in bases.items():
-            values = dict(own_of(alone.get_submodule(name)))
-            for key, target in own_of(model.get_submodule(name)):
+            values = dict(adapter_tensors(alone.get_submodule(name)))
+            for key, target in adapter_tensors(model.get_submodule(name)):
                 target.copy_(values[key])
             if full is not base:
                 base.weight.copy_(full.weight)
 
 
 @contextmanager
-def without(model: nn.Module) -> Iterator[None]:
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Context manager that disables a model's adapters, in place.
 
     Sets peft's flag on each layer directly, since `enable_adapters` would also toggle requires_grad.
@@ -349,7 +355,7 @@ def merge(model: nn.Module) -> int:
     return len(names) + merge_pairs(model)
 
 
-def shares(model: nn.Module) -> tuple[int, int]:
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
     """Returns the numbers of trained and of all weights; counts 4-bit weights as weights, not bytes."""
     total = sum(p.numel() for p in model.parameters())
     for module in model.modules():

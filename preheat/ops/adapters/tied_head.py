@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from preheat.ops.distributed.dtensor_utils import whole
+from preheat.ops.distributed.dtensor_utils import full_tensor
 
 __all__ = ["Pair", "TiedHead", "pair_of", "tie", "untie"]
 
@@ -45,7 +45,7 @@ class TiedHead(nn.Linear):
             return None
         (name,) = embedding.active_adapters
         down, up = embedding.lora_embedding_B[name], embedding.lora_embedding_A[name]
-        return Pair(whole(down), whole(up), embedding.scaling[name])
+        return Pair(full_tensor(down), full_tensor(up), embedding.scaling[name])
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits, pair = super().forward(hidden), self.pair()

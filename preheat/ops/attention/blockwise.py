@@ -181,6 +181,7 @@ def _backward(
     grad_q = torch.empty_like(q)
     # Many blocks add to the same keys, so accumulate in fp32.
     grad_k, grad_v = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
+    # Probabilities are computed again instead of saved, so that memory stays linear in the length.
     tiles = _Tiles(q, k, mask, scale, softcap, backward=True)
     scratch = torch.empty_like(tiles.buffer)
     for heads, queries, keys, block, near, probs, bent in tiles:
@@ -192,6 +193,7 @@ def _backward(
         torch.bmm(slope, _of(v, heads, keys).transpose(1, 2), out=scores)
         torch.ops.aten._softmax_backward_data.out(scores, probs, -1, probs.dtype, grad_input=scores)
         if bent is not None:
+            # d tanh(x) / dx = 1 - tanh(x)^2; the cap and its inverse cancel.
             scores.mul_(bent.square_().neg_().add_(1))
         into = grad_q[heads, :, queries]
         into.copy_(torch.bmm(scores, near).mul_(scale).view(into.shape))

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from preheat.core import MaskSpec
 from preheat.ops.attention.blockwise import blocked_attention, blocked_passes
 from preheat.ops.attention.per_document import Documents, Passes, forward, gradients
 from preheat.ops.attention.sdpa import sdpa_attention, sdpa_has_passes, sdpa_passes
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = ["OpaqueAttention", "OpaqueMask"]
 
@@ -36,7 +40,7 @@ class _Known(NamedTuple):
 
 
 # All other kernels rerun forward in the backward pass.
-_KNOWN: dict[Any, _Known] = {
+_KNOWN: dict[Callable[..., Tensor], _Known] = {
     blocked_attention: _Known(blocked_passes, False, lambda *_, **__: True),
     sdpa_attention: _Known(sdpa_passes, True, sdpa_has_passes),
 }
@@ -96,6 +100,7 @@ class OpaqueAttention:
         if torch.is_autocast_enabled(q.device.type):  # as autocast does for torch's own attention
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        # Decided before the operator: its fake version must know how much it saves.
         known, _ = self._known(q)
         keeps = known is not None and known.statistics
         settings = (self.number, mask.causal, mask.window or 0, mask.global_tokens, scale, softcap or 0.0, keeps)
@@ -138,6 +143,7 @@ class OpaqueAttention:
         if known is not None:
             passes, documents = known.passes(q, k, v, mask, scale, **more, **_capped(softcap))
             return gradients(passes, grad, q, k, v, *saved, documents=documents)
+        # An operator runs below autograd, so the kernel is run again here to differentiate it.
         with torch.enable_grad():
             q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
             return torch.autograd.grad(self.kernel(q, k, v, mask, scale, **_capped(softcap)), (q, k, v), grad)
@@ -237,14 +243,15 @@ def _(
     return a, b, c
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # The log-sum-exp has no gradient, and none is allocated for it.
     ctx.set_materialize_grads(False)
     *settings, keeps = inputs[4:]
     ctx.save_for_backward(*inputs[:4], *(output if keeps else ()))
     ctx.settings = settings
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: AutogradContext, grad: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 11
     q, k, v, documents, *saved = ctx.saved_tensors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -16,7 +15,7 @@ from preheat.ops.attention.varlen import bounds_of
 __all__ = ["flash_package_attention"]
 
 
-def _varlen(version: int) -> Callable[..., Any]:
+def _varlen(version: int) -> Callable[..., Tensor | tuple[Tensor, ...]]:
     if version == 2:
         from flash_attn import flash_attn_varlen_func
     else:

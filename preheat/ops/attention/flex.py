@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
 
     first = torch.arange(0, length, _BLOCK, device=device)
     last = (first + _BLOCK - 1).clamp(max=length - 1)
-    some: Any = torch.ones(len(starts), len(first), len(first), dtype=torch.bool, device=device)
+    some: Tensor = torch.ones(len(starts), len(first), len(first), dtype=torch.bool, device=device)
     # A block that the end of the row truncates never counts as full.
     complete = last - first == _BLOCK - 1
     every = some & complete[:, None] & complete[None, :]
@@ -71,7 +70,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 

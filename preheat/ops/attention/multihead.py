@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,10 @@ from preheat.core import MaskSpec
 from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.sdpa import in_compute_dtype, packed, sdpa_attention, sees, starts_of
 from preheat.ops.attention.varlen import varlen_serves
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = [
     "BLOCKS_UP_TO",
@@ -35,8 +39,10 @@ def best_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float
     """Computes attention by the fastest kernel for these tensors and this mask; none materializes the scores."""
     length, half = q.shape[2], q.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(q.device.type)
     cuda = q.device.type != "cpu"
+    # Of these kernels, only blocks and the variable-length one skip what lies outside of a window.
     if mask.window is not None and mask.window < length and not (cuda and half and varlen_serves(q, k, v, mask)):
         return blocked_attention(q, k, v, mask, scale)
+    # Flash takes half precision only; the memory-efficient kernel also takes fp32.
     if cuda:
         return sdpa_attention(q, k, v, mask, scale, kernel="flash" if half else "efficient")
     return (blocked_attention if half and length <= BLOCKS_UP_TO else sdpa_attention)(q, k, v, mask, scale)
@@ -79,7 +85,7 @@ def attention_in_chunks(
         raise ValueError(f"causal attention of {length} queries on {total} keys: say in a bias where the queries stand")
     q, k, v = in_compute_dtype(q, k, v)
     if queries >= length:
-        return next(_pieces(q, k, mask, scale, dropout, queries))[3](q, k, v, bias)
+        return next(_chunks(q, k, mask, scale, dropout, queries))[3](q, k, v, bias)
     return _Chunks.apply(q, k, v, bias, mask, scale, dropout, queries)
 
 
@@ -92,7 +98,7 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -108,7 +114,7 @@ class _Chunks(torch.autograd.Function):
         # One RNG state for all chunks: backward draws in the same order.
         ctx.drawn = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, ctx.devices)] if dropout else []
         out = q.new_empty(*q.shape[:3], v.shape[-1])
-        for begin, end, keys, piece in _pieces(q, k, *ctx.settings):
+        for begin, end, keys, piece in _chunks(q, k, *ctx.settings):
             out[:, :, begin:end] = piece(
                 q[:, :, begin:end], k[:, :, :keys], v[:, :, :keys], _part(bias, begin, end, keys)
             )
@@ -116,25 +122,32 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias = ctx.saved_tensors
         learned = bias is not None and ctx.needs_input_grad[3]
-        totals: list[Any] = [
+        # fp32 at least: every chunk of queries adds to the gradients of the same keys and values.
+        totals: list[Tensor] = [
             torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
             for t in (q, k, v, *([bias] * learned))
         ]
+        # Forked, so that drawing again in backward does not move the generators that later layers use.
         with torch.random.fork_rng(ctx.devices, enabled=bool(ctx.drawn)):
             if ctx.drawn:
                 torch.set_rng_state(ctx.drawn[0])
                 for state, device in zip(ctx.drawn[1:], ctx.devices, strict=True):
                     torch.cuda.set_rng_state(state, device)
-            for begin, end, keys, piece in _pieces(q, k, *ctx.settings):
+            for begin, end, keys, piece in _chunks(q, k, *ctx.settings):
 
                 def cut(
-                    q: Tensor, k: Tensor, v: Tensor, bias: Any = None, at: tuple[int, int, int] = (begin, end, keys)
+                    q: Tensor,
+                    k: Tensor,
+                    v: Tensor,
+                    bias: Tensor | None = None,
+                    at: tuple[int, int, int] = (begin, end, keys),
                 ) -> list[Any]:
                     return [q[:, :, at[0] : at[1]], k[:, :, : at[2]], v[:, :, : at[2]], _part(bias, *at)]
 
+                # Detached, so that autograd differentiates this chunk alone and frees its scores before the next one.
                 inputs: list[Any] = [t if t is None else t.detach() for t in cut(q, k, v, bias)]
                 wanted = [t.requires_grad_() for t in inputs[: 3 + learned]]
                 with torch.enable_grad():
@@ -146,7 +159,7 @@ class _Chunks(torch.autograd.Function):
         return (*back, *[None] * (8 - len(back)))
 
 
-def _pieces(
+def _chunks(
     q: Tensor, k: Tensor, mask: MaskSpec, scale: float, dropout: float, queries: int
 ) -> Iterator[tuple[int, int, int, Callable[..., Tensor]]]:
     """Yields (first query, end, number of visible keys, attention function) of each chunk."""
@@ -154,7 +167,7 @@ def _pieces(
     starts = starts_of(mask, total, q.device) if mask.documents is not None or mask.global_tokens else None
     for begin in range(0, length, queries):
         end = min(begin + queries, length)
-        piece = functools.partial(_piece, mask=mask, scale=scale, dropout=dropout, starts=starts, begin=begin)
+        piece = functools.partial(_chunk, mask=mask, scale=scale, dropout=dropout, starts=starts, begin=begin)
         # The tensors already have their dtype, and backward runs without autocast.
         with torch.autocast(q.device.type, enabled=False):
             yield begin, end, end if mask.causal else total, piece
@@ -167,7 +180,7 @@ def _part(bias: Tensor | None, begin: int, end: int, keys: int) -> Tensor | None
     return bias if bias.shape[-1] == 1 else bias[..., :keys]
 
 
-def _piece(
+def _chunk(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -186,12 +199,13 @@ def _piece(
         torch.matmul(q.reshape(rows, shared, -1, q.shape[3]), k.transpose(-1, -2)).view(rows, heads, n, keys) * scale
     )
     i, j = torch.arange(begin, begin + n, device=q.device)[:, None], torch.arange(keys, device=q.device)[None, :]
-    where: tuple[Any, ...] = (
+    where: tuple[Tensor, ...] = (
         () if starts is None else (starts[:, None, begin : begin + n, None], starts[:, None, None, :keys])
     )
     scores = scores.masked_fill(~sees(mask, i, j, *where), float("-inf"))
     if bias is not None:
         scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
+    # A query that sees no key (padding, for example) gives 0.
     seeing = scores.detach().amax(-1, keepdim=True) > float("-inf")
     # A row of -inf would give NaN, also in the gradient: clamp to the lowest number and zero the result.
     scores = scores.clamp(min=torch.finfo(scores.dtype).min)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 import torch
@@ -12,6 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from preheat.hardware.transfers import to_device
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = ["Documents", "Passes", "attend", "by_document", "forward", "gradients"]
 
@@ -74,7 +78,9 @@ def gradients(
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Passes, documents: Documents | None) -> Tensor:
+    def forward(
+        ctx: AutogradContext, q: Tensor, k: Tensor, v: Tensor, kernel: Passes, documents: Documents | None
+    ) -> Tensor:
         ctx.kernel, ctx.documents = kernel, documents
         results = forward(kernel, q, k, v, documents)
         ctx.save_for_backward(q, k, v, *(results if kernel.statistics else ()))
@@ -82,7 +88,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return *gradients(ctx.kernel, grads[0], *ctx.saved_tensors, documents=ctx.documents), None, None
 
 
@@ -125,18 +131,19 @@ class _Arrange(torch.autograd.Function):
     """Gathers rows of x [n, ...] by `there` (-1: zeros); the gradient gathers by the inverse `back`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(there, back)
         return _take(x, there)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None, None]:
         _, back = ctx.saved_tensors
         return _take(grads[0].contiguous(), back), None, None
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
     empty = index < 0
+    # Reads token 0 for padding and multiplies it by 0: selecting rows by a mask would wait for the device.
     out = x.index_select(0, index.clamp(min=0))
     return out.mul_((~empty).to(out.dtype).view(-1, *[1] * (x.ndim - 1)))
 
@@ -156,6 +163,7 @@ def _arrangement(documents: Documents) -> tuple[list[tuple[int, int]], numpy.nda
         there: for each position of the concatenated groups its token, or -1 for padding.
         back: for each token its position in the groups.
     """
+    # All rows have the same length, whatever their documents.
     length = sum(documents[0])
     by_length: dict[int, list[numpy.ndarray]] = {}
     for row, cuts in enumerate(documents):

@@ -88,6 +88,7 @@ def reference_attention(
     Args:
         softcap: caps scores as softcap * tanh(score / softcap), as in Gemma 2.
     """
+    # Grouped-query attention: each key/value head serves this many query heads.
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)

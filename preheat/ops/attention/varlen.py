@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
@@ -21,6 +21,10 @@ from torch.utils.flop_counter import register_flop_formula
 from preheat.core import MaskSpec
 from preheat.hardware.transfers import to_device
 from preheat.ops.attention.per_document import Documents, Passes
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = ["Bounds", "attend_varlen", "bounds_of", "varlen_attention", "varlen_passes", "varlen_serves"]
 
@@ -123,7 +127,7 @@ def _rows(t: Tensor, rows: int) -> Tensor:
     return t.contiguous().view(rows, -1, *t.shape[1:]).transpose(1, 2)
 
 
-def _arguments(is_causal: bool, window: int, scale: float) -> tuple[bool, dict[str, Any]]:
+def _arguments(is_causal: bool, window: int, scale: float) -> tuple[bool, dict[str, float]]:
     """Returns the kernel's mask arguments: visible tokens to the left and right, without itself; -1: no limit."""
     left = window - 1 if window else -1
     right = (0 if is_causal else left) if window else -1
@@ -234,15 +238,17 @@ def _(
     return _empty(q, q.shape[3]), _empty(k, k.shape[3]), _empty(v, v.shape[3])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # The log-sum-exp has no gradient: without this, autograd would allocate zeros for it.
     ctx.set_materialize_grads(False)
     q, k, v, offsets, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output, offsets)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: AutogradContext, grad: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 9
+    # The kernel's own buffers are invisible to a dry run, so these stand for them while the fake kernel runs.
     scratch = _scratch(*ctx.saved_tensors) if isinstance(grad, FakeTensor) else None
     grads = varlen_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
     del scratch
@@ -267,19 +273,31 @@ def _scratch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets:
     return buffers
 
 
-def _flops(q: Any, v: Any, pairs: int) -> int:
+def _flops(q: torch.Size, v: torch.Size, pairs: int) -> int:
     return int(2 * q[1] * pairs * (q[3] + v[3]))
 
 
 @register_flop_formula(torch.ops.preheat.varlen_attention)
-def _forward_flops(q: Any, k: Any, v: Any, offsets: Any, longest: int, pairs: int, *_: Any, **__: Any) -> int:
+def _forward_flops(
+    q: torch.Size, k: object, v: torch.Size, offsets: object, longest: int, pairs: int, *_: object, **__: object
+) -> int:
     """Counts FLOPs per document as if attention were not causal, as torch does."""
     return _flops(q, v, pairs)
 
 
 @register_flop_formula(torch.ops.preheat.varlen_attention_backward)
 def _backward_flops(
-    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, offsets: Any, longest: int, pairs: int, *_: Any, **__: Any
+    grad: object,
+    q: torch.Size,
+    k: object,
+    v: torch.Size,
+    out: object,
+    lse: object,
+    offsets: object,
+    longest: int,
+    pairs: int,
+    *_: object,
+    **__: object,
 ) -> int:
     return _flops(q, v, pairs) * 5 // 2
 
@@ -287,14 +305,14 @@ def _backward_flops(
 # --- CPU implementation of the operators
 
 
-def _places(offsets: Tensor, length: int) -> Iterator[tuple[slice, slice]]:
+def _document_positions(offsets: Tensor, length: int) -> Iterator[tuple[slice, slice]]:
     """Yields the row and positions of each document."""
     for begin, end in itertools.pairwise(offsets.numpy().tolist()):
         row = begin // length
         yield slice(row, row + 1), slice(begin - row * length, end - row * length)
 
 
-def _hidden(q: Tensor, n: int, is_causal: bool, window: int) -> dict[str, Any]:
+def _hidden(q: Tensor, n: int, is_causal: bool, window: int) -> dict[str, Tensor]:
     """Returns the mask tensor by which torch's CPU kernel gets a window."""
     if not window or window >= n:
         return {}
@@ -308,7 +326,7 @@ def _by_document(
 ) -> tuple[Tensor, Tensor]:
     (rows, heads, length, _), one = q.shape, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = _empty(q, v.shape[3]), q.new_empty(heads, rows, length, dtype=_statistics(q)).transpose(0, 1)
-    for row, span in _places(offsets, length):
+    for row, span in _document_positions(offsets, length):
         mask = _hidden(q, span.stop - span.start, is_causal, window)
         parts = one(q[row, :, span], k[row, :, span], v[row, :, span], 0.0, is_causal and not mask, scale=scale, **mask)
         out[row, :, span], lse[row, :, span] = parts
@@ -329,7 +347,7 @@ def _by_document_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     a, b, c = (_empty(t, t.shape[3]) for t in (q, k, v))
-    for row, span in _places(offsets, q.shape[2]):
+    for row, span in _document_positions(offsets, q.shape[2]):
         mask = _hidden(q, span.stop - span.start, is_causal, window)
         cut = (t[row, :, span] for t in (grad, q, k, v, out, lse))
         a[row, :, span], b[row, :, span], c[row, :, span] = one(*cut, 0.0, is_causal and not mask, scale=scale, **mask)

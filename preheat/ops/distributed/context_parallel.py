@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -22,17 +22,23 @@ from preheat.hardware.transfers import to_device
 from preheat.ops.attention.sdpa import in_compute_dtype
 from preheat.ops.losses.cross_entropy import IGNORED
 
-__all__ = ["cut_rows", "landed", "padded", "places_of", "row_length", "ulysses_attention", "ulysses_bytes"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from preheat.ops.autograd_context import AutogradContext
 
 
-def places_of(length: int, degree: int, rank: int, *, zigzag: bool) -> numpy.ndarray:
+__all__ = ["cut_rows", "landed", "padded", "local_positions", "row_length", "ulysses_attention", "ulysses_bytes"]
+
+
+def local_positions(length: int, degree: int, rank: int, *, zigzag: bool) -> numpy.ndarray:
     """Returns the positions of a row that a rank holds, in its order.
 
     Args:
         length: length of the full row, a multiple of `degree` (of twice that with `zigzag`).
 
     Example:
-        >>> places_of(8, 2, 0, zigzag=True).tolist(), places_of(8, 2, 1, zigzag=False).tolist()
+        >>> local_positions(8, 2, 0, zigzag=True).tolist(), local_positions(8, 2, 1, zigzag=False).tolist()
         ([0, 1, 6, 7], [4, 5, 6, 7])
     """
     pieces = numpy.arange(length).reshape(2 * degree if zigzag else degree, -1)
@@ -69,11 +75,13 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
             raise ValueError(
                 f"rows of {length} places cannot be cut in equal pieces for {degree} devices, nor padded unseen"
             )
+        # The last document grows by the padding, so that lengths still add up to the row's.
         documents = tuple((*row[:-1], row[-1] + more) for row in documents)
         # Repeats the last position: a table of learned positions may end here.
         tokens, positions = (torch.cat([t, t[:, -1:].expand(rows, more)], dim=1) for t in (tokens, positions))
         labels = torch.cat([labels, labels.new_full((rows, more), IGNORED)], dim=1)
-    places = to_device(places_of(length + more, degree, rank, zigzag=zigzag), tokens.device)
+    # One index for tokens, labels and positions: with zigzag a shard is not contiguous.
+    places = to_device(local_positions(length + more, degree, rank, zigzag=zigzag), tokens.device)
     tokens, labels, positions = (t.index_select(1, places) for t in (tokens, labels, positions))
     return replace(
         batch, tokens=tokens, labels=labels, positions=positions, mask=replace(batch.mask, documents=documents)
@@ -91,24 +99,25 @@ class _AllToAll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return landed(collectives.all_to_all_single(x.contiguous(), None, None, group))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None]:
         return landed(collectives.all_to_all_single(grads[0].contiguous(), None, None, ctx.group)), None
 
 
-def _heads_for_places(tensors: Sequence[Tensor], group: Any, degree: int) -> list[Tensor]:
+def _split_heads_gather_positions(tensors: Sequence[Tensor], group: ProcessGroup, degree: int) -> list[Tensor]:
     """Converts each [rows, heads, places, dim] to [rows, heads / degree, places * degree, dim] in one all-to-all."""
     shapes = [(t.shape[0], t.shape[1] // degree, *t.shape[2:]) for t in tensors]
+    # Queries, keys and values travel in one message, though keys and values may have fewer heads.
     flat = [t.unflatten(1, (degree, -1)).movedim(1, 0).flatten(1) for t in tensors]
     received = _AllToAll.apply(torch.cat(flat, dim=1), group).split([f.shape[1] for f in flat], dim=1)
     return [c.view(degree, *shape).movedim(0, 2).flatten(2, 3) for c, shape in zip(received, shapes, strict=True)]
 
 
-def _places_for_heads(t: Tensor, group: Any, degree: int) -> Tensor:
+def _split_positions_gather_heads(t: Tensor, group: ProcessGroup, degree: int) -> Tensor:
     """Inverse of `_heads_for_places`: [rows, heads / degree, places * degree, dim] -> [rows, heads, places, dim]."""
     return _AllToAll.apply(t.unflatten(2, (degree, -1)).movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
 
@@ -118,7 +127,7 @@ def _copies(shared: int, degree: int) -> int:
     return math.lcm(shared, degree) // shared
 
 
-def ulysses_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[..., Tensor]:
+def ulysses_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Callable[..., Tensor]:
     """Returns Ulysses attention: a kernel of full rows applied to sequence-sharded rows, each rank with its heads.
 
     One all-to-all gives each rank all positions of its heads, another returns the results to their positions. If there
@@ -134,15 +143,16 @@ def ulysses_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[...
     """
     degree = dist.get_world_size(group)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, **more: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, **more: object) -> Tensor:
         heads, shared = q.shape[1], k.shape[1]
         if heads % degree:
             raise ValueError(f"{heads} heads cannot be shared out among {degree} devices")
         q, k, v = in_compute_dtype(q, k, v)
+        # The all-to-all gives all ranks equally many heads, so key/value heads are repeated until they divide.
         if (copies := _copies(shared, degree)) > 1:
             k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
-        out = kernel(*_heads_for_places((q, k, v), group, degree), mask, scale, **more)
-        return _places_for_heads(out, group, degree)
+        out = kernel(*_split_heads_gather_positions((q, k, v), group, degree), mask, scale, **more)
+        return _split_positions_gather_heads(out, group, degree)
 
     return attend
 

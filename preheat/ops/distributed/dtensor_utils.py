@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from preheat.ops.dry_run_loops import fold_identical
 
-__all__ = ["by_dtype", "first_element", "local", "share_of", "spread_as", "square_sum", "total_norm", "whole"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+__all__ = ["by_dtype", "first_element", "local", "local_shard", "spread_as", "square_sum", "total_norm", "full_tensor"]
 
 
 def local(t: Tensor) -> Tensor:
@@ -22,7 +26,7 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def share_of(value: Tensor, like: Tensor) -> Tensor:
+def local_shard(value: Tensor, like: Tensor) -> Tensor:
     """Returns this rank's shard of a replicated tensor under the placements of `like`, without communication."""
     if not isinstance(like, DTensor):
         return value
@@ -36,7 +40,7 @@ def spread_as(share: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def whole(t: Tensor) -> Tensor:
+def full_tensor(t: Tensor) -> Tensor:
     """Gathers a DTensor, differentiably; other tensors unchanged. Every rank must use the result in the same way."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
@@ -50,7 +54,7 @@ def first_element(t: Tensor) -> int:
     return sum(offset * stride for offset, stride in zip(start, t.stride(), strict=True))
 
 
-def square_sum(tensors: Iterable[Tensor], squares: Any) -> Tensor:
+def square_sum(tensors: Iterable[Tensor], squares: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Sums squares over all elements, counting each element of a DTensor once; the same on every rank.
 
     Args:
@@ -62,7 +66,9 @@ def square_sum(tensors: Iterable[Tensor], squares: Any) -> Tensor:
             assert not any(isinstance(p, Partial) for p in t.placements), (
                 "a gradient that is not summed yet has no norm"
             )
+            # Replicas hold the same elements, so their squares are not summed over the replicated axes.
             cut = tuple(n for n, p in enumerate(t.placements) if not p.is_replicate())
+            # Grouped by mesh and sharded axes, so that each group takes one small all-reduce instead of one per tensor.
             groups[(t.device_mesh, cut)].append(t.to_local())
         else:
             groups[(None, ())].append(t)

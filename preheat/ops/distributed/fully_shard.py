@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
 __all__ = ["OWN_MESH", "forward_through", "gathering", "reducing", "replicate_all", "shard_fully"]
 
 
@@ -29,7 +33,7 @@ OWN_MESH = "preheat_mesh"
 """Attribute of a module whose weights use another mesh than the rest, such as expert-parallel experts."""
 
 
-def _with_own_mesh(layer: nn.Module) -> list[tuple[nn.Module, Any]]:
+def _with_own_mesh(layer: nn.Module) -> list[tuple[nn.Module, DeviceMesh]]:
     return [(module, mesh) for module in layer.modules() if (mesh := getattr(module, OWN_MESH, None)) is not None]
 
 
@@ -47,7 +51,7 @@ def _summed(module: nn.Module) -> None:
 def shard_fully(
     module: nn.Module,
     layers: Iterable[nn.Module],
-    mesh: Any,
+    mesh: DeviceMesh,
     *,
     reshard: bool = True,
     gather: torch.dtype | None = None,
@@ -85,12 +89,13 @@ def shard_fully(
             else:  # shards dimension 1, because expert parallelism has sharded dimension 0
                 fully_shard(inner, **{**settings, "mesh": own}, shard_placement_fn=lambda _: Shard(1))
         fully_shard(layer, **settings, ignored_params=alone)
+    # Layers before the whole: FSDP gives a module all parameters that no inner module has taken yet.
     fully_shard(module, **settings, ignored_params=alone)
     _summed(module)
     return len(listed) + 1
 
 
-def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> int:
+def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> int:
     """Applies plain data parallelism in place: each layer's gradients are one bucket, reduced while backward continues.
 
     Args:
@@ -123,12 +128,13 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
     the optimizer knows.
     """
 
-    def let_go(module: Any, *_: Any) -> None:
+    def let_go(module: nn.Module, *_: object) -> None:
         if not torch.is_grad_enabled():
             for m in module.modules():
                 if isinstance(m, FSDPModule):
                     m.reshard()
 
+    # FSDP gathers weights around a module's registered forward methods; `run` is any function, so it becomes one.
     part.preheat_forward = types.MethodType(lambda self, run: run(), part)
     register_fsdp_forward_method(part, "preheat_forward")
     part.register_forward_hook(let_go)
@@ -152,6 +158,7 @@ def gathering(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
 
     Buffers of weights that one rank holds alone, such as expert-parallel experts, are filled by a plain copy.
     """
+    # Resizing a storage is no operator, so FSDP's method is replaced for the dry run, and put back after it.
     original = FSDPParam.init_all_gather_outputs
 
     def reporting(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -168,6 +175,7 @@ def gathering(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
 @contextmanager
 def reducing(tell: Callable[[bool], None]) -> Iterator[None]:
     """Context manager that calls `tell` when FSDP starts (True) and ends (False) reducing a bucket, copies included."""
+    # Replaced in the module that calls it, since that module holds a reference of its own.
     reduce = _fsdp_param_group.foreach_reduce
 
     def reporting(*args: Any, **kwargs: Any) -> Any:

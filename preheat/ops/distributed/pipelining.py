@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,15 @@ from torch.distributed.pipelining import (
 
 from preheat.core import Batch
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+    from torch.distributed.pipelining.stage import _RecvInfo
+
+
 __all__ = ["SCHEDULES", "Pipeline", "Span", "add_copies", "alike", "ranks_of"]
 
-SCHEDULES: dict[str, Any] = {
+SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
@@ -81,7 +87,7 @@ def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
     return padded + [empty] * (count - len(padded))
 
 
-def add_copies(grads: Sequence[Tensor], other: int, group: Any) -> None:
+def add_copies(grads: Sequence[Tensor], other: int, group: ProcessGroup) -> None:
     """Adds another rank's gradients of the same parameters in place, so that both ranks hold the same sums.
 
     Args:
@@ -97,7 +103,7 @@ def add_copies(grads: Sequence[Tensor], other: int, group: Any) -> None:
         grad.add_(received)
 
 
-def _empty(received: Sequence[Any]) -> tuple[Any, ...]:
+def _empty(received: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
     """Copies a stage's receive infos without their buffers."""
     infos = tuple(copy.copy(info) for info in received)
     for info in infos:
@@ -142,10 +148,10 @@ class _Stage(PipelineStage):
         received = _empty(self.args_recv_info[0])
         self.args_recv_info |= {micro: _empty(received) for micro in range(num_microbatches)}
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[_RecvInfo, ...]:
         return _empty(super()._create_grad_recv_info(act_send_info))
 
-    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
+    def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
         for info in recv_infos:
             if info.buffer is None and info.tensor_meta is not None and not info.is_root_arg:
                 info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
@@ -156,7 +162,7 @@ class _Stage(PipelineStage):
         with self.pipeline.noted(self.stage_index, fwd_chunk_id, "forward"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Tensor:
+    def forward_maybe_with_nosync(self, *args: Any, **_: object) -> Tensor:
         return self.pipeline.compute(self.stage_index, self.micro, args[0] if args else None)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +195,7 @@ class Pipeline:
         self,
         modules: Mapping[int, nn.Module],
         count: int,
-        group: Any,
+        group: ProcessGroup,
         schedule: str,
         forward: Callable[[nn.Module, Batch], Tensor],
         *,
@@ -205,7 +211,7 @@ class Pipeline:
         self._began = 0.0
         self._formed: tuple[Any, Any] = (None, None)  # sizes, and torch's schedule for them
         self._batches: Sequence[Batch] = ()
-        self._weight: Any = 1
+        self._weight: float | Tensor = 1
         self._total: Tensor | None = None
 
     def _schedule(self, micro: int, rows: int, length: int) -> Any:
@@ -216,6 +222,7 @@ class Pipeline:
             stages = [_Stage(self, number, hidden) for number in self.modules]
             kind = SCHEDULES[self.schedule]
             arg: Any = stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages
+            # `compute` has already divided by the weight of the global batch, so torch must not scale by micro-batches.
             self._formed = (wanted, kind(arg, micro, loss_fn=lambda loss, _: loss, scale_grads=False))
         return self._formed[1]
 
@@ -261,6 +268,7 @@ class Pipeline:
                 sends.append(
                     (dist.isend(hidden.contiguous(), group=self.group, group_dst=self.ranks[number + 1]), hidden)
                 )
+        # `sends` keeps the sent tensors alive until here.
         for work, _ in sends:
             assert work is not None
             work.wait()

@@ -7,7 +7,7 @@ with their fp32 gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,18 @@ from torch.distributed import _functional_collectives as collectives
 from preheat.core import MaskSpec
 from preheat.ops.attention.sdpa import in_compute_dtype
 from preheat.ops.distributed.context_parallel import landed
-from preheat.ops.distributed.ring_attention_blocks import pieces_like
+from preheat.ops.distributed.ring_attention_blocks import tiles_for_kernel
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = ["ring_attention", "ring_bytes"]
 
 
-def _passed_on(x: Tensor, group: Any) -> Tensor:
+def _passed_on(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sends x to the next rank of the ring and returns the previous rank's tensor; call `landed` before use."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     to, come = ([x.numel() if n == (rank + step) % degree else 0 for n in range(degree)] for step in (1, -1))
@@ -37,10 +43,12 @@ def _pair(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: Any, group: Any) -> Tensor:
+    def forward(ctx: AutogradContext, q: Tensor, k: Tensor, v: Tensor, pieces: Any, group: ProcessGroup) -> Tensor:
         rank, degree = dist.get_rank(group), dist.get_world_size(group)
+        # fp32, because one partial result per rank is merged into it.
         out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+        # Keys and values in one tensor: one message per step instead of two.
         current = torch.cat([k.flatten(), v.flatten()])
         for step in range(degree):
             # The transfer overlaps with this step's compute. The first step uses the rank's own keys: every query sees
@@ -56,7 +64,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         rank, degree = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         grad_q = torch.zeros_like(q, dtype=torch.float32)
@@ -87,7 +95,7 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(both)
 
 
-def ring_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[..., Tensor]:
+def ring_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Callable[..., Tensor]:
     """Returns ring attention equivalent to `kernel` for zigzag-sharded rows: (q, k, v, mask, scale) -> local out.
 
     Grouped keys and values are sent without repetition. torch's fused kernel serves causal masks, packed or not;
@@ -100,7 +108,7 @@ def ring_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[..., T
     Raises:
         ValueError: the kernel does not provide partial results.
     """
-    kind = pieces_like(kernel)
+    kind = tiles_for_kernel(kernel)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
     def attend(

@@ -1,8 +1,8 @@
 """Partial attention between the queries of one rank and the keys of another, with log-sum-exp for merging.
 
-Both classes assume `places_of(..., zigzag=True)`. `FlashPieces` uses torch's fused kernels, whose only mask is a causal
-square: for any documents, what one zigzag chunk sees of another is such a square or a full rectangle. `ProductPieces`
-uses matmuls and supports any mask.
+Both classes assume `local_positions(..., zigzag=True)`. `FlashTiles` uses torch's fused kernels, whose only mask is a
+causal square: for any documents, what one zigzag chunk sees of another is such a square or a full rectangle.
+`MatmulTiles` uses matmuls and supports any mask.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from preheat.core import MaskSpec
 from preheat.hardware.transfers import to_device
 from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.sdpa import flash_backward, flash_forward, packed, reference_attention, sdpa_attention, sees
-from preheat.ops.distributed.context_parallel import places_of, row_length
+from preheat.ops.distributed.context_parallel import local_positions, row_length
 
-__all__ = ["FlashPieces", "ProductPieces", "MaskTile", "pieces_like", "rectangles"]
+__all__ = ["FlashTiles", "MatmulTiles", "MaskTile", "tiles_for_kernel", "rectangles"]
 
 
 class MaskTile(NamedTuple):
@@ -49,30 +49,32 @@ def rectangles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int, s
         [(slice(2, 4, None), slice(0, 4, None), False)]
     """
     tiles = []
+    # Neighbouring rows with equal documents share their tiles, so that one kernel call serves them all.
     for cuts, same in itertools.groupby(range(len(documents)), key=lambda row: documents[row]):
         rows = list(same)
-        spans = _own(cuts, degree, rank) if source == rank else _others(cuts, degree, rank, source)
+        spans = _own_tiles(cuts, degree, rank) if source == rank else _other_tiles(cuts, degree, rank, source)
         tiles += [MaskTile(slice(rows[0], rows[-1] + 1), *where) for where in spans]
     return tuple(tiles)
 
 
-def _own(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slice, slice, bool]]:
+def _own_tiles(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slice, slice, bool]]:
     """Tiles of a rank's own keys: its positions ascend, so each document is a causal square, even if another rank has
     its middle.
     """
-    which = numpy.repeat(numpy.arange(len(cuts)), cuts)[places_of(sum(cuts), degree, rank, zigzag=True)]
+    which = numpy.repeat(numpy.arange(len(cuts)), cuts)[local_positions(sum(cuts), degree, rank, zigzag=True)]
     ends = [*(numpy.flatnonzero(numpy.diff(which)) + 1).tolist(), len(which)]
     spans = [slice(start, stop) for start, stop in itertools.pairwise([0, *ends])]
     return [(span, span, True) for span in spans]
 
 
-def _others(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[tuple[slice, slice, bool]]:
+def _other_tiles(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[tuple[slice, slice, bool]]:
     """Tiles of another rank's keys: only a document that spans both chunks is visible across them."""
     size = sum(cuts) // (2 * degree)
     bounds = numpy.cumsum((0, *cuts))
     spans: list[tuple[slice, slice, bool]] = []
     for i, of_queries in enumerate((rank, 2 * degree - 1 - rank)):
         for j, of_keys in enumerate((source, 2 * degree - 1 - source)):
+            # A later chunk of keys: causal queries see nothing of it.
             if of_keys > of_queries:
                 continue
             end = (of_keys + 1) * size
@@ -83,6 +85,7 @@ def _others(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[
                 continue
             here = (slice(i * size, i * size + queries), slice((j + 1) * size - keys, (j + 1) * size), False)
             last = spans[-1] if spans else None
+            # Tiles that touch are joined, so that the kernel is called less often.
             if last and last[1] == here[1] and last[0].stop == here[0].start:
                 spans[-1] = (slice(last[0].start, here[0].stop), here[1], False)
             elif last and last[0] == here[0] and last[1].stop == here[1].start:
@@ -112,7 +115,7 @@ class Slopes(NamedTuple):
     v: Tensor
 
 
-class FlashPieces:
+class FlashTiles:
     """Partial attention by torch's fused kernels, one call per tile. Grouped keys and values are not repeated.
 
     Args:
@@ -150,7 +153,7 @@ class FlashPieces:
 _QUERIES = 128  # per block; its scores against all keys of another rank are in memory at once
 
 
-class ProductPieces:
+class MatmulTiles:
     """Partial attention by matmuls over blocks of queries, for any mask; skips keys that no query of a block sees.
 
     Args:
@@ -162,7 +165,7 @@ class ProductPieces:
         self.mask = mask if packed(mask) else replace(mask, documents=None)
         self.scale, self.softcap, self.rank = scale, softcap, rank
         length = row_length(mask)
-        self.places = [places_of(length, degree, n, zigzag=True) for n in range(degree)]
+        self.places = [local_positions(length, degree, n, zigzag=True) for n in range(degree)]
         cuts = mask.documents if packed(mask) and mask.documents else ((length,),)
         self.starts = numpy.stack([numpy.repeat(numpy.cumsum((0, *row[:-1])), row) for row in cuts])
 
@@ -176,8 +179,10 @@ class ProductPieces:
         for begin in range(0, len(own_positions), _QUERIES):
             queries = slice(begin, min(begin + _QUERIES, len(own_positions)))
             keys = self._reach(own_positions[queries], starts[0][:, queries], key_positions)
+            # No query of the block sees a key of this rank.
             if keys.start >= keys.stop:
                 continue
+            # If every query sees every key, no mask tensor is needed.
             if self._all(own_positions[queries], key_positions[keys], starts[0][:, queries], starts[1][:, keys]):
                 yield queries, keys, None
                 continue
@@ -242,8 +247,10 @@ class ProductPieces:
                 _grouped(t, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1)
                 for t in (grad, out, lse.unsqueeze(-1))
             )
+            # `total` is the log-sum-exp over the keys of all ranks, so nothing is normalized again.
             probs = scores.sub_(total).exp_()
             slopes = torch.bmm(g, v[:, :, keys].flatten(0, 1).transpose(1, 2)).float()
+            # Gradient of the softmax: probabilities times (dP minus the row's sum of gradient times result).
             slopes = slopes.sub_((g.float() * o.float()).sum(-1, keepdim=True)).mul_(probs)
             slopes = (slopes if bend is None else slopes.mul_(bend)).mul_(self.scale).to(q.dtype)
             grad_q = torch.bmm(slopes, near).view(rows, heads, size, -1)
@@ -257,18 +264,19 @@ def _grouped(t: Tensor, shared: int) -> Tensor:
     return t.unflatten(1, (shared, -1))
 
 
-def pieces_like(kernel: Callable[..., Tensor]) -> type[FlashPieces] | type[ProductPieces]:
+def tiles_for_kernel(kernel: Callable[..., Tensor]) -> type[FlashTiles] | type[MatmulTiles]:
     """Returns the partial-attention class equivalent to a kernel of full rows.
 
     Raises:
         ValueError: the kernel does not return its log-sum-exp; the message names those that do.
     """
+    # Settings such as the name of SDPA's kernel are bound by functools.partial.
     plain = kernel.func if isinstance(kernel, functools.partial) else kernel
     name = kernel.keywords.get("kernel", "flash") if isinstance(kernel, functools.partial) else "flash"
     if plain is sdpa_attention and name in ("flash", "preferred"):
-        return FlashPieces
+        return FlashTiles
     if plain in (reference_attention, blocked_attention):
-        return ProductPieces
+        return MatmulTiles
     label = name if plain is sdpa_attention else getattr(plain, "__name__", str(plain))
     raise ValueError(
         f"a ring puts partial results together, which the kernel {label} does not give; flash and blocks do"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from preheat.core import RowLoss
-from preheat.core.tp_style import Share
+from preheat.core.tp_style import TpStyle
 from preheat.errors import RunError
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.ops.losses.cross_entropy import (
@@ -36,6 +36,13 @@ from preheat.ops.losses.cross_entropy import (
     chunked_logits,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+    from preheat.ops.autograd_context import AutogradContext
+
+
 __all__ = ["SharedCrossEntropy", "parallelize", "shared_logits", "sum_partial"]
 
 
@@ -43,20 +50,20 @@ Given = WeakTensorKeyDictionary
 """Gathered block input -> its `_Gathered`, while the input is alive."""
 
 
-class _Whole(ParallelStyle):
+class _Replicated(ParallelStyle):
     """A module replicated on all ranks; `output` may shard its result along the sequence."""
 
     def __init__(self, output: Placement | None = None):
         self.output = output or Replicate()
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        def enter(_: Any, inputs: Any, mesh: Any) -> Any:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: object, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
             return tuple(
                 x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
                 for x in inputs
             )
 
-        def leave(_: Any, output: Any, mesh: Any) -> Any:
+        def leave(_: object, output: DTensor, mesh: DeviceMesh) -> Any:
             return output.redistribute(placements=[self.output]).to_local()
 
         return distribute_module(module, device_mesh, None, enter, leave)
@@ -71,7 +78,7 @@ class _Rows(ParallelStyle):
     def __init__(self, output: Placement):
         self.output = output
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         embedding: Any = module
         cut = distribute_tensor(embedding.weight, device_mesh, [Shard(0)], src_data_rank=None)
         embedding.register_parameter("weight", nn.Parameter(cut))
@@ -103,8 +110,10 @@ class _Input(ParallelStyle):
     def __init__(self, layout: Placement, given: Given | None):
         self.held, self.given = layout, given
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        def gather(_: Any, args: Any, kwargs: Any) -> Any:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(
+            _: object, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
             x = args[0] if args else kwargs["hidden_states"]
             piece = DTensor.from_local(x, device_mesh, [self.held], run_check=False)
             x = piece.redistribute(placements=[Replicate()])
@@ -139,7 +148,7 @@ class _RegatheringLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gathered: _Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, gathered: _Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.gathered = gathered
         gathered.users += 1
         ctx.save_for_backward(weight)
@@ -147,7 +156,7 @@ class _RegatheringLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (weight,) = grads, ctx.saved_tensors
         x = ctx.gathered.again()  # overlaps with the matmul of the input gradient
         by_input = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
@@ -163,7 +172,7 @@ class _Columns(ColwiseParallel):
         super().__init__()
         self.given = given
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
         linear: Any = module
         plain = linear.forward
@@ -178,38 +187,41 @@ class _Columns(ColwiseParallel):
         return module
 
 
-def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[Share, tuple[ParallelStyle, ...]]:
+def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[TpStyle, tuple[ParallelStyle, ...]]:
     """Returns torch's style for each share; `stream` is the placement of activations between blocks."""
     cut, given = stream == Shard(1), WeakTensorKeyDictionary() if regather else None
-    ends: dict[Share, tuple[ParallelStyle, ...]] = {
-        Share.EMBEDDING: (_Rows(stream),),
-        Share.HEAD: (ColwiseParallel(output_layouts=Replicate()),),
+    ends: dict[TpStyle, tuple[ParallelStyle, ...]] = {
+        TpStyle.EMBEDDING: (_Rows(stream),),
+        TpStyle.HEAD: (ColwiseParallel(output_layouts=Replicate()),),
     }
-    replicated: dict[Share, tuple[ParallelStyle, ...]] = {Share.EMBEDDING: (_Whole(stream),), Share.HEAD: (_Whole(),)}
+    replicated: dict[TpStyle, tuple[ParallelStyle, ...]] = {
+        TpStyle.EMBEDDING: (_Replicated(stream),),
+        TpStyle.HEAD: (_Replicated(),),
+    }
     return {
-        Share.BLOCK: (_Input(stream, given),),
-        Share.COLUMNS: (ColwiseParallel() if given is None else _Columns(given),),
-        Share.COLUMNS_GATHERED: (ColwiseParallel(output_layouts=Replicate()),),
-        Share.ROWS: (RowwiseParallel(output_layouts=stream),),
-        Share.ROWS_SPLIT: (RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),),
-        Share.ROWS_SUMMED: (RowwiseParallel(),),
-        Share.WHOLE_CUT: (_Whole(stream),),
-        Share.HEADS: (SequenceParallel(sequence_dim=2, use_local_output=True),),  # [rows, length, heads, head_dim]
-        Share.WHOLE: (_Whole(),),
-        Share.BETWEEN: (SequenceParallel(use_local_output=True) if cut else _Whole(),),
-        Share.LAST: (
+        TpStyle.BLOCK: (_Input(stream, given),),
+        TpStyle.COLUMNS: (ColwiseParallel() if given is None else _Columns(given),),
+        TpStyle.COLUMNS_GATHERED: (ColwiseParallel(output_layouts=Replicate()),),
+        TpStyle.ROWS: (RowwiseParallel(output_layouts=stream),),
+        TpStyle.ROWS_SPLIT: (RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),),
+        TpStyle.ROWS_SUMMED: (RowwiseParallel(),),
+        TpStyle.REPLICATED_THEN_SPLIT: (_Replicated(stream),),
+        TpStyle.HEADS: (SequenceParallel(sequence_dim=2, use_local_output=True),),  # [rows, length, heads, head_dim]
+        TpStyle.REPLICATED: (_Replicated(),),
+        TpStyle.BETWEEN: (SequenceParallel(use_local_output=True) if cut else _Replicated(),),
+        TpStyle.LAST: (
             SequenceParallel(),
             PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
         )
         if cut
-        else (_Whole(),),
+        else (_Replicated(),),
     } | (ends if rows_divide else replicated)
 
 
 def parallelize(
-    model: Any,
-    shares: Mapping[str, Share],
-    mesh: Any,
+    model: PreTrainedModel,
+    shares: Mapping[str, TpStyle],
+    mesh: DeviceMesh,
     *,
     sequence: bool = False,
     vocabulary: bool = True,
@@ -230,7 +242,7 @@ def parallelize(
     Raises:
         ValueError: a matrix does not divide by the mesh, or `regather` has nothing to gather.
     """
-    if regather and Share.COLUMNS not in shares.values():
+    if regather and TpStyle.COLUMNS not in shares.values():
         raise ValueError(
             "regather: this family's plan leaves no map's outputs cut, so nothing is gathered for one; leave it out"
         )
@@ -238,6 +250,7 @@ def parallelize(
     styles = _styles(Shard(1) if sequence else Replicate(), vocabulary, sequence and regather)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # a pipeline stage may lack either
     tied = embedding is not None and head is not None and embedding.weight is head.weight
+    # Noted before the styles run, which create new parameters that all require gradients.
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, kind in shares.items():
         module = model.get_submodule(name)
@@ -251,6 +264,7 @@ def parallelize(
                 raise ValueError(f"{name}.{key} {tuple(p.shape)} does not divide among {degree} devices")
     if sequence and embedding is not None:
         embedding.register_forward_pre_hook(functools.partial(_refuse_length, degree))
+    # The styles gave embedding and head a parameter each; a tied model has one.
     if tied:
         head.weight = embedding.weight
     for name, p in model.named_parameters():  # styles create new parameters
@@ -267,7 +281,7 @@ def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
     """All-reduces, in place and as one message, the partial gradients of replicated weights that saw only local heads
     or positions.
     """
-    waiting: dict[Any, list[nn.Parameter]] = {}
+    waiting: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
     for p in parameters:
         if isinstance(p.grad, DTensor) and any(place.is_partial() for place in p.grad.placements):
             assert p.grad.device_mesh.ndim == 1, "FSDP has summed the others already"
@@ -276,6 +290,7 @@ def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
         grads = [local(p.grad) for p in members]  # type: ignore[arg-type]
         flat = torch.cat([t.flatten() for t in grads])
         dist.all_reduce(flat, group=mesh.get_group())
+        # Replicate from here on, so that norm and clipping count the gradient once.
         for p, part in zip(members, flat.split([t.numel() for t in grads]), strict=True):
             p.grad = DTensor.from_local(part.view(p.shape), mesh, [Replicate()], run_check=False)
 
@@ -293,7 +308,7 @@ class SharedCrossEntropy:
         group: process group.
     """
 
-    def __init__(self, group: Any, smoothing: float = 0.0, z: float = 0.0):
+    def __init__(self, group: dist.ProcessGroup, smoothing: float = 0.0, z: float = 0.0):
         self.group, self.smoothing, self.z = group, smoothing, z
 
     @property
@@ -312,6 +327,7 @@ class SharedCrossEntropy:
         parts = [torch.where(is_local, logits[own].float(), 0.0)]
         if self.smoothing:
             parts.append(logits.sum(dim=-1, dtype=torch.float32))
+        # The largest logit of all columns, so that exp() of none overflows.
         peak = logits.amax(dim=-1).float()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.group)
         probs = logits.float().sub_(peak.unsqueeze(1)).exp_()
@@ -321,6 +337,7 @@ class SharedCrossEntropy:
         losses = lse - (1 - self.smoothing) * sums[1] + self.z * lse.square()
         factor = 1 + 2 * self.z * lse
         probs.div_(sums[0].unsqueeze(1))
+        # The gradient of cross entropy: probabilities minus 1 at the label, which one rank alone holds.
         probs[own] -= torch.where(is_local, (1 - self.smoothing) / factor, 0.0)
         if self.smoothing:
             losses -= self.smoothing * sums[2] / columns
@@ -329,7 +346,7 @@ class SharedCrossEntropy:
         return torch.where(trained, losses, 0.0), torch.where(trained, factor, 0.0)
 
 
-class _Kept:
+class _RecordedShards:
     """`Recorded` for losses computed by a `SharedCrossEntropy`."""
 
     def __init__(self, recorded: Recorded, loss: SharedCrossEntropy):
@@ -348,34 +365,34 @@ class _Kept:
 
 
 @functools.singledispatch
-def _over_shares(loss: Any, group: Any) -> RowLoss:
+def _sharded_loss(loss: RowLoss, group: dist.ProcessGroup) -> RowLoss:
     """Returns the equivalent loss for column-sharded logits."""
     raise TypeError(f"{type(loss).__name__} has no form for logits that are shared out; set loss_parallel: false")
 
 
-@_over_shares.register
-def _(loss: CrossEntropy, group: Any) -> RowLoss:
+@_sharded_loss.register
+def _(loss: CrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return SharedCrossEntropy(group)
 
 
-@_over_shares.register
-def _(loss: RegularizedCrossEntropy, group: Any) -> RowLoss:
+@_sharded_loss.register
+def _(loss: RegularizedCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return SharedCrossEntropy(group, loss.smoothing, loss.z)
 
 
-@_over_shares.register
-def _(loss: WeightedCrossEntropy, group: Any) -> RowLoss:
+@_sharded_loss.register
+def _(loss: WeightedCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return WeightedCrossEntropy(SharedCrossEntropy(group))
 
 
-@_over_shares.register
-def _(loss: Softcapped, group: Any) -> RowLoss:
-    return Softcapped(_over_shares(loss.loss, group), loss.cap)
+@_sharded_loss.register
+def _(loss: Softcapped, group: dist.ProcessGroup) -> RowLoss:
+    return Softcapped(_sharded_loss(loss.loss, group), loss.cap)
 
 
-@_over_shares.register
-def _(loss: Recorded, group: Any) -> RowLoss:
-    return _Kept(loss, SharedCrossEntropy(group))
+@_sharded_loss.register
+def _(loss: Recorded, group: dist.ProcessGroup) -> RowLoss:
+    return _RecordedShards(loss, SharedCrossEntropy(group))
 
 
 def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
@@ -392,6 +409,7 @@ def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: 
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
     assert weight.placements == (Shard(0),), "a head whose rows are shared out, with nothing else between"
     mesh = weight.device_mesh
+    # Each rank's gradient by `hidden` covers its own columns only; Partial makes DTensor add them up.
     spread = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     mine: Any = SimpleNamespace(weight=weight.to_local())
-    return chunked_logits(spread, mine, _over_shares(row_loss, mesh.get_group()), *aligned, rows=rows)
+    return chunked_logits(spread, mine, _sharded_loss(row_loss, mesh.get_group()), *aligned, rows=rows)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from preheat.ops.dry_run_loops import fold_identical
 
-__all__ = ["Beside", "sum_product"]
+__all__ = ["LogitAdapter", "sum_product"]
 
 _SOME_ROWS = 4096
 """Rows of the head per matmul: on two cores 4 times as fast as all 32,000 rows of 512 numbers at once, and no slower
@@ -36,7 +36,7 @@ def sum_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool, at_o
             total[rows].add_(product)
 
 
-class Beside:
+class LogitAdapter:
     """An adapter's addition to the logits, per chunk: low [n, rank] times up [rank, vocabulary]."""
 
     def __init__(self, low: Tensor, up: Tensor, dtype: torch.dtype, differentiate: bool):

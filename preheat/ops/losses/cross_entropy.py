@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from preheat.core import RowLoss
 from preheat.ops.adapters.tied_head import pair_of
-from preheat.ops.distributed.dtensor_utils import whole
+from preheat.ops.distributed.dtensor_utils import full_tensor
 from preheat.ops.dry_run_loops import fold_identical
-from preheat.ops.losses.chunked_grads import Beside, sum_product
+from preheat.ops.losses.chunked_grads import LogitAdapter, sum_product
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = [
     "IGNORED",
@@ -26,7 +30,7 @@ __all__ = [
     "chunked_logits",
     "liger_logits",
     "torch_logits",
-    "whole_logits",
+    "full_logits",
 ]
 
 IGNORED = -100  # label of positions that are not trained, as in torch and transformers
@@ -212,7 +216,7 @@ class WeightedCrossEntropy:
         return losses * weights, factor * weights
 
 
-def whole_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
+def full_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
     """Sums the row losses with all logits in memory: the plain form.
 
     Args:
@@ -228,7 +232,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         hidden: Tensor,
         weight: Tensor,
         row_loss: RowLoss,
@@ -243,7 +247,7 @@ class _Chunked(torch.autograd.Function):
         hidden_dtype, weight_dtype = hidden.dtype, weight.dtype
         wants_hidden, wants_weight = (differentiate and needs for needs in ctx.needs_input_grad[:2])
         hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
-        adapter = Beside(low, up, dtype, differentiate) if low is not None and up is not None else None
+        adapter = LogitAdapter(low, up, dtype, differentiate) if low is not None and up is not None else None
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden, dtype=hidden_dtype) if wants_hidden else None
         grad_weight = torch.empty_like(weight, dtype=weight_dtype) if wants_weight else None
@@ -282,7 +286,7 @@ class _Chunked(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wants, count = ctx.wants
         saved = iter(ctx.saved_tensors)
         # In place: these tensors belong to this call alone.
@@ -336,7 +340,7 @@ def _weight(head: torch.nn.Module) -> Tensor:
     """Returns the head's weight; a sharded one is gathered, and its gradient sharded again."""
     weight = head.weight
     assert isinstance(weight, Tensor)
-    return whole(weight)
+    return full_tensor(weight)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:

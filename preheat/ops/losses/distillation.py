@@ -6,7 +6,7 @@ The reference of each is its plain form: `Distilled.__call__` under autograd, `d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -264,7 +264,7 @@ class Distilled:
         self._add(ce, kl, places)
         return ce_weight * ce + self.temperature**2 * kl_weight * kl, trained
 
-    def _shares(self, extra: list[Tensor], labels: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
+    def _shares(self, extra: list[Tensor], labels: Tensor) -> tuple[float | Tensor, float | Tensor, dict[str, Tensor]]:
         """Returns the weights of cross entropy and divergence, per row if they differ, and the positions of each; pops
         the deciding tensor from `extra`.
         """
@@ -281,7 +281,7 @@ class Distilled:
         places = {"label_loss": trained & ~here, "divergence": trained}
         return torch.where(here, 0.0, 1 - self.mixture), torch.where(here, counts, self.mixture), places
 
-    def _teacher(self, extra: Any) -> Tensor | Likeliest:
+    def _teacher(self, extra: Sequence[Tensor]) -> Tensor | Likeliest:
         return recovered(*extra) if self.head is None else self.head(*extra)
 
     def _add(self, ce: Tensor, kl: Tensor, places: Mapping[str, Tensor]) -> None:
@@ -293,7 +293,12 @@ class Distilled:
             self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def _block_(
-        self, logits: Tensor, labels: Tensor, teacher: Tensor | Likeliest, ce_weight: Any, kl_weight: Any
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        teacher: Tensor | Likeliest,
+        ce_weight: float | Tensor,
+        kl_weight: float | Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Returns cross entropy and divergence of a block of rows; overwrites the logits with their gradient."""
         own = (torch.arange(len(labels), device=labels.device), labels)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from preheat.core import Batch
 from preheat.hardware.transfers import to_device
 from preheat.ops.losses.cross_entropy import IGNORED
 
-__all__ = ["AnswerIndex", "liked_losses", "pair_losses"]
+__all__ = ["AnswerIndex", "unpaired_losses", "pair_losses"]
 
 
 @dataclass
@@ -37,8 +36,8 @@ class AnswerIndex:
         documents, device = batch.mask.documents, batch.tokens.device
         assert documents is not None, "answers have their lengths beside them"
         answers = (
-            [len(row) for row in batch.liked]
-            if batch.liked
+            [len(row) for row in batch.desirable]
+            if batch.desirable
             else [len(row) // batch.group * batch.group for row in documents]
         )
         count = sum(answers)
@@ -119,17 +118,17 @@ def pair_losses(
     return -(1 - label_smoothing) * functional.logsigmoid(scaled) - label_smoothing * functional.logsigmoid(-scaled)
 
 
-def liked_losses(answer: Tensor, reference: Tensor, liked: Tensor, *, beta: float = 0.1) -> Tensor:
+def unpaired_losses(answer: Tensor, reference: Tensor, desirable: Tensor, *, beta: float = 0.1) -> Tensor:
     """Computes the loss of answers that are judged individually, with r = beta (answer - reference).
 
     It is 1 - sigmoid(r) for liked answers and sigmoid(r) for the others.
 
     Args:
-        answer, reference: [n] log-probabilities; liked: [n], 1 or 0.
+        answer, reference: [n] log-probabilities; desirable: [n], 1 or 0.
 
     Example:
-        >>> liked_losses(torch.zeros(2), torch.zeros(2), torch.tensor([1, 0]))
+        >>> unpaired_losses(torch.zeros(2), torch.zeros(2), torch.tensor([1, 0]))
         tensor([0.5000, 0.5000])
     """
-    sign: Any = 1 - 2 * liked.float()
+    sign = 1 - 2 * desirable.float()
     return torch.sigmoid(sign * beta * (answer - reference))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ class Saved:
         self._device = value.device
         if moved:
             self.leaving = layer.link.out(value)
+            # The copy in progress keeps the source alive, so the device memory is not reused before it is done.
             self.host, self.here = self.leaving.value, None
 
     def settle(self) -> None:
@@ -53,13 +53,14 @@ class Saved:
             self.fetch()
             assert self.coming is not None
             self.here, self.coming = self.coming.for_device(), None
+        # Several operators may have saved this tensor; the device copy is freed after the last of them.
         value, self.uses = self.here, self.uses - 1
         if self.uses <= 0 and self.host is not None:
             self.here = None
         return value
 
 
-class _Stays:
+class _OnDevice:
     """Saved tensors that are not activations: weights, buffers, inputs common to all layers, and autocast's copies.
 
     Autocast caches its casts of trained weights on the device until the end of the forward pass, so offloading them
@@ -101,15 +102,16 @@ _RESHAPES = {
 class _Pass:
     """One layer's forward pass: its saved tensors, and the pass of the previous layer."""
 
-    def __init__(self, link: HostCopy, before: _Pass | None, *, moves: bool, least: int, stays: _Stays):
+    def __init__(self, link: HostCopy, before: _Pass | None, *, moves: bool, least: int, stays: _OnDevice):
         self.link, self.before, self.moves, self.least, self.kept = link, before, moves, least, stays
         self._saved: list[weakref.ref[Saved]] = []  # autograd owns them: tensors that it freed are not fetched
-        self._same: dict[Any, Saved] = {}  # tensors saved by several operators move once
+        self._same: dict[tuple[object, ...], Saved] = {}  # tensors saved by several operators move once
         self._begun = self._fetched = False
 
     def pack(self, t: Tensor) -> Saved:
         """Pack hook: called when autograd saves a tensor."""
         storage = t.untyped_storage()._cdata
+        # With `_version`: a tensor that was modified in place since is another value in the same storage.
         key = (storage, t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
         if key not in self._same:
             moved = self.moves and t.nbytes >= self.least and t not in self.kept
@@ -162,15 +164,17 @@ class ActivationOffload:
         for index, layer in enumerate(layers):
             layer.forward = self._wrapped(layer, layer.forward, index)  # type: ignore[method-assign]
 
-    def _wrapped(self, layer: nn.Module, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def _wrapped(self, layer: nn.Module, forward: Callable[..., object], index: int) -> Callable[..., object]:
+        def wrapped(*args: object, **kwargs: object) -> object:
+            # Nothing is saved for a backward pass in evaluation, so there is nothing to offload.
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if self.link is None:
                 self.link = link_for(next(layer.parameters()).device)
             # Weights, and tensors that all layers receive (rotary tables), stay on the device anyway.
             alike = (t for t in tree_leaves(kwargs) if isinstance(t, Tensor) and not t.requires_grad)
-            stays = _Stays(layer, alike)
+            stays = _OnDevice(layer, alike)
+            # The first layer has none before it: `_last` is then a layer of the previous forward pass.
             before = self._last if index else None
             run = _Pass(self.link, before, moves=index < self.count, least=self.least, stays=stays)
             with saved_tensors_hooks(run.pack, run.unpack):

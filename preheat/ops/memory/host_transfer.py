@@ -38,6 +38,7 @@ def _host(t: Tensor) -> Tensor:
     return torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
 
 
+# Custom operators, because a dry run recognizes a copy over the link by the operator's name.
 @torch.library.custom_op("preheat::to_host", mutates_args=())
 def to_host(t: Tensor) -> Tensor:
     """Copies `t` to new host memory on the current stream."""

@@ -6,10 +6,11 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _modes
@@ -22,6 +23,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    from torch.utils.checkpoint import SelectiveCheckpointContext
+
+
 __all__ = [
     "Call",
     "CheckpointPolicyCache",
@@ -33,10 +40,13 @@ __all__ = [
     "trace_layer",
 ]
 
-Key = tuple[Any, int]
+Key = tuple[OpOverload | str, int]
 """An operator and the index of its call in the layer's forward pass. (`ATTENTION`, -1) is all of attention, whose
 number of calls varies with the documents.
 """
+
+Contexts = tuple[contextlib.AbstractContextManager[object], contextlib.AbstractContextManager[object]]
+"""Contexts of a layer's forward pass and of its recomputation, as `torch.utils.checkpoint` takes them."""
 
 ATTENTION = "attention"
 _OURS = {"preheat::attention", "preheat::varlen_attention"}
@@ -68,7 +78,7 @@ class LayerTrace:
     saved: int
 
 
-def _cost(func: Any, args: Any, out: Any, tensors: list[Tensor]) -> int:
+def _cost(func: OpOverload, args: tuple[Any, ...], out: object, tensors: list[Tensor]) -> int:
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(func._overloadpacket)
@@ -80,7 +90,7 @@ def _cost(func: Any, args: Any, out: Any, tensors: list[Tensor]) -> int:
     return flops + _FLOPS_A_BYTE * sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _is_attention(func: Any) -> bool:
+def _is_attention(func: OpOverload) -> bool:
     """True for torch's attention operators, our variable-length one, and the opaque one of compiled layers."""
     return "_scaled_dot_product" in func._schema.name or func._schema.name in _OURS
 
@@ -92,15 +102,17 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[Key, tuple[set[int], Call]] = {}
         self.made: set[int] = set()
-        self.counts: Counter[Any] = Counter()
+        self.counts: Counter[OpOverload] = Counter()
         self.needed: set[Key] = set()  # calls before the last tensor that autograd saved
-        self.held: list[Any] = []  # keeps storages alive, so that their addresses stay unique
+        self.held: list[Tensor | torch.UntypedStorage] = []  # keeps storages alive, so that their addresses stay unique
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         if func in SAC_IGNORED_OPS or func.is_view:
             return out
-        key = (func, self.counts[func])
+        key: Key = (func, self.counts[func])
         self.counts[func] += 1
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -112,6 +124,7 @@ class _Watch(TorchDispatchMode):
             for t in tree_leaves(a)
             if isinstance(t, Tensor)
         } | {_number(t) for t in outputs if func._schema.is_mutable}
+        # A result that is modified in place later would be saved in its modified state: recompute it instead.
         self.found = {k: v for k, v in self.found.items() if not v[0] & written}
         new = {_number(t): t.untyped_storage() for t in outputs if _number(t) not in before}
         self.made |= new.keys()
@@ -133,7 +146,7 @@ def _number(t: Tensor) -> int:
     return int(t.untyped_storage()._cdata)
 
 
-def trace_layer(forward: Callable[..., Any], args: Any, kwargs: Any) -> LayerTrace:
+def trace_layer(forward: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> LayerTrace:
     """Traces a layer's forward pass on fake tensors, outside active modes: what it computes and saves.
 
     Allocates and computes nothing. Autocast stays on, but its weight cache is disabled: it would keep fake tensors.
@@ -143,7 +156,7 @@ def trace_layer(forward: Callable[..., Any], args: Any, kwargs: Any) -> LayerTra
 
     mode = detect_fake_mode(list(tree_leaves((args, kwargs)))) or FakeTensorMode(allow_non_fake_inputs=True)
 
-    def fake(t: Any) -> Any:
+    def fake(t: object) -> object:
         if not isinstance(t, Tensor):
             return t
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).requires_grad_(t.requires_grad)
@@ -195,13 +208,16 @@ def knapsack(trace: LayerTrace, budget: float) -> frozenset[Key]:
     best = [0] * (room + 1)  # the highest cost saved with each number of units
     choices = []
     for call in trace.calls:
+        # Rounded up, so that the chosen results never exceed the budget.
         size = -(-call.bytes // grain)
         better = bytearray(room + 1)
+        # Downwards, so that each call is chosen at most once.
         for have in range(room, size - 1, -1):
             if best[have - size] + call.cost > best[have]:
                 best[have], better[have] = best[have - size] + call.cost, 1
         choices.append((call, size, better))
     keys = set()
+    # The table holds costs only; the choice is recovered from the last call back to the first.
     for call, size, better in reversed(choices):
         if better[room]:
             keys.add(call.key)
@@ -209,17 +225,19 @@ def knapsack(trace: LayerTrace, budget: float) -> frozenset[Key]:
     return frozenset(keys)
 
 
-def contexts(keys: frozenset[Key]) -> tuple[Any, Any]:
+def contexts(keys: frozenset[Key]) -> Contexts:
     """Returns the contexts of torch's checkpoint for forward and recomputation; results in `keys` are saved."""
-    counts: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
+    counts: dict[bool, Counter[OpOverload]] = {False: Counter(), True: Counter()}
 
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(
+        context: SelectiveCheckpointContext, func: OpOverload, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
         count = counts[context.is_recompute]
         key = (ATTENTION, -1) if _is_attention(func) else (func, count[func])
         count[func] += 1
         return CheckpointPolicy.MUST_SAVE if key in keys else CheckpointPolicy.PREFER_RECOMPUTE
 
-    pair: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    pair: Contexts = create_selective_checkpoint_contexts(policy)
     return pair
 
 
@@ -241,7 +259,7 @@ def keep_matmuls(trace: LayerTrace, every: int) -> frozenset[Key]:
     return frozenset({*products[every - 1 :: every], (ATTENTION, -1)})
 
 
-def _products() -> frozenset[Any]:
+def _products() -> frozenset[OpOverload]:
     aten = torch.ops.aten
     return frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
 
@@ -251,9 +269,11 @@ class CheckpointPolicyCache:
 
     def __init__(self, choose: Callable[[LayerTrace], frozenset[Key]]):
         self.choose = choose
-        self._chosen: dict[Any, Callable[[], tuple[Any, Any]]] = {}
+        self._chosen: dict[Hashable, Callable[[], Contexts]] = {}
 
-    def __call__(self, kind: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], tuple[Any, Any]]:
+    def __call__(
+        self, kind: Hashable, forward: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Callable[[], Contexts]:
         """Returns the cached function that makes `contexts` for `forward(*args, **kwargs)`.
 
         Args:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from preheat.ops.distributed.dtensor_utils import local, share_of, whole
+from preheat.ops.distributed.dtensor_utils import full_tensor, local, local_shard
 from preheat.ops.optim.optimizers import Numbered, adamw_, adamw_state, keep_, locally
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+    from preheat.ops.optim.param_groups import ParamGroup
+
 
 __all__ = ["Apollo", "projected_rank"]
 
@@ -38,7 +44,7 @@ class Apollo(Numbered):
 
     def __init__(
         self,
-        groups: Any,
+        groups: ParamsT,
         *,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -49,7 +55,7 @@ class Apollo(Numbered):
         scale: float = 1.0,
         **more: Any,
     ):
-        defaults: dict[str, Any] = {
+        defaults: ParamGroup = {
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
@@ -59,24 +65,24 @@ class Apollo(Numbered):
         }
         super().__init__(groups, lr=lr, apollo=False, **defaults, **more)
 
-    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         if not group["apollo"]:
             return adamw_state(p, torch.float32)
         rows = torch.zeros(projected_rank(p.shape, group["rank"]), max(p.shape), dtype=torch.float32, device=p.device)
         return adamw_state(rows) | {"norm": torch.zeros((), device=p.device)}
 
-    def projection(self, p: Tensor, group: dict[str, Any], number: int) -> Tensor:
+    def projection(self, p: Tensor, group: ParamGroup, number: int) -> Tensor:
         """Draws the Gaussian projection [rank, smaller side] of a parameter for one step, with variance 1 / rank."""
         generator = self.draws(p, number // group["every"])
         rank = projected_rank(p.shape, group["rank"])
         return torch.randn(rank, min(p.shape), generator=generator, device=p.device).mul_(rank**-0.5)
 
-    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
         if not group["apollo"]:
             here, grad, state = locally(p, grad, state)
             adamw_(here, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
             return
-        grad = whole(grad)
+        grad = full_tensor(grad)
         wide = (grad if p.shape[0] <= p.shape[1] else grad.t()).float()
         projected = self.projection(p, group, self._number()) @ wide
         step = state["step"] + 1
@@ -94,6 +100,6 @@ class Apollo(Numbered):
         here = local(p)
         value = here.float() * (1 - group["lr"] * group["weight_decay"])
         update = update if p.shape[0] <= p.shape[1] else update.t()
-        keep_(here, value.sub_(share_of(update, p), alpha=group["lr"]), self.found_inf)
+        keep_(here, value.sub_(local_shard(update, p), alpha=group["lr"]), self.found_inf)
         for key, new in {"step": step, "exp_avg": mean, "exp_avg_sq": square, "norm": norm * shrink}.items():
             keep_(state[key], new, self.found_inf)

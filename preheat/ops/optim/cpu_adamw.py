@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from preheat.ops.memory.host_transfer import HostCopy, host_zeros, link_for, to_host
 from preheat.ops.optim.optimizers import Guarded, adamw_
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+    from preheat.ops.optim.param_groups import ParamGroup
+
 
 __all__ = ["HostAdamW"]
 
@@ -25,7 +31,7 @@ class HostAdamW(Guarded):
 
     def __init__(
         self,
-        groups: Any,
+        groups: ParamsT,
         *,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -44,7 +50,7 @@ class HostAdamW(Guarded):
             torch.cuda.synchronize(device)
 
     @torch.no_grad()
-    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         mean, square = (host_zeros(p.shape, torch.float32, p.is_cuda) for _ in range(2))
         step = host_zeros((), torch.float32, False)
         return {"step": step, "exp_avg": mean, "exp_avg_sq": square, "master": to_host(p.detach().float())}
@@ -58,7 +64,7 @@ class HostAdamW(Guarded):
                 self._buffers[p] = host_zeros(p.shape, p.dtype, p.is_cuda)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
         work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         flag = None if self.found_inf is None else self.link.out(self.found_inf)

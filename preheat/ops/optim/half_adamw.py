@@ -7,12 +7,16 @@ scratch.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from preheat.ops.cuda_kernels import named_failures
+
+if TYPE_CHECKING:
+    from preheat.ops.optim.param_groups import ParamGroup
+
 
 __all__ = ["half_adamw_", "launch"]
 
@@ -24,7 +28,7 @@ def half_adamw_(
     weight: Tensor,
     grad: Tensor,
     state: dict[str, Tensor],
-    group: dict[str, Any],
+    group: ParamGroup,
     found_inf: Tensor | None,
     *,
     seed: int = 0,
@@ -83,7 +87,7 @@ def _update(
 
 
 @_update.register_fake
-def _(*arguments: Any) -> None:
+def _(*arguments: object) -> None:
     pass
 
 

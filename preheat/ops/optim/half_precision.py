@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,18 @@ from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.optim.half_adamw import half_adamw_
 from preheat.ops.optim.optimizers import Guarded, adamw_, adamw_state, locally
 
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+    from preheat.core.json_types import StateDict
+    from preheat.ops.autograd_context import AutogradContext
+    from preheat.ops.optim.param_groups import ParamGroup
+
+
 __all__ = ["LossScale", "MasterAdamW", "compute_in_fp32"]
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: object, dtype: torch.dtype) -> object:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -27,7 +35,7 @@ def compute_in_fp32(module: nn.Module, back_to: torch.dtype | None = None) -> No
     """
     forward = module.forward
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         up = functools.partial(_cast, dtype=torch.float32)
         args, kwargs = tree_map(up, args), tree_map(up, kwargs)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
@@ -41,12 +49,12 @@ class _ScaledGradient(torch.autograd.Function):
     """Identity on the loss; multiplies its gradient by the scale, so that the reported loss stays in nats."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.scale = scale
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] * ctx.scale, None
 
 
@@ -70,7 +78,13 @@ class LossScale:
     """
 
     def __init__(
-        self, device: Any, *, start: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+        self,
+        device: torch.device,
+        *,
+        start: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
     ):
         self.growth, self.backoff, self.interval = growth, backoff, interval
         self.scale = torch.full((), start, dtype=torch.float32, device=device)
@@ -107,10 +121,10 @@ class LossScale:
         """Returns 1 while the scale is at least `floor`. No scale helps gradients that overflow below 1."""
         return (self.scale >= floor).to(torch.float32)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"scale": float(self.scale), "finite_steps": int(self.finite_steps)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.scale.fill_(state["scale"])
         self.finite_steps.fill_(state["finite_steps"])
 
@@ -135,7 +149,7 @@ class MasterAdamW(Guarded):
 
     def __init__(
         self,
-        groups: Any,
+        groups: ParamsT,
         *,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -147,11 +161,11 @@ class MasterAdamW(Guarded):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.chunk, self.fused = chunk, fused
 
-    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         state = adamw_state(p, torch.float32)
         return state if p.dtype == torch.float32 else state | {"master": p.detach().float()}
 
-    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
         p, grad, state = locally(p, grad, state)
         if self.fused:
             if "master" in state:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.ops.optim.optimizers import StochasticAdamW, adamw_state, keep_
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+    from preheat.ops.optim.param_groups import ParamGroup
+
 
 __all__ = ["LowBitAdamW", "code_book", "dequantize", "quantize"]
 
@@ -56,7 +62,7 @@ def _nearest(bits: Bits, *, signed: bool) -> tuple[int, ...]:
 class _Tables:
     """Lookup tables of one moment on a device: the code book and the nearest codes."""
 
-    def __init__(self, bits: Bits, *, signed: bool, device: Any):
+    def __init__(self, bits: Bits, *, signed: bool, device: torch.device):
         self.bits = bits
         book = code_book(bits, signed=signed)
         # 4 bits: a byte holds two codes, the first in the low half; one lookup returns both values.
@@ -116,7 +122,14 @@ class LowBitAdamW(StochasticAdamW):
     """
 
     def __init__(
-        self, groups: Any, *, bits: Bits = 8, block: int = 256, least: int = 4096, chunk: int = 1 << 18, **settings: Any
+        self,
+        groups: ParamsT,
+        *,
+        bits: Bits = 8,
+        block: int = 256,
+        least: int = 4096,
+        chunk: int = 1 << 18,
+        **settings: Any,
     ):
         assert chunk % block == 0
         assert block % 2 == 0
@@ -129,11 +142,11 @@ class LowBitAdamW(StochasticAdamW):
             "exp_avg_sq": _Tables(bits, signed=False, device=device),
         }
 
-    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         count = p.numel()
         if count < self.least or count % 2:
             return adamw_state(p, torch.float32)
-        share = self._share(p)
+        share = self._local_numel(p)
         state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             zero = code_book(self.bits, signed=signed).index(0.0) if signed or self.bits == 8 else 0
@@ -145,7 +158,7 @@ class LowBitAdamW(StochasticAdamW):
             return state
         return {key: t if key == "step" else _joined(t, count // share, p) for key, t in state.items()}
 
-    def _share(self, p: Tensor) -> int:
+    def _local_numel(self, p: Tensor) -> int:
         """Returns the number of a parameter's elements on this rank."""
         share, count = local(p).numel(), p.numel()
         if not isinstance(p, DTensor) or share == count:

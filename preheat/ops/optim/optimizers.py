@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from preheat.ops.distributed.dtensor_utils import first_element, local, share_of, spread_as, whole
+from preheat.ops.distributed.dtensor_utils import first_element, full_tensor, local, local_shard, spread_as
 from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.optim.half_adamw import half_adamw_
 from preheat.ops.optim.stochastic_rounding import stochastic_round_
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim.optimizer import ParamsT
+
+    from preheat.core.json_types import StateDict
+    from preheat.ops.optim.param_groups import ParamGroup
+
 
 __all__ = [
     "Adafactor",
@@ -35,10 +43,12 @@ __all__ = [
 ]
 
 
-def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[ParamGroup]:
     """Groups parameters per device mesh: matrices with weight decay, vectors (norms, biases) without."""
     named = list(named)
-    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # torch's fused update takes tensors of one mesh
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(
+        list
+    )  # torch's fused update takes tensors of one mesh
     for matrix in (True, False):
         for _, p in named:
             if (p.ndim >= 2) == matrix:
@@ -69,7 +79,7 @@ def adamw_(
     mean: Tensor,
     square: Tensor,
     step: Tensor,
-    group: dict[str, Any],
+    group: ParamGroup,
     found_inf: Tensor | None,
 ) -> None:
     """Runs torch's fused AdamW in place; changes nothing if `found_inf` is 1. `group`: lr, betas, eps, weight_decay."""
@@ -92,9 +102,7 @@ def adamw_(
     )
 
 
-def fused_adamw(
-    groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
-) -> torch.optim.AdamW:
+def fused_adamw(groups: list[ParamGroup], *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
     """Returns torch's fused AdamW with its state allocated."""
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     prepare_state(optimizer)
@@ -122,20 +130,20 @@ class Guarded(torch.optim.Optimizer):
 
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: Any, **defaults: Any):
+    def __init__(self, groups: ParamsT, **defaults: Any):
         super().__init__(groups, defaults)
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p] = self._state(p, group)
 
-    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         raise NotImplementedError
 
-    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
@@ -153,7 +161,7 @@ class Guarded(torch.optim.Optimizer):
                     self._update(p, p.grad, self.state[p], group)
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Copies values into the existing state; torch's implementation would cast codes and fp32 moments to the
         weight's dtype.
         """
@@ -173,22 +181,22 @@ class Numbered(Guarded):
         number: returns the current step; counted here if None.
     """
 
-    def __init__(self, groups: Any, *, seed: int = 0, number: Callable[[], int] | None = None, **defaults: Any):
+    def __init__(self, groups: ParamsT, *, seed: int = 0, number: Callable[[], int] | None = None, **defaults: Any):
         super().__init__(groups, **defaults)
         self.seed, self._taken, self._number = seed, 0, number or (lambda: self._taken)
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._order = {p: index for index, p in enumerate(parameters)}
         self._generator = torch.Generator(device=parameters[0].device)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         super().step(closure)
         self._taken += 1
 
     def draws(self, p: Tensor, number: int, part: int = 0) -> torch.Generator:
         """Returns the generator, seeded for part `part` of parameter `p` in step `number`."""
-        return self._generator.manual_seed((self._place(p, number) + part * 0x9E3779B97F4A7C15) % (1 << 63))
+        return self._generator.manual_seed((self._seed(p, number) + part * 0x9E3779B97F4A7C15) % (1 << 63))
 
-    def _place(self, p: Tensor, number: int) -> int:
+    def _seed(self, p: Tensor, number: int) -> int:
         """Returns the seed of parameter `p` in step `number`."""
         return (self.seed << 44) + (number << 20) + self._order[p]
 
@@ -209,7 +217,7 @@ class StochasticAdamW(Numbered):
 
     def __init__(
         self,
-        groups: Any,
+        groups: ParamsT,
         *,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -222,7 +230,7 @@ class StochasticAdamW(Numbered):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **more)
         self.chunk, self.fused = chunk, fused
 
-    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         return adamw_state(p, torch.float32)
 
     def _moments(self, state: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor]:
@@ -232,13 +240,13 @@ class StochasticAdamW(Numbered):
     def _remember(self, state: dict[str, Tensor], part: slice, mean: Tensor, square: Tensor) -> None:
         """Writes updated moments back if the state stores them in another form."""
 
-    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
         first, count = first_element(p), p.numel()
         here, grad, state = locally(p, grad, state)
         low = p.dtype != torch.float32
         if self.fused:
             if low:
-                place = self._place(p, self._number()) % (1 << 62)
+                place = self._seed(p, self._number()) % (1 << 62)
                 half_adamw_(here, grad, state, group, self.found_inf, seed=place, first=first)
             else:
                 adamw_(here, grad.float(), state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
@@ -272,7 +280,7 @@ class Lion(Guarded):
 
     def __init__(
         self,
-        groups: Any,
+        groups: ParamsT,
         *,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.99),
@@ -283,10 +291,10 @@ class Lion(Guarded):
         super().__init__(groups, lr=lr, betas=betas, weight_decay=weight_decay, scale=scale)
         self.chunk = chunk
 
-    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         return {"exp_avg": torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)}
 
-    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
         p, grad, state = locally(p, grad, state)
         (first, second), lr = group["betas"], group["lr"] * group["scale"]
         flat = (p.view(-1), grad.reshape(-1), state["exp_avg"].view(-1))
@@ -323,7 +331,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfl
     return x.t() if tall else x
 
 
-def split_matrices(groups: Iterable[Any], by_adamw: Iterable[Any], mark: str) -> list[dict[str, Any]]:
+def split_matrices(groups: Iterable[Any], by_adamw: Iterable[Tensor], mark: str) -> list[ParamGroup]:
     """Splits each parameter group: matrices, marked `mark`, and the rest for AdamW (`by_adamw` and vectors)."""
     listed = list(groups)
     others = {id(p) for p in by_adamw}
@@ -348,7 +356,7 @@ class Muon(Guarded):
 
     def __init__(
         self,
-        groups: Any,
+        groups: ParamsT,
         *,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -363,10 +371,10 @@ class Muon(Guarded):
             groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum, steps=steps, muon=False
         )
 
-    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         return {"momentum": torch.zeros_like(p)} if group["muon"] else adamw_state(p)
 
-    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
         like, side = p, max(p.shape)
         p, grad, state = locally(p, grad, state)
         if not group["muon"]:
@@ -376,8 +384,8 @@ class Muon(Guarded):
         momentum = state["momentum"] * group["momentum"] + grad
         update = torch.add(grad, momentum, alpha=group["momentum"])
         if isinstance(like, DTensor):  # gathers the full matrix on every rank, in the dtype of the computation
-            update = share_of(
-                orthogonalize(whole(spread_as(update.to(self.dtype), like)), group["steps"], self.dtype), like
+            update = local_shard(
+                orthogonalize(full_tensor(spread_as(update.to(self.dtype), like)), group["steps"], self.dtype), like
             )
         else:
             update = orthogonalize(update, group["steps"], self.dtype)
@@ -393,18 +401,18 @@ class Adafactor(Guarded):
     (small) state and gathers the full gradients one at a time.
     """
 
-    def __init__(self, groups: Any, *, lr: float, weight_decay: float = 0.0, decay: float = 0.8, clip: float = 1.0):
+    def __init__(self, groups: ParamsT, *, lr: float, weight_decay: float = 0.0, decay: float = 0.8, clip: float = 1.0):
         super().__init__(groups, lr=lr, weight_decay=weight_decay, decay=decay, clip=clip)
 
-    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         step = torch.zeros((), device=p.device)
         shapes = {"square": p.shape} if p.ndim < 2 else {"row": p.shape[:-1], "column": (*p.shape[:-2], p.shape[-1])}
         return {"step": step} | {k: torch.zeros(s, dtype=torch.float32, device=p.device) for k, s in shapes.items()}
 
-    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
         step = state["step"] + 1
         weight = step ** -group["decay"]  # 1 - beta2 of this step
-        update = whole(grad).float()
+        update = full_tensor(grad).float()
         squares = update.square().add_(1e-30)
         new = {"step": step}
         if p.ndim < 2:
@@ -419,6 +427,6 @@ class Adafactor(Guarded):
         update /= (size / group["clip"]).clamp_(min=1.0)
         here = local(p)
         value = here * (1 - group["lr"] * group["weight_decay"])
-        keep_(here, value.float().sub_(share_of(update, p), alpha=group["lr"]), self.found_inf)
+        keep_(here, value.float().sub_(local_shard(update, p), alpha=group["lr"]), self.found_inf)
         for key, tensor in new.items():
             keep_(state[key], tensor, self.found_inf)

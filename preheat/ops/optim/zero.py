@@ -5,12 +5,16 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+
+if TYPE_CHECKING:
+    from preheat.ops.optim.param_groups import ParamGroup
+
 
 __all__ = ["ZeROAdamW"]
 
@@ -102,7 +106,7 @@ class ZeROAdamW(torch.optim.Optimizer):
         """True if complete parameters have owners (stages 1 and 2); FSDP2 splits each parameter instead."""
         return self.world > 1 and self.stage < 3
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Adds parameters. Largest first, each goes to the least loaded owner, which is the same on every process."""
         super().add_param_group(param_group)
         new = self.param_groups[-1]["params"]
@@ -165,7 +169,7 @@ class ZeROAdamW(torch.optim.Optimizer):
         return norm
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the parameters; afterwards every process has the same weights."""
         loss = None
         if closure is not None:
@@ -183,7 +187,7 @@ class ZeROAdamW(torch.optim.Optimizer):
                 work.wait()
         return loss
 
-    def _update(self, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> None:
+    def _update(self, group: ParamGroup, grads: dict[Tensor, Tensor]) -> None:
         if not grads:
             return
         columns: dict[str, list[Tensor]] = defaultdict(list)
@@ -263,7 +267,7 @@ def _shard(module: nn.Module, listed: list[Any], *, offload: bool) -> list[Any]:
     fully_shard(module, **settings)
     now = dict(module.named_parameters())
 
-    def of(params: Iterable[Any]) -> list[Any]:
+    def of(params: Iterable[Tensor]) -> list[nn.Parameter]:
         return [now[names[id(p)]] for p in params]
 
     if isinstance(listed[0], dict):

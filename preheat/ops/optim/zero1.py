@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from preheat.ops.distributed.dtensor_utils import local
 
-__all__ = ["SharedOut", "share_out"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from preheat.core.json_types import StateDict
+    from preheat.ops.optim.param_groups import ParamGroup
 
 
-def _cut(t: Tensor, mesh: Any) -> DTensor:
+__all__ = ["ShardedOptimizer", "shard_optimizer"]
+
+
+def _cut(t: Tensor, mesh: DeviceMesh) -> DTensor:
     """Returns this rank's rows of a replicated tensor as a DTensor, sharing memory."""
     t = local(t.detach())
     rows_per_rank = -(-t.shape[0] // mesh.size())  # fewer or none on the last ranks, as DTensor shards
@@ -25,7 +32,7 @@ def _cut(t: Tensor, mesh: Any) -> DTensor:
 
 
 @contextmanager
-def _swapped_parameters(modules: Iterable[nn.Module], others: dict[Tensor, Any]) -> Iterator[None]:
+def _swapped_parameters(modules: Iterable[nn.Module], others: dict[Tensor, nn.Parameter]) -> Iterator[None]:
     """Context manager that swaps the modules' parameters for `others`, so that an optimizer that inspects modules sees
     its own.
     """
@@ -45,8 +52,8 @@ def _swapped_parameters(modules: Iterable[nn.Module], others: dict[Tensor, Any])
             store[name] = p
 
 
-class SharedOut:
-    """An optimizer over this rank's shards of replicated parameters. Created by `share_out`.
+class ShardedOptimizer:
+    """An optimizer over this rank's shards of replicated parameters. Created by `shard_optimizer`.
 
     After `step` every rank has all new weights. `state` is keyed by the full parameters and holds DTensors, so that a
     checkpoint can be loaded on another number of ranks.
@@ -56,20 +63,20 @@ class SharedOut:
         self.optimizer, self.shares = optimizer, shares
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         return self.optimizer.param_groups  # type: ignore[no-any-return]
 
     @property
-    def state(self) -> dict[Tensor, dict[str, Any]]:
+    def state(self) -> dict[Tensor, StateDict]:
         return {p: self.optimizer.state[share] for p, share in self.shares.items() if share in self.optimizer.state}
 
     @property
-    def found_inf(self) -> Any:
+    def found_inf(self) -> Tensor | None:
         """Device flag: 1 if this step must change nothing."""
         return self.optimizer.found_inf
 
     @found_inf.setter
-    def found_inf(self, value: Any) -> None:
+    def found_inf(self, value: Tensor | None) -> None:
         self.optimizer.found_inf = value
 
     @torch.no_grad()
@@ -90,21 +97,21 @@ class SharedOut:
             elif p.grad is not None:
                 p.grad.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return self.optimizer.state_dict()  # type: ignore[no-any-return]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.optimizer.load_state_dict(state)
 
 
-def share_out(
-    make: Callable[..., Any],
-    groups: Iterable[dict[str, Any]],
-    mesh: Any,
+def shard_optimizer(
+    make: Callable[..., torch.optim.Optimizer],
+    groups: Iterable[ParamGroup],
+    mesh: DeviceMesh,
     *,
     modules: Iterable[nn.Module] = (),
     **settings: Any,
-) -> SharedOut:
+) -> ShardedOptimizer:
     """Creates the optimizer `make(groups, **settings)` over this rank's shards of the parameters.
 
     Args:
@@ -120,4 +127,4 @@ def share_out(
             shares[p].grad_dtype = None  # allows fp32 gradients of half-precision weights
         cut.append({**group, "params": [shares[p] for p in group["params"]]})
     with _swapped_parameters(modules, shares):
-        return SharedOut(make(cut, **settings), shares)
+        return ShardedOptimizer(make(cut, **settings), shares)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = ["loss_rise", "share_out"]
+__all__ = ["loss_rise", "allocate_bits"]
 
 
 def loss_rise(x: Tensor, change: Tensor, gradient: Tensor) -> float:
@@ -28,7 +28,7 @@ def loss_rise(x: Tensor, change: Tensor, gradient: Tensor) -> float:
     return float(((x @ change.t()) * gradient).sum(dim=1).square().sum()) / 2
 
 
-def share_out(bits: Sequence[Sequence[float]], rises: Sequence[Sequence[float]], budget: float) -> list[int]:
+def allocate_bits(bits: Sequence[Sequence[float]], rises: Sequence[Sequence[float]], budget: float) -> list[int]:
     """Chooses a bit width per layer that minimizes the summed loss increase within a bit budget.
 
     Greedy along each layer's lower convex hull: starts at the fewest bits and repeatedly takes the upgrade that saves
@@ -44,7 +44,7 @@ def share_out(bits: Sequence[Sequence[float]], rises: Sequence[Sequence[float]],
         ValueError: even the fewest bits exceed the budget.
 
     Example:
-        >>> share_out([[4, 8], [4, 8]], [[1.0, 0.0], [3.0, 0.0]], 12)
+        >>> allocate_bits([[4, 8], [4, 8]], [[1.0, 0.0], [3.0, 0.0]], 12)
         [0, 1]
     """
     chosen = [min(range(len(b)), key=lambda n: (b[n], r[n])) for b, r in zip(bits, rises, strict=True)]

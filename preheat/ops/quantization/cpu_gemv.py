@@ -25,7 +25,7 @@ def of_use() -> bool:
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return _avx2_alone() and _made() is not None
+    return _avx2_alone() and _library() is not None
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
 
 
 def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int) -> None:
-    library = _made()
+    library = _library()
     assert library is not None, "of_use() comes first"
     inputs = [None if t is None else t.contiguous() for t in given]
     pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (*inputs, out)]
@@ -63,7 +63,7 @@ def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int)
 
 
 @functools.cache
-def _made() -> ctypes.CDLL | None:
+def _library() -> ctypes.CDLL | None:
     return quick_library(
         Path(__file__).with_suffix(".cpp"),
         "maps in eight and four bits are computed by aten, in two to three times the time",

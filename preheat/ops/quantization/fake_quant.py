@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,10 @@ from transformers.pytorch_utils import Conv1D
 from preheat.ops.adapters.peft_layers import added_linear
 from preheat.ops.quantization.grids import group_values, quantize_groups, quantize_rows, round_inputs
 from preheat.ops.quantization.nf4 import PackedMap
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = ["Grid", "fake_", "rounded", "unfake_"]
 
@@ -56,22 +60,22 @@ def rounded(weight: Tensor, grid: Grid) -> Tensor:
 
 class _Weight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
+    def forward(ctx: AutogradContext, weight: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
         return rounded(weight, grid).to(weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return slope, None
 
 
 class _Inputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: AutogradContext, x: Tensor) -> Tensor:  # type: ignore[override]
         codes, scale = round_inputs(x.reshape(-1, x.shape[-1]))
         return (codes * scale).view(x.shape).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: AutogradContext, slope: Tensor) -> Tensor:  # type: ignore[override]
         return slope
 
 
@@ -109,7 +113,7 @@ def _adapted() -> type[nn.Module]:
     class FakeAdapted(Linear):
         preheat_grid: Grid
 
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
             base: Any = self.get_base_layer()
             weight = base.weight.float()
             if not self.disable_adapters:

@@ -28,7 +28,7 @@ def unpack4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     group = columns // scales.shape[1]
-    library = _made() if group % 2 == 0 else None
+    library = _library() if group % 2 == 0 else None
     if library is None:
         return group_values(Groups(unpack(codes, columns), scales, zeros)).to(HALF)
     out = torch.empty(rows, columns, dtype=HALF)
@@ -49,7 +49,7 @@ def _(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def _made() -> ctypes.CDLL | None:
+def _library() -> ctypes.CDLL | None:
     return quick_library(
         Path(__file__).with_suffix(".cpp"), "four-bit weights are unpacked by torch, in several times the time"
     )

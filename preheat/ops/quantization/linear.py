@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,10 @@ from preheat.ops.quantization.grids import (
 )
 from preheat.ops.quantization.int4_unpack import unpack4
 
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
+
 __all__ = [
     "FEW",
     "Fp8Linear",
@@ -57,7 +61,7 @@ _KERNEL_GROUPS = (32, 64, 128, 256)  # group sizes of aten's int4 kernel
 # torch._int_mm on CUDA requires inputs and outputs that are multiples of 8, and at least 17 rows.
 _INTEGERS, _INTEGER_ROWS = 8, 17
 _FP8 = torch.float8_e4m3fn
-Form = dict[str, Any]
+Form: TypeAlias = "JsonObject"
 
 
 def map_weight(module: nn.Module) -> Tensor:
@@ -273,7 +277,7 @@ class Int4Linear(QuantizedMap):
             x.contiguous(), self._ready[0], self.form["group"], self._ready[1]
         )
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Int4Linear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int4Linear:
         self._ready = None  # parameters may move or change dtype
         return super()._apply(fn, recurse)  # type: ignore[return-value]
 

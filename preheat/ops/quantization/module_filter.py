@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -76,7 +75,7 @@ def group_of(name: str, inputs: int, group: int | str) -> int:
     """
     if group == AUTO:
         return divisor(inputs, GROUP)
-    wanted: Any = group
+    wanted = int(group)
     if inputs % wanted:
         raise ValueError(
             f"group: {wanted} does not divide the {inputs} inputs of {name}; the nearest that does is "

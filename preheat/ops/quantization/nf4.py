@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,11 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from preheat.ops.cuda_kernels import is_plain, named_failures
-from preheat.ops.distributed.dtensor_utils import local, share_of, whole
+from preheat.ops.distributed.dtensor_utils import full_tensor, local, local_shard
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
 
 __all__ = [
     "LEVELS",
@@ -82,7 +86,7 @@ def dynamic_levels() -> Tensor:
     return torch.cat([levels, -levels, torch.tensor([0.0, 1.0])]).sort().values
 
 
-def tables(device: Any = None) -> Tables:
+def tables(device: torch.device | str | None = None) -> Tables:
     """Returns the lookup tables of `dequantize`."""
     levels = torch.tensor(LEVELS)
     byte = torch.arange(256)
@@ -214,14 +218,16 @@ class _Product(torch.autograd.Function):
     """x W^T (or x W) with W in NF4; forward and backward each dequantize W temporarily."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, int], transposed: bool, *tensors: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(
+        ctx: AutogradContext, x: Tensor, shape: tuple[int, int], transposed: bool, *tensors: Tensor | None
+    ) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(*tensors)
         ctx.shape, ctx.transposed = shape, transposed
         weight = dequantize(Packed(*tensors[:3]), shape, x.dtype, Tables(*tensors[3:]))  # type: ignore[arg-type]
         return F.linear(x, weight.t() if transposed else weight)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         tensors = ctx.saved_tensors
         weight = dequantize(Packed(*tensors[:3]), ctx.shape, slope.dtype, Tables(*tensors[3:]))
         return F.linear(slope, weight if ctx.transposed else weight.t()), *(None,) * 7
@@ -243,7 +249,7 @@ class PackedMap(nn.Module):
     def weight(self) -> Tensor:
         if self.nf4_draft is not None:
             return self.nf4_draft
-        packed = Packed(*(None if t is None else whole(t) for t in self._packed()))  # type: ignore[arg-type]
+        packed = Packed(*(None if t is None else full_tensor(t) for t in self._packed()))  # type: ignore[arg-type]
         weight = dequantize(packed, self.nf4_shape, torch.float32, self._tables())
         if not torch.compiler.is_compiling():
             weight._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps transformers from reinitializing the copy
@@ -269,7 +275,7 @@ class PackedMap(nn.Module):
                 (*self._packed(), *self._tables()), (*new, *tables(self.nf4_codes.device)), strict=True
             ):
                 if old is not None and value is not None:
-                    local(old).copy_(share_of(value, old))
+                    local(old).copy_(local_shard(value, old))
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type

@@ -7,14 +7,20 @@ module does not import torchao.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from preheat.ops.quantization.grids import HALF
 from preheat.ops.quantization.linear import Fp8Linear, Int4Linear, Int8Embedding, Int8Linear, QuantizedMap, map_weight
 from preheat.ops.quantization.nf4 import PackedMap, pack_, tables
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
+    from preheat.ops.quantization.linear import Form
+
 
 __all__ = [
     "STORED",
@@ -31,8 +37,9 @@ __all__ = [
 STORED = "preheat"
 """`quant_method` of the models that preheat writes."""
 _VERSION = 1
-_KINDS: dict[str, Any] = {cls.kind: cls for cls in (Int8Linear, Int4Linear, Fp8Linear)}
-Form = dict[str, Any]
+_KINDS: dict[str, type[Int8Linear | Int4Linear | Fp8Linear]] = {
+    cls.kind: cls for cls in (Int8Linear, Int4Linear, Fp8Linear)
+}
 
 
 def form_of(module: nn.Module) -> Form | None:
@@ -47,7 +54,7 @@ def quantized_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if form_of(m) is not None}
 
 
-def is_compressed(model: Any) -> bool:
+def is_compressed(model: PreTrainedModel) -> bool:
     """True if the model comes from `preheat compress`; a 4-bit base under an adapter does not count."""
     config = getattr(model.config, "quantization_config", None)
     return (
@@ -66,7 +73,7 @@ def put_in(model: nn.Module, name: str, new: nn.Module) -> None:
     setattr(model.get_submodule(parent), last, new)
 
 
-def stored(model: nn.Module, method: str, tied: tuple[str, str]) -> dict[str, Any]:
+def stored(model: nn.Module, method: str, tied: tuple[str, str]) -> JsonObject:
     """Returns the `quantization_config` of config.json: which modules are quantized and how.
 
     Args:
@@ -87,7 +94,7 @@ def stored(model: nn.Module, method: str, tied: tuple[str, str]) -> dict[str, An
     return {"quant_method": STORED, "version": _VERSION, "method": method, "tied": shared, "forms": forms}
 
 
-def open_on_meta(model: nn.Module, stored_config: Mapping[str, Any]) -> list[str]:
+def open_on_meta(model: nn.Module, stored_config: JsonObject) -> list[str]:
     """Replaces modules of a model on meta as `stored` describes, in place and without values; the rest becomes bf16.
 
     Returns:

@@ -40,6 +40,7 @@ class Heap:
             self.small += size
             self._where[block] = (-1, size)
             return
+        # Best fit before growing, as in cpu_allocator.cpp: the heap grows only if no free block is large enough.
         hole = self._holes.take(size)
         if hole is None:
             start = self.end
@@ -56,8 +57,10 @@ class Heap:
         if start < 0:
             self.small -= size
             return
+        # Coalesced first, so that a free block at the end reaches back as far as possible.
         start, size = self._holes.give(start, size)
         if start + size == self.end:
+            # `touched` stays: the heap never shrinks, so pages once used remain resident.
             self.end = start
             self._holes.remove(start)
 
@@ -98,6 +101,7 @@ def replay(log: Iterable[tuple[int, int, str]]) -> int:
             if size > 0:
                 heap.allocate(key, size)
                 living[key] = None
+            # Frees of blocks that an ignored phase allocated have nothing to free here.
             elif size < 0 and (key in living or key in lasting):
                 living.pop(key, None)
                 lasting.discard(key)

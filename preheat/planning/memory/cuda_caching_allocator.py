@@ -19,6 +19,8 @@ from preheat.planning.memory.free_list import Holes
 __all__ = ["Caching", "Reserved", "replay_caching"]
 
 _MIB = 2**20
+# Constants of CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kSmallBuffer,
+# then kLargeBuffer, kMinLargeAlloc, kRoundLarge.
 _ROUND, _SMALL, _SMALL_SEGMENT = 512, _MIB, 2 * _MIB
 _LARGE_SEGMENT, _OWN_SEGMENT, _ROUND_LARGE = 20 * _MIB, 10 * _MIB, 2 * _MIB
 _GAP = 1  # gap between segments, so that blocks of two segments never coalesce
@@ -79,6 +81,7 @@ class Caching:
         small = need <= _SMALL
         if self.expandable and self.limit is not None and self.allocated + need > self.limit:
             return False
+        # A free block is reused on its own stream only, and small tensors never share a segment with large ones.
         pool = self._pools.setdefault((stream, small), _Pool())
         piece = pool.holes.take(need)
         if piece is None:
@@ -86,6 +89,7 @@ class Caching:
         if piece is None:
             return False
         start, room = piece
+        # torch's should_split: of a large block, a rest of at most kSmallSize is not split off.
         if room - need >= (_ROUND if small or self.expandable else _SMALL + 1):
             pool.holes.give(start + need, room - need)
             room = need
@@ -113,14 +117,15 @@ class Caching:
             if need < _OWN_SEGMENT
             else -(-need // _ROUND_LARGE) * _ROUND_LARGE
         )
+        # As torch does when cudaMalloc fails: release cached segments, then try once more.
         if self.limit is not None and self.reserved + size > self.limit:
-            self._give_back()
+            self._release_segments()
             if self.reserved + size > self.limit:
                 return None
         self.reserved += size
         return pool.grow(size)
 
-    def _give_back(self) -> None:
+    def _release_segments(self) -> None:
         """Releases all segments without live blocks."""
         for pool in self._pools.values():
             for start, size in list(pool.segments.items()):
@@ -172,6 +177,7 @@ def replay_caching(
     lasting = {block for block, size, _ in load if size > 0}
     reserved = allocated = 0
     fits = True
+    # The second step begins with the segments that the first one left, as all later steps do.
     for turn, entries in enumerate([load, *[step] * steps]):
         living: dict[int, None] = {}  # in order
         for block, size, _ in entries:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from preheat.core import STEP, Device, Phase
 from preheat.engine.checkpoint import is_async
 from preheat.hardware.gpu_memory import CONTEXT
-from preheat.planning.dry_run import Observation
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.memory.cuda_caching_allocator import replay_caching
+from preheat.planning.observation import Observation
 from preheat.recipe import Recipe
 
-__all__ = ["EXACT", "SOURCES", "process_overhead", "exporting", "gives_back"]
+__all__ = ["EXACT", "SOURCES", "process_overhead", "exporting", "needs_allocator_retries"]
 
 _MIB = 2**20
 # Thread stacks and scratch, autograd's objects. Least squares over 60 random recipes: 16 MiB, plus 1.3 MiB per bf16
@@ -50,6 +50,7 @@ SOURCES = {
 
 def process_overhead(recipe: Recipe, observation: Observation, device: Device) -> dict[str, int]:
     """Returns {item: bytes} of the memory that a process holds in addition to the tensors of the dry run."""
+    # What the allocator holds beyond the tensors; the tensors themselves are counted by the dry run.
     cached = max(_reserved(observation, device) - _allocated(observation), 0)
     if device.kind == "cpu":
         products = sum(
@@ -62,10 +63,11 @@ def process_overhead(recipe: Recipe, observation: Observation, device: Device) -
             "allocator": cached,
             "saving": _copy_to_save(recipe, observation, device),
         }
+    # An asynchronous copy for a checkpoint is in host memory here, so it takes none of the GPU's.
     return {"context": CONTEXT, "workspaces": _CUBLAS, "allocator": cached}
 
 
-def gives_back(observation: Observation, device: Device) -> bool:
+def needs_allocator_retries(observation: Observation, device: Device) -> bool:
     """True if a GPU has room for the tensors but not for all the memory that its allocator would cache.
 
     Before an allocation fails, torch releases cached memory: free segments of fixed size, or single pages of expandable
@@ -88,9 +90,9 @@ def _allocated(observation: Observation) -> int:
 
 def _reserved_without_limit(observation: Observation, device: Device) -> int:
     """Returns the peak of reserved bytes on a device that is large enough."""
-    if observation.held is None:
-        observation.held = hold(observation.log, observation.streams, device)
-    return observation.held
+    if observation.reserved is None:
+        observation.reserved = hold(observation.log, observation.streams, device)
+    return observation.reserved
 
 
 def _reserved(observation: Observation, device: Device) -> int:
@@ -98,7 +100,7 @@ def _reserved(observation: Observation, device: Device) -> int:
 
     Only a replay of the log shows if segments of fixed size can be released in time.
     """
-    if gives_back(observation, device):
+    if needs_allocator_retries(observation, device):
         limited = (
             replay_caching(observation.log, observation.streams, expandable=device.expandable, limit=_room(device))
             if observation.log

@@ -10,13 +10,16 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import get_args
 
 from preheat.core import (
     DATA,
     Axis,
     Context,
     Device,
+    ModelFacts,
+    Numerics,
     Problem,
     ProblemCode,
     Searchable,
@@ -32,12 +35,13 @@ from preheat.engine.builder import context_of, techniques_of
 from preheat.errors import RecipeError
 from preheat.models import hf
 from preheat.planning.plan import steps_of
+from preheat.planning.request import Request
 from preheat.recipe import Recipe
 
-__all__ = ["NUMERICS", "Numerics", "Settings", "Space", "candidate_problems", "words", "worst"]
+__all__ = ["NUMERICS", "Settings", "Space", "candidate_problems", "describe_techniques", "worst"]
 
-Numerics = Literal["exact", "rounding", "different"]
-NUMERICS: tuple[Numerics, ...] = ("exact", "rounding", "different")
+NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
+"""Effects on the numbers, smallest first."""
 Settings = tuple[Technique, ...]
 
 
@@ -47,7 +51,7 @@ def worst(techniques: Iterable[Technique]) -> Numerics:
     return max((numerics for numerics in given_up if numerics), key=NUMERICS.index, default="exact")
 
 
-def words(added: Iterable[Technique], micro: int | None = None) -> str:
+def describe_techniques(added: Iterable[Technique], micro: int | None = None) -> str:
     """Describes techniques in a line: their names and the settings that differ from the defaults."""
     parts = []
     for t in added:
@@ -66,35 +70,43 @@ class Space:
     """The techniques that may be added to a recipe on a number of devices.
 
     Attributes:
-        vocabulary: vocabulary size of the tokenizer; None if the model decides.
-        world: number of devices.
+        request: what to plan. Its recipe lacks the techniques of `left_open`.
         allow: largest change of numerics that is allowed.
-        rows: number of training rows if known: the length of a run that ends after epochs.
         left_open: techniques of the recipe with settings left to the planner; the search decides on them, regardless of
             `allow`.
     """
 
-    recipe: Recipe
-    vocabulary: int | None
-    device: Device
-    world: int
+    request: Request
     allow: Numerics = "exact"
-    per_host: int = 8
-    rows: int | None = None
-    config: Any = field(init=False)
     left_open: Mapping[str, Searchable] = field(init=False)
 
     def __post_init__(self) -> None:
-        own = self.recipe.techniques
-        open_here = {name: t for name, t in own.items() if isinstance(t, Searchable) and t.left_open(self.device)}
+        own, device = self.request.recipe.techniques, self.request.device
+        open_here = {name: t for name, t in own.items() if isinstance(t, Searchable) and t.left_open(device)}
         object.__setattr__(self, "left_open", open_here)
         decided = {name: t for name, t in own.items() if name not in self.left_open}
-        object.__setattr__(self, "recipe", replace(self.recipe, techniques=decided))
-        object.__setattr__(self, "config", hf.configure(self.recipe, self.vocabulary))
+        recipe = replace(self.request.recipe, techniques=decided)
+        object.__setattr__(self, "request", replace(self.request, recipe=recipe))
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.request.recipe
+
+    @property
+    def device(self) -> Device:
+        return self.request.device
+
+    @property
+    def world(self) -> int:
+        return self.request.devices
+
+    @cached_property
+    def model(self) -> ModelFacts:
+        return hf.facts(self.request.config)
 
     def context(self, recipe: Recipe, world: int | None = None) -> Context:
         """Returns the context of a recipe; raises RecipeError if the mesh does not match the number of devices."""
-        return context_of(recipe, self.config, self.device, world or self.world)
+        return context_of(recipe, self.request.config, self.device, world or self.world)
 
     def allowed(self, technique: Technique) -> bool:
         if technique.name() in self.left_open:
@@ -118,8 +130,8 @@ class Space:
         """Returns the tokens/s of the whole run, given those of its steps and the startup time of the techniques."""
         start = sum(t.startup_seconds(self.device) for t in added)
         stop, batch = self.recipe.stop, self.recipe.batch
-        steps = steps_of(self.recipe, self.rows)
-        ends = [steps * batch.size * batch.length / speed] if steps else []
+        steps = steps_of(self.recipe, self.request.rows)
+        ends = [steps * batch.size * batch.seq_len / speed] if steps else []
         ends += [stop.hours * 3600] if stop.hours else []
         return speed / (1 + start / min(ends)) if ends else speed
 
@@ -147,7 +159,7 @@ class Space:
         for cut in itertools.product(*inner):
             chosen = tuple(t for t in cut if t is not None)
             used = math.prod(size for t in (*given, *chosen) for size in t.degrees().values() if size)
-            if self.world % used or any(t.degrees().get(Axis.TENSOR, 1) > self.per_host for t in chosen):
+            if self.world % used or any(t.degrees().get(Axis.TENSOR, 1) > self.request.per_host for t in chosen):
                 continue
             if used == self.world or is_open:
                 yield chosen
@@ -161,7 +173,7 @@ class Space:
         sizes = self.sizes((*self.recipe.techniques.values(), *layout))
         if sizes is None or not t.needs <= tags:
             return False
-        return not problems_of(t, Context(self.recipe, hf.facts(self.config), self.device, tags, sizes))
+        return not problems_of(t, Context(self.recipe, self.model, self.device, tags, sizes))
 
     def settings_of(self, cls: type[Searchable]) -> Searchable:
         """Returns a technique as the recipe has it if that leaves settings open, else with its defaults."""
@@ -170,26 +182,27 @@ class Space:
     def _options(self, cls: type[Searchable]) -> list[Technique]:
         sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: self.world}
         tags = frozenset(tag for t in techniques_of(self.recipe) for tag in t.provided())
-        context = Context(self.recipe, hf.facts(self.config), self.device, tags, sizes)
+        context = Context(self.recipe, self.model, self.device, tags, sizes)
         return [t for t in self.settings_of(cls).options(context) if self.allowed(t)]
 
-    def having(self, added: Iterable[Technique]) -> Recipe:
-        """Returns the recipe with these techniques added, on all devices."""
+    def having(self, added: Iterable[Technique]) -> Request:
+        """Returns the request with these techniques added to its recipe, on all devices."""
         techniques = {**self.recipe.techniques, **{t.name(): t for t in added}}
-        return replace(self.recipe, techniques=techniques, parallel=replace(self.recipe.parallel, devices=self.world))
+        parallel = replace(self.recipe.parallel, devices=self.world)
+        return replace(self.request, recipe=replace(self.recipe, techniques=techniques, parallel=parallel))
 
-    def single(self, added: Iterable[Technique]) -> Recipe:
-        """Returns the recipe on one device with batch size 1: without parallelism and gradient accumulation."""
-        recipe = self.having(added)
+    def single(self, added: Iterable[Technique]) -> Request:
+        """Returns the request for one device and batch size 1: without parallelism and gradient accumulation."""
+        recipe = self.having(added).recipe
         techniques = {name: t for name, t in single_device(recipe.techniques).items() if t.micro_batch_count() == 1}
         parallel = replace(recipe.parallel, devices=1)
         model = recipe.model
         # A model of one layer must contain experts.
-        if getattr(self.config.get_text_config(), "first_k_dense_replace", None):
+        if getattr(self.request.config.get_text_config(), "first_k_dense_replace", None):
             model = replace(model, config={**model.config, "first_k_dense_replace": 0})
-        return replace(
-            recipe, model=model, techniques=techniques, parallel=parallel, batch=replace(recipe.batch, size=1)
-        )
+        batch = replace(recipe.batch, size=1)
+        recipe = replace(recipe, model=model, techniques=techniques, parallel=parallel, batch=batch)
+        return replace(self.request, recipe=recipe, world=1)
 
     def even(self, sizes: Mapping[Axis, int]) -> bool:
         """True if the batch divides evenly across the data-parallel ranks."""
@@ -212,10 +225,10 @@ def _inner(cls: type[Technique]) -> bool:
     return not set(cls().degrees()) & set(DATA)
 
 
-def candidate_problems(space: Space, recipe: Recipe, world: int | None = None) -> list[Problem]:
+def candidate_problems(space: Space, candidate: Request) -> list[Problem]:
     """Returns why a candidate cannot be used; empty if it can."""
     try:
-        context = space.context(recipe, world)
+        context = space.context(candidate.recipe, candidate.world)
     except RecipeError as error:
         return [Problem("", ProblemCode.DEVICES, str(error))]
-    return conflicts_of(techniques_of(recipe), context)
+    return conflicts_of(techniques_of(candidate.recipe), context)

@@ -7,17 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from preheat.core import DATA, Device
-from preheat.engine.builder import context_of
+from preheat.core import DATA
 from preheat.errors import RecipeError
-from preheat.hardware.rates import Rates
-from preheat.models import hf
 from preheat.planning.plan import plan
+from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space
 from preheat.planning.search.result import SearchResult, too_large
 from preheat.planning.search.search import search
-from preheat.planning.speed.roofline import Roofline
-from preheat.recipe import Recipe
 
 __all__ = ["longest", "longest_as_stated"]
 
@@ -30,8 +26,6 @@ SHORTEST = 32
 def longest(
     space: Space,
     *,
-    rates: Rates | Roofline,
-    in_use: int = 0,
     seconds: float = 10.0,
     confirm: bool = True,
     tell: Callable[[str], None] = lambda message: None,
@@ -42,61 +36,44 @@ def longest(
     and errors as of `search`.
     """
     batch = space.recipe.batch
-    positions = hf.facts(space.config).positions or batch.length
-    tokens, best = batch.size * batch.length, None
-    length = batch.length
+    positions = space.model.positions or batch.seq_len
+    tokens, best = batch.size * batch.seq_len, None
+    length = batch.seq_len
     while True:
         size = max(tokens // length, space.world)
-        recipe = replace(space.recipe, batch=replace(batch, length=length, size=size))
-        result = search(
-            replace(space, recipe=recipe), rates=rates, in_use=in_use, seconds=seconds / 3, confirm=False, tell=tell
-        )
+        recipe = replace(space.recipe, batch=replace(batch, seq_len=length, size=size))
+        longer = replace(space.request, recipe=recipe)
+        result = search(replace(space, request=longer), seconds=seconds / 3, confirm=False, tell=tell)
         if not result.best.plan["fits"]:
             if best is not None:
                 best.rejected.append((f"rows of {length:,} tokens", too_large(result.best.plan)))
             return best or result
         best = result
-        if 2 * length > positions and not _scaled(space.recipe, space.vocabulary, 2 * length):
+        if 2 * length > positions and not _has_positions(space.request, 2 * length):
             best.rejected.append((f"rows of {2 * length:,} tokens", f"the model has {positions:,} positions"))
             return best
         length *= 2
 
 
-def longest_as_stated(
-    recipe: Recipe,
-    *,
-    vocabulary: int | None,
-    device: Device,
-    rates: Rates | Roofline,
-    in_use: int = 0,
-    world: int | None = None,
-) -> dict[str, Any]:
+def longest_as_stated(request: Request) -> dict[str, Any]:
     """Finds the longest sequences that fit with the recipe's own techniques and micro-batches of one sequence.
 
-    Starts from the recipe's length and doubles it, or halves it if it does not fit. Arguments as of
-    `planning.plan.plan`.
+    Starts from the recipe's length and doubles it, or halves it if it does not fit.
 
     Returns:
         {length, peak_gib, limit}: tokens (0 if not even the shortest fits), the predicted peak, and the reason why no
         longer sequence fits.
     """
-    kwargs: dict[str, Any] = {
-        "vocabulary": vocabulary,
-        "device": device,
-        "rates": rates,
-        "in_use": in_use,
-        "world": world,
-    }
-    sizes = context_of(recipe, hf.configure(recipe, vocabulary), device, world).sizes
+    recipe, sizes = request.recipe, request.context.sizes
     rows = math.prod(sizes[axis] for axis in DATA) * math.prod(
         t.micro_batch_count() for t in recipe.techniques.values()
     )
     longest: dict[str, Any] = {"length": 0, "peak_gib": None, "limit": ""}
-    length, doubled = recipe.batch.length, 0
+    length, doubled = recipe.batch.seq_len, 0
     while doubled < DOUBLINGS:
-        longer = replace(recipe, batch=replace(recipe.batch, length=length, size=rows))
+        longer = replace(recipe, batch=replace(recipe.batch, seq_len=length, size=rows))
         try:
-            planned = plan(longer, **kwargs)
+            planned = plan(replace(request, recipe=longer))
         except RecipeError as error:  # the length is to blame: the recipe itself was planned before
             return {**longest, "limit": f"rows of {length:,} tokens: {str(error).splitlines()[0]}"}
         if planned["fits"]:
@@ -112,10 +89,11 @@ def longest_as_stated(
     return {**longest, "limit": f"rows of {length:,} tokens were not tried"}
 
 
-def _scaled(recipe: Recipe, vocabulary: int | None, length: int) -> bool:
+def _has_positions(request: Request, length: int) -> bool:
     """True if the recipe extends the model's positions to the given length (RoPE scaling)."""
+    recipe = request.recipe
     try:
-        hf.configure(replace(recipe, batch=replace(recipe.batch, length=length)), vocabulary)
+        _ = replace(request, recipe=replace(recipe, batch=replace(recipe.batch, seq_len=length))).config
     except RecipeError:
         return False
     return True

@@ -12,15 +12,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from preheat.core import DATA, Axis, Device, ModelFacts, Phase, Tag
+from preheat.core import DATA, Axis, ModelFacts, Phase, Tag
 from preheat.hardware.rates import Rates
 from preheat.planning.dispatch_recorder import Kernel
-from preheat.planning.dry_run import Observation
 from preheat.planning.layer_extrapolation import of_layers
+from preheat.planning.observation import Observation
 from preheat.planning.observation_cache import observe_cached
+from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
 from preheat.planning.speed.step_time import step_seconds
-from preheat.recipe import Batch, Recipe
+from preheat.recipe import Batch
 
 __all__ = ["Guess", "LayerCost", "estimate", "observe_layer", "seconds"]
 
@@ -34,14 +35,14 @@ class LayerCost:
     Attributes:
         states: weights, gradients and optimizer states.
         weights: the weights alone.
-        kept: activations that a layer saves for backward; for the ends everything else that is alive at the peak.
+        saved: activations that a layer saves for backward; for the ends everything else that is alive at the peak.
         seconds: forward and backward.
         update: optimizer update, which does not depend on the batch size.
     """
 
     states: tuple[float, float]
     weights: tuple[float, float]
-    kept: tuple[float, float]
+    saved: tuple[float, float]
     seconds: tuple[float, float]
     update: tuple[float, float]
 
@@ -59,7 +60,7 @@ class LayerCost:
                 layer, ends = (max(a + b - c, 0.0) for a, b, c in triples)
             return layer, ends
 
-        return LayerCost(by("states"), by("weights"), by("kept"), by("seconds"), by("update"))
+        return LayerCost(by("states"), by("weights"), by("saved"), by("seconds"), by("update"))
 
 
 @dataclass(frozen=True)
@@ -87,28 +88,21 @@ def _of_update(observation: Observation, rates: Rates | Roofline) -> float:
     return step_seconds(only, rates)
 
 
-def observe_layer(
-    recipe: Recipe,
-    *,
-    vocabulary: int | None,
-    device: Device,
-    rates: Rates | Roofline,
-    layer: LayerCost | None = None,
-) -> LayerCost:
+def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerCost:
     """Observes the model with one layer and with two, on one device with one sequence.
 
     Args:
-        recipe: recipe with batch size 1 and no parallelism.
+        request: for one device, with batch size 1 and no parallelism (`Space.single`).
         layer: cost of the same layers, if only embedding, head and loss differ: one dry run is then enough.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
+    rates = request.rates
+    assert rates is not None, "an estimate needs the rates of its device"
 
     def numbers(layers: int) -> tuple[float, ...]:
-        observation = observe_cached(
-            of_layers(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step"
-        )
+        observation = observe_cached(of_layers(request, layers), how="step")
         at = observation.categories[Phase.UPDATE]
         update = _of_update(observation, rates)
         states = at["parameters"] + at["gradients"] + at["optimizer"]
@@ -116,7 +110,7 @@ def observe_layer(
 
     one = numbers(1)
     if layer is not None:
-        of_layer = [layer.states[0], layer.weights[0], layer.kept[0], layer.seconds[0], layer.update[0]]
+        of_layer = [layer.states[0], layer.weights[0], layer.saved[0], layer.seconds[0], layer.update[0]]
     else:
         of_layer = [max(b - a, 0.0) for a, b in zip(one, numbers(2), strict=True)]
     ends = [max(a - b, 0.0) for a, b in zip(one, of_layer, strict=True)]
@@ -154,14 +148,14 @@ def estimate(
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
             gathered += weights  # unsharded gradients accumulate until the last micro-batch
     flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals are replicated
-    alive = min(pipeline, micros) * layers * cost.kept[0] / flowing + cost.kept[1] / tensor
+    alive = min(pipeline, micros) * layers * cost.saved[0] / flowing + cost.saved[1] / tensor
     memory = of_all(cost.states) / sharded + gathered + micro * alive / context
     working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
     waiting, hidden = _sent(batch, model, sizes, micros, micro, weights, tags, rates)
     time = (working + waiting + max(hidden - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(
         cost.update
     ) / sharded
-    return Guess(memory, time, batch.size * batch.length / time)
+    return Guess(memory, time, batch.size * batch.seq_len / time)
 
 
 def _sent(
@@ -185,7 +179,7 @@ def _sent(
         stride = math.prod(sizes[inner] for inner in order[order.index(axis) + 1 :])
         return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), group=(sizes[axis], stride)))
 
-    hidden = micro * batch.length / sizes[Axis.CONTEXT] * model.width * 2
+    hidden = micro * batch.seq_len / sizes[Axis.CONTEXT] * model.width * 2
     layers = model.layers / sizes[Axis.PIPELINE]
     waiting = micros * layers * 4 * once("all_reduce", hidden, Axis.TENSOR)
     waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from preheat.planning.search.candidates import Numerics, Settings
+from preheat.core import Numerics
+from preheat.planning.search.candidates import Settings
 from preheat.recipe import Recipe
+from preheat.sanitize import memory
 
 __all__ = ["SearchResult", "EstimatedPlan", "EvaluatedPlan", "falls_short", "fragmentation_hint", "too_large"]
 
@@ -16,11 +18,11 @@ class EstimatedPlan(NamedTuple):
     """A candidate with its estimate, without a dry run.
 
     Attributes:
-        what: readable description of techniques and micro-batch.
+        description: readable description of techniques and micro-batch.
         techniques: the same without the micro-batch.
     """
 
-    what: str
+    description: str
     techniques: str
     peak_gib: float
     tokens_per_second: float
@@ -52,8 +54,8 @@ class SearchResult:
 
     Attributes:
         best: the best candidate that fits; if none fits, the one that needs the least memory.
-        others: alternatives that fit, the best of each other set of techniques.
-        seen: all dry-run candidates, in order.
+        alternatives: alternatives that fit, the best of each other set of techniques.
+        evaluated: all dry-run candidates, in order.
         rejected: (settings, reason), a line each.
         guessed: number of estimated candidates.
         confirmed: True if the best was dry-run with all its layers.
@@ -61,8 +63,8 @@ class SearchResult:
     """
 
     best: EvaluatedPlan
-    others: list[EvaluatedPlan] = field(default_factory=list)
-    seen: list[EvaluatedPlan] = field(default_factory=list)
+    alternatives: list[EvaluatedPlan] = field(default_factory=list)
+    evaluated: list[EvaluatedPlan] = field(default_factory=list)
     rejected: list[tuple[str, str]] = field(default_factory=list)
     guessed: int = 0
     confirmed: bool = False
@@ -90,14 +92,10 @@ def falls_short(plan: Mapping[str, Any]) -> str:
         >>> falls_short({"peak_gib": 0.1, "available_gib": 1 / 2**30, "device": device})
         'does not fit: needs 102 MiB, and nothing is left of what a CPU may use: the process itself takes it all'
     """
-    needs = f"does not fit: needs {size(plan['peak_gib'])}"
+    needs = f"does not fit: needs {memory(plan['peak_gib'])}"
     if plan["available_gib"] * 1024 < 1:
         return f"{needs}, and nothing is left of what {plan['device']['name']} may use: the process itself takes it all"
-    return f"{needs}, has {size(plan['available_gib'])}"
-
-
-def size(gib: float) -> str:
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
+    return f"{needs}, has {memory(plan['available_gib'])}"
 
 
 def fragmentation_hint(plan: Mapping[str, Any]) -> str:
@@ -105,7 +103,7 @@ def fragmentation_hint(plan: Mapping[str, Any]) -> str:
     cached = plan["overhead"].get("allocator", 0.0)
     if plan["device"].get("segments") != "fixed":
         return ""
-    if plan.get("gives_back"):
+    if plan.get("allocator_retries"):
         return (
             "the allocator must give back freed memory in each step to make room, which takes time: "
             "--set hardware.segments=expandable has less to give back"

@@ -16,15 +16,12 @@ from typing import Any, Literal
 
 from preheat.core import DATA, Axis, Problem, ProblemCode, Technique
 from preheat.errors import RecipeError
-from preheat.hardware.rates import Rates
-from preheat.models import hf
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
-from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, words, worst
+from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, describe_techniques, worst
 from preheat.planning.search.ranking import Guess, estimate
 from preheat.planning.search.result import EstimatedPlan, EvaluatedPlan, SearchResult, too_large
 from preheat.planning.search.technique_combinations import Combination, technique_combinations
-from preheat.planning.speed.roofline import Roofline
 from preheat.planning.worker_pool import is_serial
 
 __all__ = ["AIMS", "Aim", "search"]
@@ -70,8 +67,6 @@ class Candidate:
 def search(
     space: Space,
     *,
-    rates: Rates | Roofline,
-    in_use: int = 0,
     aim: Aim = "fastest",
     seconds: float = 10.0,
     confirm: bool = True,
@@ -81,8 +76,6 @@ def search(
 
     Args:
         space: the recipe, the techniques that may be added, and the devices.
-        rates: rates of the device, measured or from the catalogue.
-        in_use: bytes of the device that are in use before the run.
         aim: fastest and cheapest: most tokens/s; largest-batch: largest micro-batch; closest: smallest change of
             numerics.
         seconds: CPU time of this process after which only the dry runs needed for a verdict are added.
@@ -94,23 +87,22 @@ def search(
 
     Example:
         >>> from preheat.recipe import parse
-        >>> from preheat.core import Device
-        >>> model = "{layers: 2, width: 64, heads: 2, vocabulary: 128}"
-        >>> recipe = parse(f"model: {model}\\nbatch: {{size: 2, length: 16}}\\nstop: {{steps: 1}}")
+        >>> model = "{num_layers: 2, hidden_size: 64, num_heads: 2, vocab_size: 128}"
+        >>> recipe = parse(f"model: {model}\\nbatch: {{size: 2, seq_len: 16}}\\nstop: {{max_steps: 1}}")
+        >>> from preheat.planning.request import Request
+        >>> from preheat.planning.speed.roofline import Roofline
         >>> gpu = Roofline.of("H100")
-        >>> search(Space(recipe, None, gpu.as_device, 1), rates=gpu).best.plan["fits"]
+        >>> search(Space(Request(recipe, gpu.as_device, world=1, rates=gpu))).best.plan["fits"]
         True
     """
-    return _Search(space, rates, in_use, aim, seconds, tell).run(confirm)
+    return _Search(space, aim, seconds, tell).run(confirm)
 
 
 class _Search:
-    def __init__(
-        self, space: Space, rates: Rates | Roofline, in_use: int, aim: Aim, seconds: float, tell: Callable[[str], None]
-    ):
-        self.space, self.rates, self.in_use, self.aim, self.tell = space, rates, in_use, aim, tell
-        self.room = space.device.memory - in_use
-        self.model = hf.facts(space.config)
+    def __init__(self, space: Space, aim: Aim, seconds: float, tell: Callable[[str], None]):
+        assert space.request.rates is not None, "a search needs the rates of its device"
+        self.space, self.rates, self.aim, self.tell = space, space.request.rates, aim, tell
+        self.room = space.device.memory - space.request.in_use
         self.seconds, self.until = seconds, math.inf
         self.seen: list[EvaluatedPlan] = []
         self.rejected: list[tuple[str, str]] = []
@@ -124,7 +116,7 @@ class _Search:
 
     def run(self, confirm: bool) -> SearchResult:
         for resort in (False, True):
-            kinds = technique_combinations(self.space, self.rates, self._reject, resort=resort)
+            kinds = technique_combinations(self.space, self._reject, resort=resort)
             candidates = self._candidates(kinds)
             if not candidates:
                 raise RecipeError(self._no_candidate_message())
@@ -145,7 +137,7 @@ class _Search:
         fitting = [s for s in self.seen if s.plan["fits"]]
         best = min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan["peak_gib"])
         confirmed = False
-        layers = self.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
+        layers = self.space.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
         if confirm and fitting:
             # The dry run was of 4 and of 5 layers.
             quick = self._seconds_per_dry_run * layers / (9 if is_serial() else 5) <= _CONFIRM * self.seconds
@@ -167,7 +159,7 @@ class _Search:
             best = [k for k in kinds if not k.better]
             others = [
                 sorted(kinds, key=lambda k: k.cost.seconds[0]),
-                sorted(kinds, key=lambda k: k.cost.states[0] + k.cost.kept[0]),
+                sorted(kinds, key=lambda k: k.cost.states[0] + k.cost.saved[0]),
             ]
             every = max(len(kinds) // 10, 1)  # estimating all of them would take as long as the dry runs
             # Layouts that differ in degrees only are mostly compatible with the same kinds.
@@ -235,7 +227,7 @@ class _Search:
             for cut in cuts:
                 micros = cut.micro_batch_count() if cut else fixed
                 if sizes[Axis.PIPELINE] <= micros:
-                    guessed = estimate(kind.cost, batch, self.model, sizes, micros, tags, self.rates)
+                    guessed = estimate(kind.cost, batch, self.space.model, sizes, micros, tags, self.rates)
                     candidates.append(Candidate(kind.settings, layout, cut, rows, guessed))
         return candidates
 
@@ -247,7 +239,7 @@ class _Search:
         if rows == 1 or any(t.micro_batch_count() > 1 for t in own):
             return [None]
         if rows not in self._cuts:
-            context = self.space.context(self.space.having(layout))
+            context = self.space.context(self.space.having(layout).recipe)
             cuts = [cls for cls in self.space.searched() if cls().micro_batch_count() > 1]
             self._cuts[rows] = [t for cls in cuts for t in self.space.settings_of(cls).options(context)]
         return [None, *self._cuts[rows]]
@@ -269,7 +261,7 @@ class _Search:
         if size % world == 0 and reasons:
             why = "; ".join(map(str, (binding or reasons)[:3]))
             return f"techniques: nothing that may be added can be planned here: {why}"
-        length = self.space.recipe.batch.length
+        length = self.space.recipe.batch.seq_len
         tokens = size // world * world * length or world * length
         return (
             f"batch.size: {size} rows cannot be shared out evenly among {world} devices by what may be added; "
@@ -388,30 +380,26 @@ class _Search:
         ordered = sorted(candidates, key=lambda c: -self._corrected(c)[1])
         shown = [ordered[n * len(ordered) // _PLOTTED] for n in range(_PLOTTED)] if len(ordered) > _PLOTTED else ordered
         return [
-            EstimatedPlan(words(c.added, c.micro), words(c.added), c_bytes / GIB, speed)
+            EstimatedPlan(describe_techniques(c.added, c.micro), describe_techniques(c.added), c_bytes / GIB, speed)
             for c in shown
             for c_bytes, speed in [self._corrected(c)]
         ]
 
     def _evaluate(self, c: Candidate) -> EvaluatedPlan | None:
-        recipe = self.space.having(c.added)
-        why = candidate_problems(self.space, recipe)
+        request = self.space.having(c.added)
+        why = candidate_problems(self.space, request)
         if why:
-            self._reject(words(c.added), str(why[0]))
+            self._reject(describe_techniques(c.added), str(why[0]))
             return None
-        self.tell(words(c.added, c.micro))
+        self.tell(describe_techniques(c.added, c.micro))
         began = time.perf_counter()
         try:
-            observation = observe_cached(
-                recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how="few"
-            )
+            observation = observe_cached(request, how="few")
         except RecipeError as error:  # found by the build only
-            self._reject(words(c.added), str(error).splitlines()[0])
+            self._reject(describe_techniques(c.added), str(error).splitlines()[0])
             return None
-        plan = describe(
-            recipe, observation, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use
-        )
-        evaluated = EvaluatedPlan(recipe, plan, worst(c.added), c.micro, c.added)
+        plan = describe(request, observation)
+        evaluated = EvaluatedPlan(request.recipe, plan, worst(c.added), c.micro, c.added)
         self.seen.append(evaluated)
         self._seconds_per_dry_run = time.perf_counter() - began
         scale = (plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second)
@@ -419,7 +407,7 @@ class _Search:
         if not plan["fits"]:
             key = (c.kind, c.layout)
             self._too_large[key] = min(c.micro, self._too_large.get(key, c.micro))
-            self._reject(words(c.added, c.micro), too_large(plan))
+            self._reject(describe_techniques(c.added, c.micro), too_large(plan))
         return evaluated
 
     def _reject(self, what: str, why: str) -> None:
@@ -434,24 +422,16 @@ class _Search:
         Continues with the next best if it does not fit.
         """
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
-            self.tell(f"{'all' if how == 'whole' else 'more'} layers of {words(s.added, s.micro)}")
-            observation = observe_cached(
-                s.recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how=how
-            )
-            plan = describe(
-                s.recipe,
-                observation,
-                device=self.space.device,
-                rates=self.rates,
-                rows=self.space.rows,
-                in_use=self.in_use,
-            )
+            self.tell(f"{'all' if how == 'whole' else 'more'} layers of {describe_techniques(s.added, s.micro)}")
+            request = replace(self.space.request, recipe=s.recipe)
+            plan = describe(request, observe_cached(request, how=how))
             confirmed = replace(s, plan=plan)
             self.seen[self.seen.index(s)] = confirmed
             if plan["fits"]:
                 return confirmed, True
             self._reject(
-                words(s.added, s.micro), f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers"
+                describe_techniques(s.added, s.micro),
+                f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers",
             )
         return best, False
 
@@ -464,7 +444,7 @@ class _Search:
         return list(groups.values())
 
     def _explain_slower(self, result: SearchResult) -> None:
-        for s in result.seen:
+        for s in result.evaluated:
             if s.plan["fits"] and s is not result.best and result.best.plan["fits"]:
                 share = s.plan["tokens_per_second"] / result.best.plan["tokens_per_second"] - 1
                 late = s.plan["seconds_to_start"] - result.best.plan["seconds_to_start"]
@@ -472,7 +452,7 @@ class _Search:
                     f", but {late:.0f} s later to its first step, in a run this short" if share > 0 and late > 0 else ""
                 )
                 self._reject(
-                    words(s.added, s.micro),
+                    describe_techniques(s.added, s.micro),
                     f"fits in {s.plan['peak_gib']:.1f} GiB, {share:+.0%} tokens a second{waits}",
                 )
 

@@ -9,13 +9,10 @@ from typing import NamedTuple
 
 from preheat.core import Problem, Searchable, Slot, Tag, Technique
 from preheat.errors import RecipeError
-from preheat.hardware.rates import Rates
-from preheat.models import hf
 from preheat.planning.layer_extrapolation import of_layers
 from preheat.planning.observation_cache import prefetch
-from preheat.planning.search.candidates import Settings, Space, candidate_problems, words
+from preheat.planning.search.candidates import Settings, Space, candidate_problems, describe_techniques
 from preheat.planning.search.ranking import LayerCost, observe_layer
-from preheat.planning.speed.roofline import Roofline
 
 __all__ = ["Combination", "technique_combinations"]
 
@@ -41,7 +38,7 @@ class Combination(NamedTuple):
 
 
 def technique_combinations(
-    space: Space, rates: Rates | Roofline, reject: Callable[[str, str], None], *, resort: bool = False
+    space: Space, reject: Callable[[str, str], None], *, resort: bool = False
 ) -> list[Combination]:
     """Returns the combinations of techniques on one device.
 
@@ -54,13 +51,12 @@ def technique_combinations(
     Raises:
         RecipeError: the recipe as it is cannot be built.
     """
-    return _Combiner(space, rates, reject, resort).run()
+    return _Combiner(space, reject, resort).run()
 
 
 @dataclass
 class _Combiner:
     space: Space
-    rates: Rates | Roofline
     reject: Callable[[str, str], None]
     resort: bool
 
@@ -96,7 +92,7 @@ class _Combiner:
             # Keep the option to do without: a technique that excludes this one may be better.
             choices[cls] = worthwhile if worthwhile[0].setting is None else [without, *worthwhile]
             # Optimizers exclude each other and are slow to observe, so they do not become part of the base.
-            light = [c for c in worthwhile if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
+            light = [c for c in worthwhile if c.setting is None or Slot.OPTIMIZER not in c.setting.claimed()]
             best = min(light or worthwhile, key=lambda c: self._cost(c.cost, c.setting) / self._cost(c.base))
             if best.setting is not None and best.base is under:
                 base, under = (*base, best.setting), best.cost
@@ -128,33 +124,26 @@ class _Combiner:
 
     def _options(self, cls: type[Searchable], base: Settings) -> list[Technique]:
         """Returns the settings that show their effect in a single layer; of many the first, the middle and the last."""
-        context = self.space.context(self.space.single(base), 1)
+        context = self.space.context(self.space.single(base).recipe, 1)
         settings = [
             t for t in self.space.settings_of(cls).options(context) if self.space.allowed(t) and t.period() == 1
         ]
         return settings if len(settings) <= 4 else [settings[0], settings[len(settings) // 2], settings[-1]]
 
     def _problems(self, added: Settings) -> list[Problem]:
-        return candidate_problems(self.space, self.space.single(added), 1)
+        return candidate_problems(self.space, self.space.single(added))
 
     def _observe(self, added: Settings, under: LayerCost | None = None) -> LayerCost:
-        return observe_layer(
-            self.space.single(added),
-            vocabulary=self.space.vocabulary,
-            device=self.space.device,
-            rates=self.rates,
-            layer=under if _changes_ends_only(added) else None,
-        )
+        return observe_layer(self.space.single(added), layer=under if _changes_ends_only(added) else None)
 
     def _prepare(self, tried: list[Settings]) -> None:
         """Observes the given settings in all worker processes at once."""
         singles = [
             (self.space.single(added), _changes_ends_only(added)) for added in tried if not self._problems(added)
         ]
-        kwargs = {"vocabulary": self.space.vocabulary, "device": self.space.device, "world": 1, "how": "step"}
         prefetch(
-            {"recipe": of_layers(recipe, layers), **kwargs}
-            for recipe, ends in singles
+            {"request": of_layers(request, layers), "how": "step"}
+            for request, ends in singles
             for layers in ((1,) if ends else (1, 2))
         )
 
@@ -177,7 +166,7 @@ class _Combiner:
         except RecipeError as error:  # found by the build only
             why = str(error).splitlines()
         if why:
-            self.reject(words((t,)), why[0])
+            self.reject(describe_techniques((t,)), why[0])
         return None
 
     def _compatible_base(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Settings | None:
@@ -208,11 +197,11 @@ class _Combiner:
 
     @property
     def _layers(self) -> int:
-        return hf.facts(self.space.config).layers
+        return self.space.model.layers
 
     def _bytes(self, cost: LayerCost) -> float:
         """Returns the bytes of a device with one sequence, with the states sharded across all devices."""
-        return self._of_model(cost.states) / self.space.world + self._of_model(cost.kept)
+        return self._of_model(cost.states) / self.space.world + self._of_model(cost.saved)
 
     def _cost(self, cost: LayerCost, added: Technique | None = None) -> float:
         """Returns bytes times seconds of one sequence."""
@@ -222,11 +211,11 @@ class _Combiner:
         """Returns the seconds of one sequence, with its part of the update and of the startup time of `added`."""
         batch = self.space.recipe.batch
         row = self._of_model(cost.seconds) + self._of_model(cost.update) / batch.size * self.space.world
-        tokens = batch.length * self.space.world
+        tokens = batch.seq_len * self.space.world
         return tokens / self.space.over_run(tokens / row, added)
 
     def _sums(self, cost: LayerCost, added: Settings) -> tuple[float, float, float]:
-        return self._of_model(cost.states), self._of_model(cost.kept), self._seconds(cost, added)
+        return self._of_model(cost.states), self._of_model(cost.saved), self._seconds(cost, added)
 
     def _pareto(self, choices: list[Option]) -> list[Option]:
         """Returns the options on the Pareto front of memory and time; of nearly equal ones the first."""
@@ -250,7 +239,7 @@ class _Combiner:
 
 def _changes_ends_only(added: Settings) -> bool:
     """True if the last of these techniques changes only head and loss, not the layers."""
-    return bool(added) and Slot.OVER_LOGITS in added[-1].owned()
+    return bool(added) and Slot.OVER_LOGITS in added[-1].claimed()
 
 
 def _worse(mine: tuple[float, ...], other: tuple[float, ...]) -> bool:

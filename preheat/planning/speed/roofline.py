@@ -20,7 +20,7 @@ from functools import cached_property
 from preheat.core import DATA, Axis, Device
 from preheat.hardware.catalogue import Accelerator, accelerator
 from preheat.planning.dispatch_recorder import Kernel
-from preheat.planning.dry_run import Observation
+from preheat.planning.observation import Observation
 
 __all__ = ["Roofline", "Seconds", "fused_share", "link_seconds"]
 

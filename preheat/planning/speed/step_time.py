@@ -11,7 +11,8 @@ import math
 
 from preheat.hardware.rates import Layout, Rates
 from preheat.ops.fused_norm_gate import BY_PIECES
-from preheat.planning.dry_run import Kernel, Observation
+from preheat.planning.dispatch_recorder import Kernel
+from preheat.planning.observation import Observation
 from preheat.planning.speed.roofline import fused_share, link_seconds
 
 __all__ = ["kernel_seconds", "step_seconds"]

@@ -25,7 +25,7 @@ from preheat.run_dir import parse_json
 from preheat.training.process_group import BACKEND
 from preheat.training.signals import Signals
 
-__all__ = ["LAUNCHED", "Ended", "explain_abort", "start"]
+__all__ = ["LAUNCHED", "LaunchResult", "explain_abort", "start"]
 
 LAUNCHED = "PREHEAT_LAUNCHED"
 """Set in the processes: this launcher recognizes the exit code of a signal and does not restart after it."""
@@ -33,7 +33,7 @@ _POLL = 0.05  # seconds
 
 
 @dataclass
-class Ended:
+class LaunchResult:
     """How the processes ended.
 
     Attributes:
@@ -54,7 +54,7 @@ def start(
     restarts: int = 0,
     again: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda line: None,
-) -> Ended:
+) -> LaunchResult:
     """Runs `preheat COMMAND` as a group of processes and waits for them.
 
     If one of them dies, the others are terminated, and all are restarted while `restarts` are left. A signal is
@@ -100,7 +100,7 @@ class _Launched:
         self.printed: list[IO[bytes]] = []
         self.waited_for: list[int] = []  # processes that were still running when one failed
 
-    def run(self) -> Ended:
+    def run(self) -> LaunchResult:
         threads = str(max(1, len(os.sched_getaffinity(0)) // self.world))
         with ExitStack() as stack:
             listening = stack.enter_context(listen())
@@ -160,7 +160,7 @@ class _Launched:
             next((r for r, c in codes.items() if not _stopped(c)), None),
         )
 
-    def _ended(self, failed: int | None, why: str = "") -> Ended:
+    def _ended(self, failed: int | None, why: str = "") -> LaunchResult:
         codes = [process.returncode for process in self.started]
         result = next((printed for file in self.printed if (printed := _object(file))), None)
         if failed is not None and codes[failed] < 0:
@@ -168,9 +168,9 @@ class _Launched:
                 raise Interrupted(signal.Signals[self.signals.received])
             raise RunError(f"rank {failed} {ended_by(codes[failed])}{why}")
         if failed is not None:
-            return Ended(codes[failed], result)
+            return LaunchResult(codes[failed], result)
         stopped = next((code for code in codes if _stopped(code)), 0)
-        return Ended(stopped, result, signal.Signals(stopped - 128) if stopped else None)
+        return LaunchResult(stopped, result, signal.Signals(stopped - 128) if stopped else None)
 
     def _kill(self) -> None:
         for process in self.started:

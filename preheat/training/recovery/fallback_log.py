@@ -1,8 +1,8 @@
 """Log of out-of-memory errors and fallbacks: records them, chooses fallbacks, and applies them to the recipe.
 
-The run's events are the log: `out_of_memory` holds the failure, `rung` holds all settings that differ from the written
-recipe from then on (`set`) and the step from which they apply. A resumed run applies those that were active at its
-checkpoint.
+The run's events are the log: `out_of_memory` holds the failure, `fallback` holds all settings that differ from the
+written recipe from then on (`set`) and the step from which they apply. A resumed run applies those that were active at
+its checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from preheat import recipe as recipes
 from preheat.core import Phase
 from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
-from preheat.planning.fallback_ladder import Fallback, Ladder, PlanContext, find_fallbacks, halve_length, settings
+from preheat.planning.fallback_ladder import Fallback, Ladder, find_fallbacks, halve_length, settings
+from preheat.planning.request import Request
 from preheat.recipe import Recipe
 from preheat.run_dir import Reader, is_failure, parse_json, to_json, write_atomic
 
@@ -30,25 +31,26 @@ class Failure:
     """An out-of-memory error in numbers; it holds no tensors.
 
     Attributes:
-        where: phase of the step in which it happened.
+        phase: phase of the step in which it happened.
         step: optimizer steps committed by then.
         rank: rank of the process.
-        words: message of the error.
-        asked: bytes of the allocation that failed; None: unknown.
+        message: message of the error.
+        requested: bytes of the allocation that failed; None: unknown.
         room: bytes available to the run without the imports: those held plus those requested; None: unknown.
-        beside: bytes that the plan counts apart from tensors; up to this many may not be in use yet and add to `room`.
-        held: {parameters, gradients, optimizer, other: bytes} at that moment.
+        overhead: bytes that the plan counts apart from tensors; up to this many may not be in use yet and add to
+            `room`.
+        in_use: {parameters, gradients, optimizer, other: bytes} at that moment.
         allocator: counters of torch's CUDA allocator, in bytes.
     """
 
-    where: Phase
+    phase: Phase
     step: int
     rank: int
-    words: str
-    asked: int | None
+    message: str
+    requested: int | None
     room: int | None
-    beside: int
-    held: dict[str, int]
+    overhead: int
+    in_use: dict[str, int]
     allocator: dict[str, int]
 
 
@@ -72,16 +74,16 @@ def _read(file: Path) -> Failure | None:
         value = parse_json(file.read_bytes())
     except (OSError, ValueError):
         return None
-    if not is_failure(value) or (phase := Phase.of(value["where"])) is None:
+    if not is_failure(value) or (phase := Phase.of(value["phase"])) is None:
         return None
-    return Failure(**{key: value[key] for key in Failure.__dataclass_fields__} | {"where": phase})
+    return Failure(**{key: value[key] for key in Failure.__dataclass_fields__} | {"phase": phase})
 
 
 def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Recipe:
     """Returns the recipe with the fallbacks that are active at a step.
 
     Args:
-        recipe: as written, or settled.
+        recipe: as written, or with its `auto` settings resolved.
         events: events of the run, in order.
         step: step of the checkpoint that the run resumes from; 0: none.
     """
@@ -89,43 +91,48 @@ def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Re
     for event in events:
         if event["kind"] == "resumed":  # drops the fallbacks of later steps, which were rolled back
             fallbacks = [rung for rung in fallbacks if rung["step"] <= event["step"]]
-        elif event["kind"] == "rung":
+        elif event["kind"] == "fallback":
             fallbacks.append(event)
+    # Each event holds all settings that differ, so the last active one is enough.
     active = [rung for rung in fallbacks if rung["step"] <= step]
     return recipes.override(recipe, *active[-1]["set"]) if active else recipe
 
 
 def apply_fallbacks(
-    recipe: Recipe, run: Path, newest: Path | None, planner: PlanContext, *, afresh: bool
+    request: Request, run: Path, newest: Path | None, *, afresh: bool
 ) -> tuple[Recipe, list[dict[str, Any]]]:
     """Returns the recipe with which a resumed run is built, and the events to log.
 
     Args:
-        recipe: settled.
+        request: with the settings that are left to the planner resolved.
         newest: the checkpoint that the run resumes from.
         afresh: True if the user chose other settings, which replace all fallbacks.
 
     Raises:
         RunError: processes ran out of memory, and no fallback suffices.
     """
-    step = int(newest.name.removeprefix("step-")) if newest else 0
+    recipe, step = request.recipe, int(newest.name.removeprefix("step-")) if newest else 0
     if afresh:
         for file in oom_records(run):
             file.unlink()
-        return recipe, [{"kind": "rung", "step": step, "where": "resumed with other settings", "took": [], "set": []}]
+        return recipe, [
+            {"kind": "fallback", "step": step, "cause": "resumed with other settings", "changed": [], "set": []}
+        ]
     built = effective(recipe, Reader(run).events(), step)
     failures = [failure for file in oom_records(run) if (failure := _read(file)) is not None]
+    # Read once: a record that stayed would make the next start choose a fallback again.
     for file in oom_records(run):
         file.unlink()
     if not failures:
         return built, []
+    # All ranks get the same recipe, so the fallback must fit the rank with the least room.
     tightest = min(failures, key=lambda f: f.room if f.room is not None else 2**62)
-    ladder, rung = choose_fallback(built, tightest, planner)
+    ladder, rung = choose_fallback(replace(request, recipe=built), tightest)
     events = [{"kind": "out_of_memory", **asdict(failure)} for failure in failures]
     return rung.recipe, [*events, recorded(recipe, rung, ladder, tightest, step)]
 
 
-def recorded(recipe: Recipe, rung: Fallback, ladder: Ladder | None, failure: Failure, step: int) -> dict[str, Any]:
+def recorded(recipe: Recipe, fallback: Fallback, ladder: Ladder | None, failure: Failure, step: int) -> dict[str, Any]:
     """Returns the event that logs a fallback.
 
     Args:
@@ -134,44 +141,51 @@ def recorded(recipe: Recipe, rung: Fallback, ladder: Ladder | None, failure: Fai
     """
     more: dict[str, Any] = {}
     if ladder is not None:
-        more = {"peak_gib": rung.need, "was_gib": ladder.present.need, "skipped": ladder.skipped}
-        more["seconds_per_step"] = [ladder.present.plan["seconds_per_step"], rung.plan["seconds_per_step"]]
+        more = {"peak_gib": fallback.peak_gib, "was_gib": ladder.present.peak_gib, "skipped": ladder.skipped}
+        more["seconds_per_step"] = [ladder.present.plan["seconds_per_step"], fallback.plan["seconds_per_step"]]
     return {
-        "kind": "rung",
+        "kind": "fallback",
         "step": step,
-        "where": failure.where,
-        "took": list(rung.set),
-        "set": list(settings(recipe, rung.recipe)),
+        "cause": failure.phase,
+        "changed": list(fallback.set),
+        "set": list(settings(recipe, fallback.recipe)),
         **more,
     }
 
 
-def choose_fallback(recipe: Recipe, failure: Failure, planner: PlanContext) -> tuple[Ladder | None, Fallback]:
+def choose_fallback(request: Request, failure: Failure) -> tuple[Ladder | None, Fallback]:
     """Returns the fastest fallback that fits according to a dry run.
 
     Raises:
         RunError: none suffices; the message names a smaller recipe that would fit.
     """
-    if failure.where is Phase.SAVING and is_async(recipe, planner.device):  # the asynchronous copy did not fit
+    recipe = request.recipe
+    if failure.phase is Phase.SAVING and is_async(recipe, request.device):  # the asynchronous copy did not fit
         milder = replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))
         return None, Fallback(settings(recipe, milder), milder, {}, 0.0)
-    planner = replace(planner, phase=Phase.EVALUATION if failure.where is Phase.EVALUATION else None)
-    rooms = [None] if failure.room is None else [failure.room / GIB, (failure.room + failure.beside) / GIB]
+    # An evaluation that fails needs less memory in evaluation; the peak of training is no measure for it.
+    phase = Phase.EVALUATION if failure.phase is Phase.EVALUATION else None
+    # First without the memory that the plan counts apart from tensors: some of it may be in use by now.
+    rooms = [None] if failure.room is None else [failure.room / GIB, (failure.room + failure.overhead) / GIB]
     for room in rooms:
-        ladder = find_fallbacks(recipe, planner, room=room)
-        if ladder.rungs:
-            return ladder, ladder.rungs[0]
+        ladder = find_fallbacks(request, room=room, phase=phase)
+        if ladder.fallbacks:
+            return ladder, ladder.fallbacks[0]
     lowest, present = ladder.lowest, ladder.present
-    limit = min(present.need, room or present.need, present.plan["available_gib"])
-    least = f"The least that a rung needs is {lowest.need:.2f} GiB ({lowest.words})" if lowest.set else "It has no rung"
-    fits = halve_length(lowest.recipe, planner, room=limit, of=recipe)
+    limit = min(present.peak_gib, room or present.peak_gib, present.plan["available_gib"])
+    least = (
+        f"The least that a rung needs is {lowest.peak_gib:.2f} GiB ({lowest.description})"
+        if lowest.set
+        else "It has no rung"
+    )
+    fits = halve_length(lowest.recipe, request, room=limit, phase=phase)
     way = (
-        f"another run with {fits.words} would need {fits.need:.2f} GiB"
+        f"another run with {fits.description} would need {fits.peak_gib:.2f} GiB"
         if fits
         else "no shorter rows would do, only a smaller model"
     )
     raise RunError(
-        f"out of memory in step {failure.step + 1} ({failure.where}): the plan says {present.need:.2f} GiB, and "
+        f"out of memory in step {failure.step + 1} ({failure.phase}): the plan says {present.peak_gib:.2f} GiB, and "
         f"there are {limit:.2f}. "
         f"{least}; {way}. Or go on with --resume where there is more memory"
     )

@@ -13,7 +13,7 @@ import gc
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import numpy
@@ -26,7 +26,7 @@ from preheat.engine.async_checkpoint import Saving
 from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
 from preheat.hardware.cpu_allocator import release_unused
-from preheat.hardware.oom import asked_bytes, held_bytes, is_oom, memory_limit
+from preheat.hardware.oom import in_use_bytes, is_oom, memory_limit, requested_bytes
 from preheat.hardware.probe import reset_peak
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.recipe import Recipe
@@ -73,7 +73,7 @@ class Recovery:
         self.session, self.watchdog = session, watchdog
         self.guard: StepSnapshot | None = None
         self._failure: Failure | None = None  # set while a fallback is chosen for it
-        self.left_out = -1
+        self.skipped_saves = -1
         """The step whose checkpoint was given up."""
         self._unsaved = -1  # the step whose checkpoint failed once
 
@@ -102,6 +102,7 @@ class Recovery:
                     return work()
             except (MemoryError, RuntimeError, OSError) as error:
                 failure = self._describe(error)
+                # Also for other errors: another rank's out-of-memory error may be why this rank failed.
                 self._restart_all_ranks(failure)
                 if failure is None:
                     raise
@@ -111,7 +112,7 @@ class Recovery:
         if not is_oom(error):
             return None
         session, kind = self.session, self.session.device.kind
-        requested, in_use = asked_bytes(str(error)), held_bytes(kind) - session.claimed
+        requested, in_use = requested_bytes(str(error)), in_use_bytes(kind) - session.claimed
         overhead = sum(
             size
             for what, size in session.plan["overhead"].items()
@@ -120,14 +121,14 @@ class Recovery:
         most = session.device.memory - session.imports
         room = None if requested is None else min(in_use + requested, most)
         return Failure(
-            where=self.watchdog.phase,
+            phase=self.watchdog.phase,
             step=session.progress.step,
             rank=session.ranks.rank,
-            words=(str(error) or type(error).__name__).splitlines()[0],
-            asked=requested,
+            message=(str(error) or type(error).__name__).splitlines()[0],
+            requested=requested,
             room=room,
-            beside=round(overhead * 2**30),
-            held=_bytes_by_category(session.build, in_use) if session.assembled else {"other": in_use},
+            overhead=round(overhead * 2**30),
+            in_use=_bytes_by_category(session.build, in_use) if session.assembled else {"other": in_use},
             allocator=_allocator(session) if kind == "cuda" else {},
         )
 
@@ -138,7 +139,7 @@ class Recovery:
             return
         if failure is not None:
             write_oom_record(session.writer.path, failure)
-            where = f"rank {failure.rank}: out of memory in step {failure.step + 1} ({failure.where})"
+            where = f"rank {failure.rank}: out of memory in step {failure.step + 1} ({failure.phase})"
             session.watch.alarm(f"{where}; started again, all go on from the last checkpoint in less memory")
         if oom_records(session.writer.path):
             raise SystemExit(1)
@@ -146,27 +147,28 @@ class Recovery:
     def _apply_fallback(self, failure: Failure) -> None:
         session = self.session
         session.writer.event("out_of_memory", **asdict(failure))
-        if failure.where is Phase.FALLBACK:  # planning did not fit in memory: free the build, then plan again
+        if failure.phase is Phase.FALLBACK:  # planning did not fit in memory: free the build, then plan again
             if self._failure is None or not session.assembled:
-                raise RunError(f"out of memory, and too little is left to choose a rung in ({failure.words})")
+                raise RunError(f"out of memory, and too little is left to choose a rung in ({failure.message})")
             failure = self._failure
             self._save_and_free_build(failure)
         self._roll_back()
-        if failure.where in (Phase.SAVING, Phase.LAST_SAVING) and self._retry_save(failure):
+        if failure.phase in (Phase.SAVING, Phase.LAST_SAVING) and self._retry_save(failure):
             return
         self._failure = failure
         self.watchdog.set_phase(failure.step, Phase.FALLBACK)
-        assert session.planner is not None, "a process that is alone is the first"
         try:
-            ladder, rung = choose_fallback(session.effective, failure, session.planner)
+            ladder, rung = choose_fallback(session.request, failure)
         except RunError:
             if session.assembled:
                 self._save_and_free_build(failure)  # saves a checkpoint
             raise
         step = session.progress.step if self._in_place(rung.recipe, failure) else self._rebuild_from_checkpoint(failure)
-        session.effective, self._failure = rung.recipe, None
-        session.writer.event(**recorded(session.settled, rung, ladder, failure, step))
-        session.watch.notice(f"out of memory in step {failure.step + 1} ({failure.where}): going on with {rung.words}")
+        session.request, self._failure = replace(session.request, recipe=rung.recipe), None
+        session.writer.event(**recorded(session.resolved, rung, ladder, failure, step))
+        session.watch.notice(
+            f"out of memory in step {failure.step + 1} ({failure.phase}): going on with {rung.description}"
+        )
         if ladder is not None:
             session.plan = dict(rung.plan)
             session.writer.json("plan.json", session.plan)
@@ -184,25 +186,27 @@ class Recovery:
             self.watchdog.set_phase(session.progress.step, Phase.SAVING)
             for saved in session.saving.wait():
                 session.writer.event("checkpoint", **saved.facts(session.writer.path))
+        # Reference cycles still hold tensors of the failed attempt; cached memory returns only once they are gone.
         gc.collect()
         release_unused(session.device.kind)
 
     def _weights_intact(self, failure: Failure) -> bool:
         """Returns True if the weights are still those of the last committed step."""
-        in_backward = failure.where is Phase.GRADIENTS and Tag.STEP_IN_BACKWARD in self.session.build.tags
-        return failure.where not in _UPDATED and not in_backward
+        in_backward = failure.phase is Phase.GRADIENTS and Tag.STEP_IN_BACKWARD in self.session.build.tags
+        return failure.phase not in _UPDATED and not in_backward
 
     def _in_place(self, recipe: Recipe, failure: Failure) -> bool:
         """Applies the changed techniques to the existing build; returns False if they change the model."""
         session = self.session
         before = session.effective.techniques
         changed = [t for name, t in recipe.techniques.items() if t != before.get(name)]
+        # LOADER techniques only group rows and change no module, so they can be applied to a finished build again.
         if not session.assembled or not self._weights_intact(failure) or any(t.stage != Stage.LOADER for t in changed):
             return False
         for t in changed:
             session.build.changes[t.name()] = [t.apply(session.build, part) for part in session.build.trained]
         session.build.recipe, session.progress.recipe = recipe, recipes.dump(recipe)
-        session.saving = Saving(session.build, session.saving.folder, at=session.saving.at)
+        session.saving = Saving(session.build, session.saving.folder, last_step=session.saving.last_step)
         session.read()
         return True
 
@@ -211,46 +215,50 @@ class Recovery:
         session = self.session
         if session.assembled:
             self._save_and_free_build(failure)
-        session.looked = checkpoint.find(session.writer.path / "checkpoints", run=session.writer.id)
-        newest = session.looked[0]
+        session.scan = checkpoint.find(session.writer.path / "checkpoints", run=session.writer.id)
+        newest = session.scan[0]
         return int(newest.name.removeprefix("step-")) if newest else 0
 
     def _save_and_free_build(self, failure: Failure) -> None:
         """Saves a checkpoint of the current step, if its weights are intact, and frees the build."""
         session = self.session
-        if self._weights_intact(failure) and session.progress.step > max(session.saving.at, 0):
-            for session.saving.apart in (False, True):  # tensor by tensor if larger files do not fit in memory
+        if self._weights_intact(failure) and session.progress.step > max(session.saving.last_step, 0):
+            for session.saving.file_per_tensor in (
+                False,
+                True,
+            ):  # tensor by tensor if larger files do not fit in memory
                 try:
-                    saved = session.saving.begin(session.progress, last=True)
+                    saved = session.saving.save(session.progress, last=True)
                 except MemoryError as error:
                     session.watch.notice(str(error))
                 else:
                     for save in saved:
                         session.writer.event("checkpoint", **save.facts(session.writer.path))
                     break
+        # The snapshot holds copies of the build's buffers, which would stay in memory with it.
         self.guard = None
         session.free_build()
 
     def _retry_save(self, failure: Failure) -> bool:
         """Retries a failed checkpoint once, tensor by tensor, then skips it; returns False if a fallback may help."""
         session = self.session
-        if is_async(session.effective, session.device) and failure.where is Phase.SAVING:
+        if is_async(session.effective, session.device) and failure.phase is Phase.SAVING:
             return False
         if self._unsaved != failure.step:
             self._unsaved = failure.step
-            session.saving.apart = True
+            session.saving.file_per_tensor = True
             return True
         before = (
             "the last whole checkpoint stands"
             if any(session.saving.folder.glob("step-*"))
             else "there is none before it"
         )
-        message = f"step {failure.step} cannot be saved for want of memory ({failure.words}); {before}"
-        if failure.where is Phase.LAST_SAVING:
+        message = f"step {failure.step} cannot be saved for want of memory ({failure.message}); {before}"
+        if failure.phase is Phase.LAST_SAVING:
             raise RunError(message)
         session.watch.alarm(message)
-        session.writer.event("unsaved", step=failure.step, reason=failure.words)
-        self.left_out = failure.step
+        session.writer.event("unsaved", step=failure.step, reason=failure.message)
+        self.skipped_saves = failure.step
         return True
 
 

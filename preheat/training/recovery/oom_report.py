@@ -15,7 +15,8 @@ from preheat.engine.device import resolve_device
 from preheat.errors import RunError
 from preheat.hardware.rates import Rates
 from preheat.hardware.segments import grows
-from preheat.planning.fallback_ladder import PlanContext, find_fallbacks, halve_length
+from preheat.planning.fallback_ladder import find_fallbacks, halve_length
+from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe
 from preheat.run_dir import Reader
@@ -41,7 +42,7 @@ def diagnose(run: str | Path) -> dict[str, Any]:
         RunError: no run, no out-of-memory error in it, or another type of device than this machine has.
 
     Example:
-        >>> diagnose("runs/demo")["ways"][0]["set"]                          # doctest: +SKIP
+        >>> diagnose("runs/demo")["options"][0]["set"]                          # doctest: +SKIP
         ['techniques.gradient_accumulation.steps=4']
     """
     from preheat.data.tokenizer import load_tokenizer
@@ -62,39 +63,40 @@ def diagnose(run: str | Path) -> dict[str, Any]:
     recipe = recipes.parse(reader.recipe_text, where=f"{run}/recipe.yaml")
     recipe = effective(recipe, before, failure["step"] if failure else 0)
     machine, measured = _machine(recipe, reader.environment)
-    planner = PlanContext(
-        vocabulary=len(load_tokenizer(str(reader.path / "tokenizer"))),
+    request = Request(
+        recipe,
         device=machine,
+        vocabulary=len(load_tokenizer(str(reader.path / "tokenizer"))),
         rates=measured,
         world=reader.environment.get("processes"),
-        phase=Phase.EVALUATION if failure and Phase.of(failure["where"]) is Phase.EVALUATION else None,
     )
-    known = failure and failure["room"] and failure["room"] + failure["beside"]
+    phase = Phase.EVALUATION if failure and Phase.of(failure["phase"]) is Phase.EVALUATION else None
+    known = failure and failure["room"] and failure["room"] + failure["overhead"]
     room = known / GIB if known else plan.get("available_gib")
     if room is None:
         raise RunError(f"{run}: neither its events nor plan.json say how much memory there was; train it again")
-    ladder = find_fallbacks(recipe, planner, room=room)
+    ladder = find_fallbacks(request, room=room, phase=phase)
     now = ladder.present
     ways = [
         {
             "set": list(rung.set),
-            "peak_gib": rung.need,
+            "peak_gib": rung.peak_gib,
             "seconds_per_step": rung.plan["seconds_per_step"],
             "slower": rung.plan["seconds_per_step"] / now.plan["seconds_per_step"] - 1,
         }
-        for rung in ladder.rungs[:WAYS]
+        for rung in ladder.fallbacks[:WAYS]
     ]
-    fits = None if ways else halve_length(ladder.lowest.recipe, planner, room=room, of=recipe)
+    fits = None if ways else halve_length(ladder.lowest.recipe, request, room=room, phase=phase)
     return {
         "failure": failure,
-        "held": {name: size / GIB for name, size in (failure or {"held": {}})["held"].items()},
+        "in_use": {name: size / GIB for name, size in (failure or {"in_use": {}})["in_use"].items()},
         "predicted": now.plan["memory"],
         "peak_phase": now.plan["peak_phase"],
-        "peak_gib": now.need,
+        "peak_gib": now.peak_gib,
         "room_gib": room,
-        "rungs": [event for event in events if event["kind"] == "rung"],
-        "ways": ways,
-        "least": None if ways else {"set": list(ladder.lowest.set), "peak_gib": ladder.lowest.need},
+        "fallbacks": [event for event in events if event["kind"] == "fallback"],
+        "options": ways,
+        "least": None if ways else {"set": list(ladder.lowest.set), "peak_gib": ladder.lowest.peak_gib},
         "shorter": list(fits.set) if fits else None,
         "allocator": allocator_settings(failure) if failure and not machine.expandable else None,
     }
@@ -132,10 +134,10 @@ def allocator_settings(failure: Mapping[str, Any]) -> dict[str, str] | None:
 
     Example:
         >>> counters = {"allocated": 6 << 30, "reserved": 9 << 30, "largest_free": 1 << 28, "retries": 3}
-        >>> allocator_settings({"asked": 1 << 30, "allocator": counters})["set"]
+        >>> allocator_settings({"requested": 1 << 30, "allocator": counters})["set"]
         'hardware.segments=expandable'
     """
-    counters, requested = failure["allocator"], failure["asked"]
+    counters, requested = failure["allocator"], failure["requested"]
     if not counters or requested is None or (idle := counters["reserved"] - counters["allocated"]) < requested:
         return None
     # Blocks larger than this (MiB) are not split and can be reused for large tensors. torch's minimum is 21.

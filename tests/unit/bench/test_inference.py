@@ -33,25 +33,30 @@ def _job(model: str, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("settings", "dtype"),
-    [({"cache": "static"}, None), ({"draft": "itself"}, None), ({}, "bf16"), ({"cache": "int8", "window": 9}, "bf16")],
+    [
+        ({"cache": "static"}, None),
+        ({"draft_model": "itself"}, None),
+        ({}, "bf16"),
+        ({"cache": "int8", "window": 9}, "bf16"),
+    ],
 )
 def test_a_contender_measures_itself(
     model: str, data_folder: Path, settings: dict[str, Any], dtype: str | None
 ) -> None:
     text = str(data_folder / "text" / "tinystories_train_excerpt.txt")
-    if "draft" in settings:
-        settings = {"draft": model}
+    if "draft_model" in settings:
+        settings = {"draft_model": model}
     speaker = InferenceWorker(_job(model, settings, dtype=dtype, text=text))
     about = speaker.about()
     assert about["weights_bytes"] == pytest.approx(
-        (2 if dtype else 8 if "draft" in settings else 4) * 260_032, rel=0.01
+        (2 if dtype else 8 if "draft_model" in settings else 4) * 260_032, rel=0.01
     )
     assert speaker.begin() == {}
     found = speaker.measure(2, 24)
     assert found["first"] > 0 < found["rest"]
     assert [len(t) for t in found["texts"]] == [8, 8]
     assert found["drawn"] == 14, "all but the first token of each row"
-    if "draft" in settings:  # each row by itself: 1, 5 and 2 tokens
+    if "draft_model" in settings:  # each row by itself: 1, 5 and 2 tokens
         assert found["passes"] == 4
         assert found["texts"] == _texts(model, text)
     else:

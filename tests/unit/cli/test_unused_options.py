@@ -76,7 +76,7 @@ def test_what_nothing_reads_is_refused(arguments: list[str], said: str, capsys: 
 
 def test_what_is_read_is_not_refused(capsys: pytest.CaptureFixture[str]):
     for arguments in (
-        [*PLAN, "--inference", "--length", "4096", "--set", "batch.length=2048", "--count", "2", "--json"],
+        [*PLAN, "--inference", "--length", "4096", "--set", "batch.seq_len=2048", "--count", "2", "--json"],
         ["plan", "--compute-budget", "1e21", "--json"],
         ["plan", "demo", "--no-such-option"],  # told by its own message
     ):
@@ -99,8 +99,8 @@ def test_every_mode_names_parameters_of_its_command():
 def test_keys_of_a_recipe_that_is_planned_for_inference_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
-        "model: {size: 1M, config: {num_hidden_layers: 2}}\nbatch: {size: 4, length: 64}\noptimizer: {lr: 1.0e-3, eps: 1.0e-7}\n"
-        "stop: {steps: 3}\nhardware: {threads: 1}\n"
+        "model: {size: 1M, config: {num_hidden_layers: 2}}\nbatch: {size: 4, seq_len: 64}\noptimizer: {lr: 1.0e-3, eps: 1.0e-7}\n"
+        "stop: {max_steps: 3}\nhardware: {threads: 1}\n"
     )
 
     def told(*more: str) -> tuple[str, dict[str, Any]]:
@@ -113,7 +113,7 @@ def test_keys_of_a_recipe_that_is_planned_for_inference_are_named(tmp_path: Path
     error, two = told("--inference")
     first, second = error.splitlines()
     assert first == (
-        "note: --inference plans serving, not training: nothing reads batch.size, optimizer.*, stop.steps of the recipe"
+        "note: --inference plans serving, not training: nothing reads batch.size, optimizer.*, stop.max_steps of the recipe"
     )
     assert second == "note: --gpu plans for another device: nothing reads hardware.threads of the recipe"
     # `model.config` is read: a layer less.
@@ -125,12 +125,12 @@ def test_keys_of_a_recipe_that_is_planned_for_inference_are_named(tmp_path: Path
 def test_keys_that_a_look_at_data_or_a_bench_does_not_read_are_named(capsys: pytest.CaptureFixture[str]):
     for arguments, said in (
         (
-            ["data", "gone.yaml", "--set", "batch.size=8", "--set", "batch.length=16"],
+            ["data", "gone.yaml", "--set", "batch.size=8", "--set", "batch.seq_len=16"],
             "--set 'batch.size=8': would change nothing",
         ),
         (
-            ["bench", "gone.yaml", "--ablate", "--set", "stop.steps=8", "--set", "optimizer.lr=1"],
-            "--set 'stop.steps=8'",
+            ["bench", "gone.yaml", "--ablate", "--set", "stop.max_steps=8", "--set", "optimizer.lr=1"],
+            "--set 'stop.max_steps=8'",
         ),
     ):
         with pytest.raises(SystemExit):

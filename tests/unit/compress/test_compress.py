@@ -167,7 +167,7 @@ def test_a_layer_is_given_the_inputs_that_the_model_gives_it(stories: Path, rows
 
 def test_sensitivity_is_the_curvature_of_the_loss(stories: Path, rows: list[Tensor]) -> None:
     """Against the loss with each map's weight changed by rounding, and by its opposite, whose mean has no slope in it."""
-    from preheat.compress.methods.bit_budget import CHOICES, _made, sensitivity
+    from preheat.compress.methods.bit_budget import CHOICES, _quantized, sensitivity
 
     model: Any = load_model(stories).build.trained[0].requires_grad_(False)
     maps = {
@@ -177,7 +177,7 @@ def test_sensitivity_is_the_curvature_of_the_loss(stories: Path, rows: list[Tens
     predicted, measured = [], []
     for name, module in maps.items():
         weight = module.weight.data
-        change = _made(name, module, CHOICES[0]).weight - weight
+        change = _quantized(name, module, CHOICES[0]).weight - weight
         both = []
         for sign in (1, -1):
             module.weight.data = weight + sign * change
@@ -291,7 +291,7 @@ def test_eight_bit_floats_need_a_gpu(stories: Path) -> None:
 def test_what_is_compressed_is_not_trained_and_carries_no_adapter(stories: Path, tmp_path: Path) -> None:
     opened, _ = compressed(stories, "int8", [])
     save_load.write_model(opened.build.trained[0], opened, tmp_path, method="int8", dtype=torch.float32)
-    recipe = recipes.parse(f"model: {{path: {tmp_path}}}\nstop: {{steps: 1}}\nbatch: {{length: 32}}")
+    recipe = recipes.parse(f"model: {{path: {tmp_path}}}\nstop: {{max_steps: 1}}\nbatch: {{seq_len: 32}}")
     with pytest.raises(RecipeError, match="is compressed \\(int8\\): what is rounded is not trained"):
         build(recipe, vocabulary=512, device=DEVICE)
     with pytest.raises(RecipeError, match="is compressed already"):

@@ -26,7 +26,7 @@ from preheat.inference.load import load_model
 from preheat.models.hf import plain_logits
 from preheat.ops.quantization import nf4
 from preheat.run_dir import Writer
-from preheat.training.session import vocabulary_of
+from preheat.training.plan_request import vocabulary_of
 
 from ...conftest import DEVICE, uneven
 
@@ -90,7 +90,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def text(folder: Path | str, techniques: str, model: str = "") -> str:
-    return f"model: {{path: {folder}{model}}}\nbatch: {{size: 4, length: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{steps: 9}}\ntechniques: {techniques}"
+    return f"model: {{path: {folder}{model}}}\nbatch: {{size: 4, seq_len: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{max_steps: 9}}\ntechniques: {techniques}"
 
 
 def trained(
@@ -294,7 +294,9 @@ def test_the_tokenizer_of_a_classifier_ends_each_text_as_training_did(bases: dic
 
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
 def test_that_pefts_own_merge_adds_a_tied_pair_twice_is_said(bases: dict[str, Path], tmp_path: Path) -> None:
-    run, wanted = made(bases["tied"], "{lora: {rank: 4, targets: [q_proj], embedding_rank: 4}}", tmp_path / "run")
+    run, wanted = made(
+        bases["tied"], "{lora: {rank: 4, target_modules: [q_proj], embedding_rank: 4}}", tmp_path / "run"
+    )
     note = peft_export.write(run, tmp_path / "alone")["note"]
     model = peft.PeftModel.from_pretrained(plain(bases["tied"]), tmp_path / "alone")
     assert furthest(plain_logits(model.get_base_model(), TOKENS), wanted) < 1e-4  # type: ignore[arg-type]
@@ -372,7 +374,7 @@ def test_tokens_that_would_never_be_learnt_or_are_there_are_refused(bases: dict[
     with pytest.raises(RecipeError, match="stands twice"):
         recipes.parse(text("x", "{}", ", add_tokens: [a, a]"))
     with pytest.raises(RecipeError, match="model from a path"):
-        recipes.parse("model: {size: 1M, add_tokens: [a]}\nstop: {steps: 1}")
+        recipes.parse("model: {size: 1M, add_tokens: [a]}\nstop: {max_steps: 1}")
 
 
 # --- adapters that came from peft -----------------------------------------------------------------------------------
@@ -394,7 +396,7 @@ def by_peft(base: Path, out: Path, **changed: Any) -> torch.Tensor:
 
 
 def started(out: Path, more: str = "", rank: int = 4) -> str:
-    return f"{{lora: {{rank: {rank}, targets: [q_proj, down_proj], start: {out}{more}}}}}"
+    return f"{{lora: {{rank: {rank}, target_modules: [q_proj, down_proj], start: {out}{more}}}}}"
 
 
 @pytest.mark.parametrize("dora", [False, True])

@@ -12,8 +12,8 @@ import torch
 import transformers
 from PIL import Image
 
-from preheat.compress.pipeline import Chain, Step, load_chain
-from preheat.compress.vision import pipeline as chains
+from preheat.compress import pipeline as chains
+from preheat.compress.chain import Chain, Step, load_chain
 from preheat.compress.vision import training
 from preheat.compress.vision.image_folder import calibration, read_folder
 from preheat.compress.vision.pruning import narrower
@@ -264,6 +264,9 @@ def test_a_chain_trains_distils_and_narrows(images: Path, folder: Path, tmp_path
         ("{export: gguf}", "export to gguf: image classifiers go to onnx and executorch"),
         ("{export: onnx, settings: {dtype: int4}}", "dtype: int4: an image classifier has float32, int8"),
         ("{train: 1, settings: {optimizer.lrr: 1}}", "settings.optimizer.lrr: .* did you mean 'optimizer.lr'"),
+        ("{train: 1, settings: {batch.size: x}}", "settings: batch.size: must be a whole number, got 'x'"),
+        ("{train: 1, settings: {optimizer.lr: -1}}", "settings: optimizer.lr: must .*above 0, got -1"),
+        ("{train: 1, settings: {optimizer.lr: auto}}", "settings.optimizer.lr: auto: an image classifier's training"),
         ("{train: 1, techniques: {lora: {}}}", "techniques.lora: is for language models"),
         (
             "{train: 1, techniques: {distillation: {teacher: $start, hidden: 1}}}",

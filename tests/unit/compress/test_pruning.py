@@ -23,7 +23,7 @@ from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.models.conversions import slicing
-from preheat.models.conversions.slicing import Kept, Sizes
+from preheat.models.conversions.slicing import KeptIndices, Sizes
 from preheat.models.hf import PATTERN, anatomy, facts, plain_logits
 from preheat.models.layerwise import linear_maps, loss, matrix, plainly
 from preheat.ops import pruning_scores as ops
@@ -69,7 +69,7 @@ def made(family: str, **more: Any) -> Any:
 
 def built(folder: Path) -> Any:
     """The folder's model as a run builds it."""
-    recipe = parse(f"model: {{path: {folder}}}\nstop: {{steps: 1}}\nbatch: {{length: 16}}")
+    recipe = parse(f"model: {{path: {folder}}}\nstop: {{max_steps: 1}}\nbatch: {{seq_len: 16}}")
     return build(recipe, vocabulary=96, device=DEVICE).trained[0]
 
 
@@ -196,7 +196,7 @@ def wanted_of(model: Any, family: str) -> Sizes:
     return replace(now, heads=4, kv_heads=2, channels=24)
 
 
-def mute(model: Any, kept: Kept, now: Sizes) -> None:
+def mute(model: Any, kept: KeptIndices, now: Sizes) -> None:
     """Sets to zero what the heads and channels that go write to the stream, in place."""
     with torch.no_grad():
         for layer, _, module in slicing.readers(model, "heads"):
@@ -238,7 +238,7 @@ def test_a_cut_model_is_the_whole_one_with_the_rest_at_zero(family: str, tmp_pat
     wanted = wanted_of(model, family)
     units = wanted.heads // wanted.kv_heads
     groups = [some(wanted.kv_heads, now.kv_heads) for _ in range(3)]
-    kept = Kept(
+    kept = KeptIndices(
         layers=torch.tensor([0, 2]),
         hidden=some(24, 32),
         kv_heads=groups,
@@ -487,7 +487,7 @@ def test_importance_knows_what_a_trained_model_needs(data_folder: Path) -> None:
         "",
         "muon: {}",
         "mixed_precision: {mode: bf16_weights}",
-        "low_bit_adamw: {bits: 4, block_size: 64, least: 0}",
+        "low_bit_adamw: {bits: 4, block_size: 64, min_size: 0}",
         "lion: {}",
     ],
 )
@@ -496,7 +496,7 @@ def test_zeros_that_were_loaded_stay_whatever_the_optimizer(more: str, tmp_path:
     prune_by_wanda(model, ROWS, pattern="2:4")
     model.save_pretrained(tmp_path / "m")
     recipe = parse(
-        f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{size: 4, length: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{steps: 3}}\n"
+        f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{size: 4, seq_len: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{max_steps: 3}}\n"
         f"techniques: {{sparse_weights: {{}}, {more}}}"
     )
     b = build(recipe, vocabulary=96, device=DEVICE)
@@ -515,7 +515,7 @@ def test_zeros_that_were_loaded_stay_whatever_the_optimizer(more: str, tmp_path:
 def test_weights_without_zeros_have_none_to_keep(tmp_path: Path) -> None:
     made("qwen3").save_pretrained(tmp_path / "m")
     recipe = parse(
-        f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{length: 32}}\nstop: {{steps: 3}}\ntechniques: {{sparse_weights: {{}}}}"
+        f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{seq_len: 32}}\nstop: {{max_steps: 3}}\ntechniques: {{sparse_weights: {{}}}}"
     )
     with pytest.raises(RecipeError, match="have no zeros to keep"):
         build(recipe, vocabulary=96, device=DEVICE)
@@ -603,3 +603,13 @@ def test_families_that_cannot_be_sliced_are_refused() -> None:
                 p.zero_()
     with pytest.raises(RecipeError, match="tells its layers apart by their number"):
         prune_depth(numbered, ROWS, layers=0.67)
+
+
+def test_the_width_method_hands_on_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "preheat.compress.methods.width.prune_width", lambda *_, **given: handed.update(given) or ("cut", 1)
+    )
+    settings = {"heads": 0.5, "channels": 0.25, "hidden": 0.75, "multiple": 4, "refit": False}
+    methods()["width"](**settings).apply(made("llama"), ROWS)
+    assert handed == settings, "a setting that changes nothing"

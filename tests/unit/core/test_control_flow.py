@@ -27,7 +27,7 @@ FOREIGN = {
         "ops/adapters/peft_layers.py",
         "inject",
     ): "peft raises ValueError both for targets that match nothing and for targets that it cannot adapt",
-    ("recipe/yaml_io.py", "_in_words"): "PyYAML's sentences begin with a conjunction",
+    ("recipe/yaml_io.py", "_short_yaml_errors"): "PyYAML's sentences begin with a conjunction",
 }
 _PARSING = {
     "startswith",

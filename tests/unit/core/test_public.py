@@ -34,8 +34,8 @@ preheat.train(recipe, out="silent", progress=False)
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text(f"This is text {number}, of a few short words. " * 20)
     (tmp_path / "r.yaml").write_text(
-        "{name: r, model: {layers: 1, width: 32, heads: 2}, data: {source: text, vocabulary: 300, validation: 0.2}, "
-        "batch: {size: 2, length: 32}, stop: {steps: 3}, hardware: {threads: 1}}"
+        "{name: r, model: {num_layers: 1, hidden_size: 32, num_heads: 2}, data: {source: text, vocab_size: 300, validation: 0.2}, "
+        "batch: {size: 2, seq_len: 32}, stop: {max_steps: 3}, hardware: {threads: 1}}"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}

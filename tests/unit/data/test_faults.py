@@ -31,7 +31,7 @@ from preheat.data.rows.file_readers import expanded, find_files
 from preheat.data.rows.prompt_files import read_prompts
 from preheat.data.tokenizer import Encoder, load_tokenizer, rebuilt_by_transformers, save_tokenizer, train_tokenizer
 from preheat.errors import DataError, PreheatError, RecipeError, RunError
-from preheat.evaluation.task_rows import read_rows
+from preheat.evaluation.prompts import read_rows
 from preheat.hardware.link_rates import store_json
 from preheat.model_folder import beginning
 from preheat.models.configs import tokenizer_folder
@@ -156,7 +156,7 @@ def test_what_a_folder_does_not_give_is_named_by_suffix(tmp_path: Path, folder: 
     (own / "folder.jsonl").mkdir()
     made = run(tmp_path, folder, own)
     assert made.counts["read"] == 24
-    (line,) = [line for line in made.told if "not read" in line]
+    (line,) = [line for line in made.warnings if "not read" in line]
     for words in (
         "1 .txt",
         "1 .json",
@@ -168,7 +168,7 @@ def test_what_a_folder_does_not_give_is_named_by_suffix(tmp_path: Path, folder: 
         "1 pipe",
     ):
         assert words in line
-    assert not [line for line in run(tmp_path, folder, own / "more" / "b.jsonl").told if "not read" in line]
+    assert not [line for line in run(tmp_path, folder, own / "more" / "b.jsonl").warnings if "not read" in line]
 
 
 def test_paths_that_cannot_be_read_are_told_in_a_line(
@@ -345,10 +345,10 @@ def test_a_tokenizer_beside_a_broken_configuration_ends_in_a_line(tmp_path: Path
 
 def test_a_pretrained_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    recipe = parse(f"model: {{path: {tmp_path}}}\nstop: {{steps: 1}}")
+    recipe = parse(f"model: {{path: {tmp_path}}}\nstop: {{max_steps: 1}}")
     with pytest.raises(RecipeError, match=r"has weights and no tokenizer.* set data\.tokenizer"):
         tokenizer_folder(recipe)
-    anew = parse(f"model: {{path: {tmp_path}, weights: random}}\nstop: {{steps: 1}}")
+    anew = parse(f"model: {{path: {tmp_path}, weights: random}}\nstop: {{max_steps: 1}}")
     assert tokenizer_folder(anew) is None
     (tmp_path / "tokenizer.json").touch()
     assert tokenizer_folder(recipe) == str(tmp_path)
@@ -398,7 +398,7 @@ def test_where_training_and_generation_meet(
         with pytest.raises(DataError, match=blocked):
             run(tmp_path, folder, tmp_path / "a.jsonl", **settings)
         return
-    notes = run(tmp_path, folder, tmp_path / "a.jsonl", **settings).told
+    notes = run(tmp_path, folder, tmp_path / "a.jsonl", **settings).warnings
     assert [told in note for note in notes if "generation_prompt" in note] == ([True] if told else [])
 
 
@@ -412,7 +412,7 @@ def test_rows_of_text_beside_a_template_are_not_asked(tmp_path: Path, folder: Pa
             lines([json.loads(json.dumps(row).replace("?", name)) for row in TALK])
         )
     both = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
-    notes = run(tmp_path, folder, both, template=str(tmp_path / "a.jinja")).told
+    notes = run(tmp_path, folder, both, template=str(tmp_path / "a.jinja")).warnings
     assert sum("generation_prompt" in note for note in notes) == 1, notes
 
 
@@ -435,7 +435,7 @@ def test_templates_that_never_end(name: str, monkeypatch: pytest.MonkeyPatch) ->
     text, words = NEVER[name]
     begun = time.monotonic()
     with within(60), pytest.raises(TemplateLimit, match=words):
-        Template(text, "mine.jinja").pieces(TALK[0]["messages"])
+        Template(text, "mine.jinja").spans(TALK[0]["messages"])
     assert time.monotonic() - begun < 30
     assert Template(CHATML, "own").prompt(TALK[0]["messages"][:1]).endswith("assistant\n"), (
         "the limits are lifted again"
@@ -449,7 +449,7 @@ def test_the_limits_hold_in_threads_too(monkeypatch: pytest.MonkeyPatch) -> None
 
     def render(name: str) -> str:
         with pytest.raises(TemplateLimit) as caught:
-            Template(NEVER[name][0], "mine.jinja").pieces(TALK[0]["messages"])
+            Template(NEVER[name][0], "mine.jinja").spans(TALK[0]["messages"])
         # The thread goes on: nothing is left that would end it later.
         assert Template(CHATML, "own").prompt(question).endswith("assistant\n")
         time.sleep(0.8)
@@ -481,7 +481,7 @@ def test_an_alarm_that_was_set_before_still_rings() -> None:
 )
 def test_templates_that_fail_do_so_in_one_line(text: str) -> None:
     with pytest.raises(DataError, match="mine") as caught:
-        Template(text, "mine").pieces(TALK[0]["messages"])
+        Template(text, "mine").spans(TALK[0]["messages"])
     assert str(caught.value).isprintable()
 
 
@@ -570,7 +570,7 @@ def test_encoding_one_document_is_encoding_it_among_others(folder: Path) -> None
     encoder, template = Encoder(own), Template(CHATML, "own", {}, tuple(SPECIAL))
     from preheat.data.document import Document
 
-    documents = [Document((template.pieces(row["messages"]),), complete=True) for row in TALK]
+    documents = [Document((template.spans(row["messages"]),), complete=True) for row in TALK]
     assert [encoder.first_of(document) for document in documents] == [e[0].tokens for e in encoder(documents)]
 
 

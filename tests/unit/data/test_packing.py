@@ -18,9 +18,9 @@ def documents(seed: int, masked: bool) -> Tokens:
 def reference(tokens: Tokens) -> list[list[tuple[int, int]]]:
     """(token, label) of each document."""
     made, start = [], 0
-    for end in tokens.ends:
+    for end in tokens.offsets:
         ids = tokens.ids[start:end].tolist()
-        on = tokens.trained[start:end].tolist() if tokens.trained is not None else [1] * len(ids)
+        on = tokens.loss_mask[start:end].tolist() if tokens.loss_mask is not None else [1] * len(ids)
         made.append([(t, ids[i + 1] if i + 1 < len(ids) and on[i + 1] else IGNORED) for i, t in enumerate(ids)])
         start = end
     return made
@@ -54,7 +54,7 @@ def test_whole_rows_hold_each_example_once_and_uncut(length, masked):
     wanted = []
     for document in reference(tokens):
         cut = [*document[: length - 1], (document[:length][-1][0], IGNORED)] if len(document) >= length else document
-        if tokens.trained is None or any(label >= 0 for _, label in cut):
+        if tokens.loss_mask is None or any(label >= 0 for _, label in cut):
             wanted.append(cut)
     found = []
     for index in range(len(rows)):
@@ -72,7 +72,7 @@ def test_whole_rows_hold_each_example_once_and_uncut(length, masked):
     lost = [
         d
         for d in reference(tokens)
-        if tokens.trained is not None and not any(label >= 0 for _, label in d[: length - 1])
+        if tokens.loss_mask is not None and not any(label >= 0 for _, label in d[: length - 1])
     ]
     assert rows.truncated == sum(len(d) > length for d in reference(tokens)) - sum(len(d) > length for d in lost)
     assert rows.tokens_total == sum(map(len, wanted))
@@ -87,7 +87,7 @@ def test_what_is_compared_stands_side_by_side_and_is_cut_alike():
     assert pairs == {(3, 4), (5, 2), (5, 5)}, "of 9 + 2 tokens each is cut to half a row"
     assert rows.truncated == 1
     assert rows.trained_total == sum(int((rows.row(i).labels >= 0).sum()) for i in range(len(rows)))
-    nothing = Tokens(tokens.ids, tokens.ends, np.r_[np.zeros(3), np.ones(25)].astype(np.uint8), group=2)
+    nothing = Tokens(tokens.ids, tokens.offsets, np.r_[np.zeros(3), np.ones(25)].astype(np.uint8), group=2)
     assert Rows(nothing, 10, "whole").no_room == 1, "one of the two has nothing to train on: the pair goes"
 
 
@@ -117,8 +117,8 @@ def test_permutation_is_one_and_follows_its_key():
 def test_rows_on_disk_travel_as_a_path(tmp_path):
     tokens = documents(0, True)
     tokens.ids.tofile(tmp_path / "train.uint16")
-    np.save(tmp_path / "train-ends.npy", tokens.ends)
-    tokens.trained.tofile(tmp_path / "train.trained")
+    np.save(tmp_path / "train-ends.npy", tokens.offsets)
+    tokens.loss_mask.tofile(tmp_path / "train.trained")
     rows = Rows(Tokens.open(tmp_path, "train"), 16)
     sent = pickle.dumps(rows)
     assert len(sent) < 1500

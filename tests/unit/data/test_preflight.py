@@ -254,7 +254,7 @@ def test_odd_data_that_is_right_passes_whole(tmp_path: Path, folder: Path, case:
         settings["template"] = str(tmp_path / "mine.jinja")
     made = run(tmp_path, folder, rows, **settings)
     assert made.layout.kind == layout
-    assert (made.told, made.counts["dropped"]) == ([], {})
+    assert (made.warnings, made.counts["dropped"]) == ([], {})
     assert made.counts["read"] == made.counts["train"]["documents"] == count
 
 
@@ -268,15 +268,15 @@ def test_a_warned_check_leaves_rows_out_and_counts_them(tmp_path: Path, folder: 
     assert made.counts["dropped"] == {"equal_answers": 1, "fields": 1}
     assert made.counts["read"] == 20
     assert made.counts["train"]["documents"] == 18
-    assert len(made.told) == 2
-    assert "such rows are left out" in made.told[0]
+    assert len(made.warnings) == 2
+    assert "such rows are left out" in made.warnings[0]
     assert json.loads(json.dumps(made.record()))["counts"]["sources"][0]["dropped"] == {"equal_answers": 1, "fields": 1}
 
 
 def test_few_rows_in_a_broken_encoding_are_told_only(tmp_path: Path, folder: Path) -> None:
     rows = [talk(n) for n in range(200)]
     rows[5]["messages"][0] = said("user", "CafÃ©")
-    assert "1 of 200" in run(tmp_path, folder, rows).told[0]
+    assert "1 of 200" in run(tmp_path, folder, rows).warnings[0]
 
 
 def test_settings_of_checks_are_looked_at(tmp_path: Path, folder: Path) -> None:
@@ -294,9 +294,9 @@ def test_what_a_preference_row_becomes(tmp_path: Path, folder: Path) -> None:
     made = run(tmp_path, folder, [{"chosen": [U, A, U, A], "rejected": [U, A, U, said("assistant", "no")]}])
     tokens = made.train.tokens
     assert tokens.group == 2
-    text = [made.tokenizer.decode(np.asarray(ids).astype(int)) for ids in np.split(tokens.ids, tokens.ends[:-1])]
-    marks = np.split(np.asarray(tokens.trained), tokens.ends[:-1])
-    ids = np.split(np.asarray(tokens.ids).astype(int), tokens.ends[:-1])
+    text = [made.tokenizer.decode(np.asarray(ids).astype(int)) for ids in np.split(tokens.ids, tokens.offsets[:-1])]
+    marks = np.split(np.asarray(tokens.loss_mask), tokens.offsets[:-1])
+    ids = np.split(np.asarray(tokens.ids).astype(int), tokens.offsets[:-1])
     assert text[0].count("Good day<|im_end|>") == 2
     assert [made.tokenizer.decode(i[m == 1]) for i, m in zip(ids, marks, strict=True)] == [
         "Good day<|im_end|>",
@@ -389,7 +389,7 @@ def test_real_sets_of_the_field(tmp_path: Path, data_folder: Path, folder: Path)
         made = prepare(data, length=4096, seed=0, cache=tmp_path / "cache")
         assert made.layout.kind == layout
         assert made.counts["dropped"] == {}
-        assert ("check encoding; 1 of 100" in str(made.told)) == (
+        assert ("check encoding; 1 of 100" in str(made.warnings)) == (
             name == "dpo_en_demo"
         )  # its row 16 was read as Latin-1
         assert END not in made.tokenizer.decode(np.asarray(made.train.tokens.ids[:4000]).astype(int))

@@ -34,7 +34,7 @@ def write(path, rows):
 
 
 def run(tmp_path, source, *, length=16, tokenizer=None, **settings):
-    data = Data(source=str(source), vocabulary=300, **{"validation": 0.2, **settings})
+    data = Data(source=str(source), vocab_size=300, **{"validation": 0.2, **settings})
     return prepare(data, length=length, seed=0, tokenizer=tokenizer, cache=tmp_path / "cache")
 
 
@@ -366,7 +366,9 @@ def test_a_document_longer_than_a_row_is_split_and_counted_or_refused(tmp_path, 
     rows[40]["text"] = "a long one: " + "quick brown fox " * 60
     source = write(tmp_path / "t.jsonl", rows)
     split = run(tmp_path, source, length=100, tokenizer=tokenizer)
-    sizes = [int(n) for side in ("train", "validation") for n in np.diff(getattr(split, side).tokens.ends, prepend=0)]
+    sizes = [
+        int(n) for side in ("train", "validation") for n in np.diff(getattr(split, side).tokens.offsets, prepend=0)
+    ]
     longer = sum(n > 100 for n in sizes)
     assert 1 == longer == sum(split.counts[side]["longer"] for side in ("train", "validation"))
     assert split.train.tokens_total == len(split.train) * 100
@@ -377,4 +379,4 @@ def test_a_document_longer_than_a_row_is_split_and_counted_or_refused(tmp_path, 
         run(tmp_path, source, length=100, tokenizer=tokenizer, longer="refuse")
     run(tmp_path, source, length=max(sizes), tokenizer=tokenizer, longer="refuse")
     with pytest.raises(RecipeError, match=r"data\.longer: refuse needs all documents read beforehand"):
-        parse(f"data: {{source: {source}, longer: refuse, streaming: true}}\nstop: {{steps: 1}}")
+        parse(f"data: {{source: {source}, overlong: refuse, streaming: true}}\nstop: {{max_steps: 1}}")

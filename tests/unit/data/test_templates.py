@@ -53,7 +53,7 @@ def trained(tokenizer: Any, pieces: Sequence[Any]) -> str:
     encoder = encoder_of(tokenizer)
     whole = "".join(p.text for p in pieces)
     (made,) = encoder([Document((tuple(pieces),), complete=True)])[0]
-    marks = made.trained or b"\1" * len(made.tokens)
+    marks = made.loss_mask or b"\1" * len(made.tokens)
     encoding = encoder.backend.encode(whole, add_special_tokens=False)
     if encoding.ids == made.tokens:  # offsets, since decoding a part drops or adds blanks in some tokenizers
         covered = sorted({n for (a, b), m in zip(encoding.offsets, marks, strict=True) if m for n in range(a, b)})
@@ -78,15 +78,15 @@ CASES = [(kind, name) for kind in KINDS for name in TALKS if fits(kind, name)]
 def test_what_is_trained_is_what_the_assistant_wrote(own: Any, kind: str, name: str) -> None:
     talk, tools = TALKS[name], TOOLS if name == "tools" else None
     used = template(kind, own)
-    pieces = used.pieces(talk, tools)
+    pieces = used.spans(talk, tools)
     whole = own.apply_chat_template(talk, tools=tools, tokenize=False)
     assert "".join(p.text for p in pieces) == whole
     assert trained(own, pieces) == expected(kind, talk, own.eos_token)
     assert used.answers
     assert used.end_of_turn in expected(kind, talk, own.eos_token)
-    last = used.pieces(talk, tools, "last")
+    last = used.spans(talk, tools, "last")
     assert trained(own, last) == KINDS[kind].written(talk[-1], True, own.eos_token)
-    assert used.pieces(talk, tools, "all") == ((whole, True),)
+    assert used.spans(talk, tools, "all") == ((whole, True),)
     if (kind, name) != ("mistral", "system"):  # it leaves the system message out where an answer follows
         assert whole.startswith(used.prompt(talk[:-1], tools))
 
@@ -97,7 +97,7 @@ def test_on_real_tokenizers(data_folder: Any, name: str, kind: str) -> None:
     tokenizer = real(data_folder / "tokenizers" / name)
     used = template(kind, tokenizer)
     for title in (t for t in TALKS if fits(kind, t)):
-        pieces = used.pieces(TALKS[title], TOOLS if title == "tools" else None)
+        pieces = used.spans(TALKS[title], TOOLS if title == "tools" else None)
         assert trained(tokenizer, pieces) == expected(kind, TALKS[title], tokenizer.eos_token), title
 
 
@@ -117,10 +117,10 @@ def test_formats_by_name_mark_what_proof_finds(own: Any, name: str) -> None:
             with pytest.raises(
                 DataError, match=r"line \d+: does not render the row: this format has no tools|no role|no tool calls"
             ):
-                used.pieces(talk, TOOLS)
+                used.spans(talk, TOOLS)
             continue
         tools = TOOLS if title == "tools" else None
-        assert used.pieces(talk, tools) == proven.pieces(talk, tools), title
+        assert used.spans(talk, tools) == proven.spans(talk, tools), title
 
 
 def random_talk(draw: random.Random, tools: bool) -> list[Message]:
@@ -160,7 +160,7 @@ def test_over_random_conversations(own: Any, kind: str) -> None:
     for _ in range(40):
         talk = random_talk(draw, KINDS[kind].tools)
         tools = TOOLS if any(m["role"] == "tool" for m in talk) else None
-        pieces = used.pieces(talk, tools)
+        pieces = used.spans(talk, tools)
         assert "".join(p.text for p in pieces) == own.apply_chat_template(talk, tools=tools, tokenize=False)
         assert "".join(p.text for p in pieces if p.trained) == expected(kind, talk, own.eos_token), talk
         assert trained(own, pieces) == expected(kind, talk, own.eos_token), talk
@@ -179,13 +179,13 @@ def test_reasoning_in_history_is_found_by_a_seal(own: Any) -> None:
             said("assistant", "Yes."),
         ),
     ]
-    pieces = template("qwen3", own).pieces(talk, TOOLS)
+    pieces = template("qwen3", own).spans(talk, TOOLS)
     assert trained(own, pieces) == expected("qwen3", talk, "")
 
 
 def test_weight_0_is_not_trained(own: Any) -> None:
     talk = [*TALKS["one turn"], said("user", "and"), said("assistant", "Bad.", weight=0)]
-    assert trained(own, template("chatml", own).pieces(talk)) == "Four.<|im_end|>"
+    assert trained(own, template("chatml", own).spans(talk)) == "Four.<|im_end|>"
 
 
 BROKEN = {
@@ -211,7 +211,7 @@ BROKEN = {
 def test_a_template_that_fails_is_told_with_its_line(own: Any, case: str) -> None:
     text, words = BROKEN[case]
     with pytest.raises(DataError, match=words) as caught:
-        Template(text, "mine.jinja", {"bos_token": "<s>"}, ("<s>",)).pieces(TALKS["one turn"])
+        Template(text, "mine.jinja", {"bos_token": "<s>"}, ("<s>",)).spans(TALKS["one turn"])
     assert str(caught.value).startswith("mine.jinja")
     assert "\n" not in str(caught.value)
 

@@ -29,7 +29,7 @@ def table(first: str) -> list[list[str]]:
 
 def test_its_rows_are_recognised_and_each_layout_has_one() -> None:
     found = [layout_of(Data(), list(row), row, "row").kind for row in ROWS]
-    assert found == ["text", "prompt", "alpaca", "messages", "sharegpt", "preference", "unpaired"]
+    assert found == ["text", "prompt", "alpaca", "messages", "sharegpt", "preference", "kto"]
     names, needs, reads = ([tuple(re.findall(r"`(\w+)`", row[n])) for row in table("layout")] for n in range(3))
     assert {name: found for (name,), *found in zip(names, needs, reads, strict=True)} == {
         k: list(v) for k, v in LAYOUTS.items()
@@ -49,7 +49,7 @@ def test_its_checks_are_those_that_there_are() -> None:
 def test_its_settings_and_tasks_are_read(tmp_path: Path) -> None:
     settings, warned, task = re.findall(r"```yaml\n(.*?)\n```", PAGE, re.S)
     for block in (settings, warned):
-        parse(yaml.safe_dump({**yaml.safe_load(block), "stop": {"steps": 1}}))
+        parse(yaml.safe_dump({**yaml.safe_load(block), "stop": {"max_steps": 1}}))
     (tmp_path / "colours.yaml").write_text(task)
     assert load_task(tmp_path / "colours.yaml").kind == "multiple_choice"
     assert set(TASK_ROW[0]) == {"question", "options", "right"}
@@ -63,6 +63,6 @@ def test_its_template_marks_what_the_assistant_says() -> None:
         {"role": r, "content": c}
         for r, c in (("user", "Hi"), ("assistant", "Hello"), ("user", "So?"), ("assistant", "Yes"))
     ]
-    pieces = template.pieces(talk)
+    pieces = template.spans(talk)
     assert [piece.text for piece in pieces if piece.trained] == ["Hello</s>", "Yes</s>"]
     assert "".join(piece.text for piece in pieces) == "user: Hi\nHello</s>user: So?\nYes</s>"

@@ -34,7 +34,7 @@ def step(b: Build) -> None:
 
 def steps_go_on(saving: Saving) -> None:
     for _ in range(2000):
-        saving.look()
+        saving.poll()
         time.sleep(0.01)
 
 
@@ -62,18 +62,18 @@ def test_what_is_written_later_is_what_stood_then(tmp_path: Path, gate: threadin
     torch.manual_seed(1)
     step(plain)
     gate.set()
-    assert [s.step for s in Saving(plain, tmp_path / "plain").begin(checkpoint.Progress(step=1))] == [1]
+    assert [s.step for s in Saving(plain, tmp_path / "plain").save(checkpoint.Progress(step=1))] == [1]
     gate.clear()
     torch.manual_seed(1)
     step(b)
     saving = Saving(b, tmp_path / "beside")
-    assert saving.begin(checkpoint.Progress(step=1)) == []
+    assert saving.save(checkpoint.Progress(step=1)) == []
     torch.rand(3)
     step(b)  # moves weights, states and generators
-    assert saving.look() == []
+    assert saving.poll() == []
     assert not (tmp_path / "beside").exists()
     gate.set()
-    second = saving.begin(checkpoint.Progress(step=2))  # waits for the first: never two at a time
+    second = saving.save(checkpoint.Progress(step=2))  # waits for the first: never two at a time
     assert [s.step for s in second] == [1]
     assert (tmp_path / "beside" / "step-1").is_dir()
     assert [s.step for s in saving.wait()] == [2]
@@ -89,19 +89,19 @@ def test_an_error_of_writing_is_raised_in_the_loop_and_harms_no_earlier_one(
 ) -> None:
     b = made(beside=True)
     saving = Saving(b, tmp_path)
-    saving.begin(checkpoint.Progress(step=1))
+    saving.save(checkpoint.Progress(step=1))
     saving.wait()
 
     def full(*args: object, **how: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    saving.begin(checkpoint.Progress(step=2))
+    saving.save(checkpoint.Progress(step=2))
     with pytest.raises(RunError, match=r"step-2: cannot be written \(no space left.*--resume"):
         steps_go_on(saving)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1"]
     assert checkpoint.find(tmp_path)[0] == tmp_path / "step-1"
-    saving.begin(checkpoint.Progress(step=2))
+    saving.save(checkpoint.Progress(step=2))
     assert "no space left" in str(saving.close())  # where the loop has failed already
 
 

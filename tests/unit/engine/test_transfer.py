@@ -48,13 +48,13 @@ def made(log: list[str] | None, techniques: str = "{gradient_accumulation: {step
     if log is not None:
         b.hooks.transfer = Transfer(torch.device("cpu"), LateLink(log))
         b.hooks.transforms.append((Order.MOVE, b.hooks.transfer))
-        plain = b.slot(Slot.WHOLE_FORWARD)
+        plain = b.slot(Slot.MODEL_LOSS)
 
         def forward(b: Build, batch: Batch) -> Any:
             log.append("forward")
             return plain(b, batch)
 
-        b.own(Slot.WHOLE_FORWARD, forward, "plain")
+        b.claim(Slot.MODEL_LOSS, forward, "plain")
     return b
 
 
@@ -107,7 +107,7 @@ def test_what_changes_rows_on_the_host_comes_before_the_copy() -> None:
 
     def packed(batch: Batch) -> Batch:
         log.append("packed")
-        return replace(batch, beside=(batch.tokens * 2,))
+        return replace(batch, aligned=(batch.tokens * 2,))
 
     def written(batch: Batch) -> Batch:
         log.append("written")
@@ -117,7 +117,7 @@ def test_what_changes_rows_on_the_host_comes_before_the_copy() -> None:
     batch, other = uneven(), uneven(seed=1)
     b.begin(batch)
     moved = b.transformed(batch)
-    assert torch.equal(moved.beside[0], batch.tokens * 2)
+    assert torch.equal(moved.aligned[0], batch.tokens * 2)
     assert log == ["packed", *["begun"] * 4, *["waited"] * 4, "written"]
     b.begin(batch)
     assert torch.equal(b.transformed(other).tokens, other.tokens)  # begun, and another one is asked for

@@ -23,11 +23,10 @@ from preheat.engine.evaluate import evaluate
 from preheat.errors import DataError, PreheatError, RecipeError
 from preheat.evaluation import bootstrap, metrics
 from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
-from preheat.evaluation.prompts import items_of
-from preheat.evaluation.results import compared, described, kept, read_kept
+from preheat.evaluation.prompts import items_of, read_rows
+from preheat.evaluation.results import compared, described, deserialize, serialize
 from preheat.evaluation.run_task import measure_task
 from preheat.evaluation.scoring import CLASSES, Scorer
-from preheat.evaluation.task_rows import read_rows
 from preheat.evaluation.tasks import Task, built_in, find_tasks, load_task
 from preheat.models.hf import plain_logits
 from preheat.recipe import Data, parse
@@ -44,8 +43,8 @@ def tokenizer() -> Any:
 
 def opened(techniques: str = "{}") -> Any:
     recipe = parse(
-        "model: {layers: 2, width: 32, heads: 4, kv_heads: 2, vocabulary: 320, positions: 64}\nbatch: {size: 4, length: 32}\n"
-        f"stop: {{steps: 1}}\ntechniques: {techniques}"
+        "model: {num_layers: 2, hidden_size: 32, num_heads: 4, num_kv_heads: 2, vocab_size: 320, max_positions: 64}\nbatch: {size: 4, seq_len: 32}\n"
+        f"stop: {{max_steps: 1}}\ntechniques: {techniques}"
     )
     made = build(recipe, vocabulary=300, device=DEVICE)
     with torch.no_grad():  # a new model's choices are all but equal
@@ -298,7 +297,7 @@ def test_a_text_is_measured_in_nats_and_in_bits_a_byte(tokenizer: Any, tmp_path:
     # Rows begin with tokens that are no label, and the last part of the text fills no row.
     scored = sum(len(tokenizer.decode(row.labels[row.labels >= 0])) for row in map(rows.row, range(len(rows))))
     assert found.metrics["bits_per_byte"].value == pytest.approx(loss * tokens / math.log(2) / scored, rel=1e-6)
-    assert described(read_kept(json.loads(json.dumps(kept(found))))) == described(found)
+    assert described(deserialize(json.loads(json.dumps(serialize(found))))) == described(found)
     other = compared(replace(found, identity="other rows"), found)  # another tokenizer: only bits a byte compare
     assert (other["paired"], set(other["metrics"])) == (False, {"bits_per_byte"})
     same = compared(found, found)
@@ -413,7 +412,7 @@ ROW = {"q": "a", "c": ["x", "y"], "g": 0}
         ({"where": "g > 5"}, [ROW], DataError, "leave none of 1 rows"),
         ({"each": "parts"}, [ROW], DataError, "no field 'parts'"),
         ({"shots": 1}, [ROW], DataError, "leave none of 1 to ask"),
-        ({"data": "nowhere.jsonl"}, [ROW], DataError, "nowhere.jsonl: no such file"),
+        ({"data": "nowhere.jsonl"}, [ROW], DataError, "rows nowhere.jsonl: does not exist"),
         ({"kind": "classification", "choices": ["x", "x"]}, [ROW], RecipeError, "each once"),
         ({"text": "{{query}}"}, [ROW], RecipeError, "text: means nothing for multiple_choice"),
     ],
@@ -438,13 +437,19 @@ def test_broken_rows_are_named(tmp_path: Path) -> None:
     (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing")
     (tmp_path / "e.json").write_text("3")
     (tmp_path / "f.jsonl").write_bytes(b'{"a": "\xff"}\n')
+    (tmp_path / "g.json").write_text('{"x": {"a": 1}, "y": 2}')
+    (tmp_path / "h.csvv").write_text("a")
+    (tmp_path / "i.json").write_text('{"x": ')
     for name, words in {
         "a.jsonl": "a.jsonl:2: not JSON",
-        "b.csv": "row 2 has more fields",
+        "b.csv": "b.csv:3: has 3 fields where the first line names 2; quote commas",
         "c.jsonl": "c.jsonl:2: is a list",
         "d.parquet": "not a readable Parquet",
         "e.json": "holds a number",
         "f.jsonl": "not text in UTF-8",
+        "g.json": "g.json: row 2: is a number",
+        "h.csvv": "tasks read rows from .jsonl",
+        "i.json": "i.json:1: not JSON",
     }.items():
         with pytest.raises(DataError) as error:
             read_rows(str(tmp_path / name))

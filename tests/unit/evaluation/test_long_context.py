@@ -20,8 +20,8 @@ from preheat.data.tokenizer import train_tokenizer
 from preheat.engine.builder import build
 from preheat.errors import DataError, PreheatError, RecipeError
 from preheat.evaluation.long_context import measure_length, questions_of, reach_of
-from preheat.evaluation.needle import CUE, HIDDEN, pairs_asked, phrase_asked, word_pieces
-from preheat.evaluation.results import compared, described, kept, read_kept
+from preheat.evaluation.needle import CUE, HIDDEN, key_value_prompt, phrase_prompt, word_tokens
+from preheat.evaluation.results import compared, described, deserialize, serialize
 from preheat.evaluation.scoring import Scorer
 from preheat.evaluation.tasks import LengthTask, find_tasks
 from preheat.models.hf import plain_logits
@@ -48,8 +48,8 @@ def text(tokenizer: Any) -> Tokens:
 def opened(techniques: str = "{}", family: str = "llama") -> Any:
     made = build(
         parse(
-            f"model: {{family: {family}, layers: 2, width: 32, heads: 4, vocabulary: 448, positions: 64}}\nbatch: {{size: 4, length: 64}}\n"
-            f"stop: {{steps: 1}}\ntechniques: {techniques}"
+            f"model: {{family: {family}, num_layers: 2, hidden_size: 32, num_heads: 4, vocab_size: 448, max_positions: 64}}\nbatch: {{size: 4, seq_len: 64}}\n"
+            f"stop: {{max_steps: 1}}\ntechniques: {techniques}"
         ),
         vocabulary=400,
         device=DEVICE,
@@ -76,7 +76,7 @@ def questions(words: str, made: Any, tokenizer: Any, text: Tokens, **limits: Any
 )  # fifty keys: of two pieces where more pairs are asked than half of that
 def test_a_list_has_each_key_once_and_asks_for_the_one_at_its_depth(length: int, size: int) -> None:
     for n, depth in enumerate((0.0, 0.4, 1.0)):
-        asked = pairs_asked(PIECES, length, depth, np.random.default_rng(n), [1, 2])
+        asked = key_value_prompt(PIECES, length, depth, np.random.default_rng(n), [1, 2])
         assert length - size - 1 < len(asked.context) + len(asked.answer) <= length
         assert asked.context[:2] == [1, 2]
         told, last = asked.context[2:-size], asked.context[-size:]
@@ -94,7 +94,7 @@ def test_a_list_has_each_key_once_and_asks_for_the_one_at_its_depth(length: int,
 def test_a_needle_stands_at_its_depth_among_others_and_the_text_is_whole(needles: int) -> None:
     hay = list(range(1000, 1100))
     for depth in (0.0, 0.5, 1.0):
-        asked = phrase_asked(hay, PIECES, depth, np.random.default_rng(3), needles=needles, begin=[7])
+        asked = phrase_prompt(hay, PIECES, depth, np.random.default_rng(3), needles=needles, begin=[7])
         assert len(asked.context) + len(asked.answer) == 1 + len(hay)
         body, cue = asked.context[1:-CUE], asked.context[-CUE:]
         assert len(asked.answer) == HIDDEN
@@ -112,11 +112,11 @@ def test_questions_follow_their_seed_and_passages_do_not_overlap(tokenizer: Any,
     for words in ("recall", "needle=x,depths=3", "positions=x", "continuation=x"):
         one, again, other = (questions(f"{words},seed={seed}", made, tokenizer, text)[0] for seed in (1, 1, 2))
         assert one == again
-        assert one.asked != other.asked
-        assert all(len(q.context) + len(q.answer) <= 64 for cell in one.asked for q in cell)
-    asked = questions("positions=x", made, tokenizer, text)[0].asked[0]
+        assert one.questions != other.questions
+        assert all(len(q.context) + len(q.answer) <= 64 for cell in one.questions for q in cell)
+    asked = questions("positions=x", made, tokenizer, text)[0].questions[0]
     assert len(asked) == 16
-    long = questions("positions=x,lengths=[400],each=50", made, tokenizer, text)[0].asked[0]
+    long = questions("positions=x,lengths=[400],each=50", made, tokenizer, text)[0].questions[0]
     assert 1 < len(long) < 50  # as many as there are: what is left over of a document, and the short one, give none
     everything = np.asarray(text.ids).tolist()
     starts = sorted(
@@ -129,7 +129,7 @@ def test_words_are_found_in_the_real_vocabulary_of_512(data_folder: Path) -> Non
     from preheat.data.tokenizer import load_tokenizer
 
     real = load_tokenizer(str(data_folder / "stories260K-hf"))
-    words = word_pieces(real)
+    words = word_tokens(real)
     assert 200 < len(words) < 512
     assert not set(words) & set(real.all_special_ids)
     assert all(real.decode([n]).strip().isalnum() for n in words)
@@ -153,19 +153,19 @@ def test_scores_are_those_of_plain_logits_one_by_one(tokenizer: Any, text: Token
 
     asked, scorer = questions("recall,lengths=[16, 60],depths=2,each=3", made, tokenizer, text)
     found = measure_length(asked, scorer)
-    expected = [[slow(*q) for q in cell] for cell in asked.asked]
+    expected = [[slow(*q) for q in cell] for cell in asked.questions]
     assert found.rows == 12
     assert [part.metric.value for part in found.parts] == pytest.approx(
         [np.mean([right for _, right in c]) for c in expected]
     )
     assert found.metrics["loss"].value == pytest.approx(np.mean([lost for c in expected for lost, _ in c]), rel=1e-5)
-    assert [part.place for part in found.parts] == [{"length": n, "depth": d} for n in (16, 60) for d in (0.0, 1.0)]
+    assert [part.subset for part in found.parts] == [{"length": n, "depth": d} for n in (16, 60) for d in (0.0, 1.0)]
 
     asked, scorer = questions("positions=x,lengths=[50],each=4", made, tokenizer, text)
     found = measure_length(asked, scorer)
-    rows = [q.context for q in asked.asked[0]]
+    rows = [q.context for q in asked.questions[0]]
     by_place = np.array([[slow(row[:n], row[n : n + 1])[0] for n in range(1, 50)] for row in rows])
-    assert [(p.place["start"], p.place["end"]) for p in found.parts] == [(0, 16), (16, 32), (32, 49)]
+    assert [(p.subset["start"], p.subset["end"]) for p in found.parts] == [(0, 16), (16, 32), (32, 49)]
     assert [p.metric.value for p in found.parts] == pytest.approx(
         [by_place[:, a:b].mean() for a, b in ((0, 16), (16, 32), (32, 49))], rel=1e-5
     )
@@ -173,8 +173,11 @@ def test_scores_are_those_of_plain_logits_one_by_one(tokenizer: Any, text: Token
 
     asked, scorer = questions("continuation=x,lengths=[48],each=3", made, tokenizer, text)
     found = measure_length(asked, scorer)
-    assert [len(cell[0].context) for cell in asked.asked] == [1, *(1 + round((48 - 6 - 1) * s) for s in (0.25, 0.5, 1))]
-    expected_loss = [np.mean([slow(*q)[0] / 6 for q in cell]) for cell in asked.asked]
+    assert [len(cell[0].context) for cell in asked.questions] == [
+        1,
+        *(1 + round((48 - 6 - 1) * s) for s in (0.25, 0.5, 1)),
+    ]
+    expected_loss = [np.mean([slow(*q)[0] / 6 for q in cell]) for cell in asked.questions]
     assert [found.metrics[f"loss_{n}"].value for n in ("none", "quarter", "half", "all")] == pytest.approx(
         expected_loss, rel=1e-5
     )
@@ -184,7 +187,7 @@ def test_a_layer_of_a_window_sees_no_further_than_in_training(tokenizer: Any, te
     made = opened("{sliding_window: {window: 9, every: 2}}")
     asked, scorer = questions("recall,lengths=[60],depths=2,each=3", made, tokenizer, text)
     expected = (
-        -sum(s.loglikelihood for s in scorer.score([q for cell in asked.asked for q in cell])) / 6
+        -sum(s.loglikelihood for s in scorer.score([q for cell in asked.questions for q in cell])) / 6
     )  # by the plain kernel
     assert measure_length(asked, scorer).metrics["loss"].value == pytest.approx(expected, rel=1e-5)
     full = measure_length(asked, Scorer(opened(), tokenizer, micro=3, length=64)).metrics["loss"].value
@@ -221,7 +224,8 @@ def test_a_task_that_can_be_solved_is_solved_and_one_that_cannot_is_not(
 
 
 def test_reading_takes_no_scores_of_all_places(tokenizer: Any, text: Tokens) -> None:
-    from preheat.planning.dry_run import Recorder, highest
+    from preheat.planning.dispatch_recorder import Recorder
+    from preheat.planning.dry_run import highest
 
     made = opened()
     plain = made.slot(Slot.ATTENTION_KERNEL)
@@ -244,7 +248,7 @@ def test_parts_travel_and_are_compared_row_by_row(tokenizer: Any, text: Tokens) 
     asked, scorer = questions("positions=x,lengths=[64],each=6", one, tokenizer, text)
     before = measure_length(asked, scorer)
     after = measure_length(asked, Scorer(other, tokenizer, micro=2, length=64))
-    back = read_kept(json.loads(json.dumps(kept(before))))
+    back = deserialize(json.loads(json.dumps(serialize(before))))
     assert described(back) == described(before)
     off = compared(back, after)
     assert off["paired"]

@@ -12,11 +12,12 @@ import torch
 
 from preheat.core import Device
 from preheat.hardware import gpu_memory, probe
-from preheat.hardware.gpu_memory import CONTEXT, limit_memory, memory_peak, taken_bytes
+from preheat.hardware.gpu_memory import CONTEXT, limit_memory, memory_peak, other_processes_bytes
 from preheat.hardware.probe import begin_peak
 from preheat.report.run_page import _memory_of_gpu
 from preheat.run_dir import expected_memory
-from preheat.training.session import in_use, reset_memory_baseline
+from preheat.training.plan_request import in_use
+from preheat.training.session import reset_memory_baseline
 
 GIB = 2**30
 WHOLE = Device("cuda", "a GPU", 80 * GIB)
@@ -111,11 +112,13 @@ def test_what_the_driver_does_not_tell_is_as_planned(
 
 def test_what_others_hold_is_not_there_for_a_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.reserved = 0
-    assert taken_bytes(WHOLE) == 10 * GIB - CONTEXT  # 10 are taken, and of these one context is this process's
+    assert (
+        other_processes_bytes(WHOLE) == 10 * GIB - CONTEXT
+    )  # 10 are taken, and of these one context is this process's
     driver(monkeypatch, (os.getpid(), GIB))
     assert in_use(WHOLE) == 9 * GIB
-    assert taken_bytes(Device("cuda", "a GPU", 60 * GIB)) == 0  # of 60 GiB that the run may use, all are free
-    assert taken_bytes(Device("cuda", "a GPU", 75 * GIB)) == 4 * GIB
+    assert other_processes_bytes(Device("cuda", "a GPU", 60 * GIB)) == 0  # of 60 GiB that the run may use, all are free
+    assert other_processes_bytes(Device("cuda", "a GPU", 75 * GIB)) == 4 * GIB
 
 
 def test_stated_memory_limits_the_allocator(gpu: Gpu) -> None:
@@ -145,6 +148,6 @@ def test_predictions_of_the_same_figures() -> None:
     difference = {"allocated_gib": 0.0125, "reserved_gib": -0.19, "context_gib": None}
     page = _memory_of_gpu({"predicted": predicted, "measured": measured, "difference": difference})
     assert "24.25" in page
-    assert "−19 %" in page
+    assert "−19\u00a0%" in page
     assert "context" not in page
     assert _memory_of_gpu({"predicted": {"peak_gib": 1.0}, "measured": {"peak_gib": 1.0}, "difference": {}}) == ""

@@ -24,7 +24,7 @@ from preheat.hardware import segments
 from preheat.hardware.benchmark_rates import FULL, GPU, _host_link, calibrate, grid_of, rates
 from preheat.hardware.catalogue import accelerator, accelerators
 from preheat.hardware.link_rates import links_at, load_links
-from preheat.hardware.oom import asked_bytes, is_oom
+from preheat.hardware.oom import is_oom, requested_bytes
 from preheat.hardware.rates import (
     LAYOUTS,
     MOVERS,
@@ -38,6 +38,7 @@ from preheat.hardware.rates import (
     stored_at,
 )
 from preheat.hardware.timing import Stopwatch
+from preheat.planning.request import Request
 
 from ...conftest import SMALL, tiny
 
@@ -341,7 +342,9 @@ def test_what_checkpointing_costs_the_host_and_the_pace_are_in_a_step() -> None:
             **changes,
         )
         seen = observe(
-            tiny(f"{{activation_checkpointing: {{mode: {mode}}}}}"), vocabulary=96, device=Device("cpu", "a CPU", 2**33)
+            Request(
+                tiny(f"{{activation_checkpointing: {{mode: {mode}}}}}"), Device("cpu", "a CPU", 2**33), vocabulary=96
+            )
         )
         return step_seconds(seen, measured), sum(seen.kernels.values())
 
@@ -353,7 +356,8 @@ def test_what_checkpointing_costs_the_host_and_the_pace_are_in_a_step() -> None:
 
 def test_our_norm_and_what_low_bits_look_up_have_rates_of_their_own() -> None:
     """A plan took them for copies: recipes with `fused_operators` and `low_bit_adamw` were a fifth and more too quick."""
-    from preheat.planning.dry_run import Kernel, observe
+    from preheat.planning.dispatch_recorder import Kernel
+    from preheat.planning.dry_run import observe
     from preheat.planning.speed.step_time import kernel_seconds
 
     rates = {"copy": 1e12, "look_up": 1e10, "where": 2e10, "embedding": 1e12, "mul": 1e12}
@@ -372,7 +376,7 @@ def test_our_norm_and_what_low_bits_look_up_have_rates_of_their_own() -> None:
     assert seconds("index_select", "int", ((256,), (10**6,))) == pytest.approx(8e6 / 1e10)
     assert seconds("index_select", "fp32", ((256, 64), (10**6,))) == pytest.approx(12e6 / 1e12)
     assert seconds("where", "int", ((), (10**6,), (10**6,))) == pytest.approx(12e6 / 2e10)
-    seen = observe(tiny("{fused_operators: {}}"), vocabulary=96, device=Device("cpu", "a CPU", 2**33))
+    seen = observe(Request(tiny("{fused_operators: {}}"), Device("cpu", "a CPU", 2**33), vocabulary=96))
     assert {"preheat::rms_norm", "preheat::rms_norm_backward"} <= {kernel.operator for kernel in seen.kernels}
 
 
@@ -451,7 +455,7 @@ def test_a_damaged_calibration_is_measured_anew(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     whole = dataclasses.replace(made_up(), torch=torch.__version__, threads=1)
     whole.store().write_text("null")
-    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_apart", lambda *_: whole.store())
+    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_in_process", lambda *_: whole.store())
     assert rates(Device("cpu", "made up", 2**30), 1) == whole
 
 
@@ -492,7 +496,7 @@ def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(
     others = 0.0
     assert rates(device, 1, measure=False) == busy
     quiet = dataclasses.replace(busy, contended=False, bandwidth=9e10)
-    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_apart", lambda *_: quiet.store())
+    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_in_process", lambda *_: quiet.store())
     assert rates(device, 1) == rates(device, 1, measure=False) == quiet
 
 
@@ -537,6 +541,7 @@ def test_a_kept_heap_hands_freed_pages_out_again() -> None:
     code = """
 import resource, sys, torch
 from preheat.hardware.cpu_allocator import install_heap
+from preheat.planning.request import Request
 if sys.argv[1] == "keep":
     assert install_heap() is None
 def step():
@@ -588,7 +593,7 @@ def test_a_plan_tells_of_a_cpu_that_is_slower_in_bf16(bf16: float, techniques: s
         matrix=tuple(MatrixRate(d, layout, 100, 100, 100, 1e9) for d in dtypes for layout in LAYOUTS),
         moved=tuple(MovedRate(mover, d, 1000, 1e9) for d in dtypes for mover in MOVERS),
     )
-    made = plan(tiny(techniques), vocabulary=96, device=Device("cpu", "a CPU", 2**33), rates=measured)
+    made = plan(Request(tiny(techniques), Device("cpu", "a CPU", 2**33), vocabulary=96, rates=measured))
     assert made["fp32_rate"] == (7e10 if warned else None)
     screen = Console(width=200, file=io.StringIO())
     with screen.capture() as caught:
@@ -641,7 +646,7 @@ def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
     from preheat.recipe import parse
 
     with pytest.raises(RecipeError, match=r"hardware.threads: 4,096 are too many"):
-        resolve_device(parse("hardware: {threads: 4096}\nstop: {steps: 1}"))
+        resolve_device(parse("hardware: {threads: 4096}\nstop: {max_steps: 1}"))
 
 
 @pytest.mark.parametrize(
@@ -690,7 +695,7 @@ def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
 )
 def test_what_says_that_a_gpu_is_out_of_memory(error: Exception, lacks: bool) -> None:
     assert is_oom(error) == lacks
-    assert asked_bytes(str(error)) == (20 << 20 if "Tried" in str(error) else None)
+    assert requested_bytes(str(error)) == (20 << 20 if "Tried" in str(error) else None)
 
 
 def test_a_gpu_s_times_are_its_own_and_not_those_of_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

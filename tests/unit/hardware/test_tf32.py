@@ -16,6 +16,7 @@ from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.models import hf
 from preheat.planning.dry_run import observe
 from preheat.planning.plan import describe
+from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
 from preheat.techniques.mixed_precision import MixedPrecision
 
@@ -106,8 +107,8 @@ def test_a_plan_takes_its_rate_for_products_alone() -> None:
     plans, seen = {}, {}
     for name, techniques in (("fp32", FP32), ("tf32", TF32)):
         recipe = tiny(techniques)
-        seen[name] = observe(recipe, vocabulary=96, device=gpu.as_device)
-        plans[name] = describe(recipe, seen[name], device=gpu.as_device, rates=gpu, rows=None, in_use=0)
+        seen[name] = observe(Request(recipe, gpu.as_device, vocabulary=96))
+        plans[name] = describe(Request(recipe, gpu.as_device, rates=gpu, in_use=0), seen[name])
     assert PRODUCTS.fp32_precision == before, "a plan computes nothing"
     assert seen["tf32"].flops["tf32"] + seen["tf32"].flops.get("fp32", 0) == seen["fp32"].flops["fp32"]
     kernels = {replace(k, dtype="fp32" if k.dtype == "tf32" else k.dtype): n for k, n in seen["tf32"].kernels.items()}

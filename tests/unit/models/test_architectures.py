@@ -93,7 +93,9 @@ def test_layers_and_experts_are_read_from_modules_and_configurations_alike() -> 
         assert len(layers) == config.num_hidden_layers
         for kind, layer in zip(kinds, layers, strict=True):
             assert bool(recurrent_mixers(layer)) == (kind in recurrent), (name, kind)
-            assert bool(attentions_of(layer)) == (kind.endswith("attention") and kind != "linear_attention" or kind == "hybrid"), (name, kind)
+            assert bool(attentions_of(layer)) == (
+                (kind.endswith("attention") and kind != "linear_attention") or kind == "hybrid"
+            ), (name, kind)
         assert len(moe.routers(model)) == moe.expert_layers(config), name
 
 
@@ -133,7 +135,9 @@ def test_chunks_are_documents_cut_from_their_start() -> None:
     assert in_chunks(MaskSpec(), 3, 2, 7).documents == ((3, 3, 1), (3, 3, 1))
 
 
-@pytest.mark.parametrize(("name", "reason"), [("lfm2", "recurrent layers"), ("gpt_oss", "sinks"), ("llama4_text", "chunks")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("lfm2", "recurrent layers"), ("gpt_oss", "sinks"), ("llama4_text", "chunks")]
+)
 def test_what_cannot_be_split_across_devices_is_refused(name: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         require_plain_attention(hf.build_on_meta(tiny_config(name)))

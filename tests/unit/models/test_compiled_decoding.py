@@ -72,8 +72,8 @@ def test_the_texts_are_those_of_the_model_as_it_is(
         {"temperature": 1.0, "repetition_penalty": 1.2},
         {"window": 8},
     ):
-        plain = _write(opened, prompts, 3, tokens=12, compile=False, **settings)
-        compiled = _write(opened, prompts, 3, tokens=12, compile=True, **settings)
+        plain = _write(opened, prompts, 3, max_new_tokens=12, compile=False, **settings)
+        compiled = _write(opened, prompts, 3, max_new_tokens=12, compile=True, **settings)
         assert plain == compiled
         assert all(text.compiled for text in compiled)
         assert not any(text.compiled for text in plain)
@@ -105,7 +105,9 @@ def test_layers_with_windows_of_their_own(stories: LoadedModel, traced: list[dic
             torch.nn.init.normal_(p, std=0.3)
     opened = _opened(stories, model)
     for prompts in ([list(range(5, 25)), [7, 8, 9, 7, 8]], [[7, 8, 9]]):  # longer than the window, and growing into it
-        assert _write(opened, prompts, tokens=14, compile=True) == _write(opened, prompts, tokens=14, compile=False)
+        assert _write(opened, prompts, max_new_tokens=14, compile=True) == _write(
+            opened, prompts, max_new_tokens=14, compile=False
+        )
 
 
 def test_batches_of_one_size_share_a_cache(
@@ -117,11 +119,11 @@ def test_batches_of_one_size_share_a_cache(
     make = kv_cache.make_cache
     monkeypatch.setattr(kv_cache, "make_cache", lambda *how: made.append(make(*how)) or made[-1])
     opened, prompts = _opened(stories), [[1, 5 + n] * (n + 1) for n in range(5)]
-    compiled = _write(opened, prompts, 2, tokens=8, compile=True)
+    compiled = _write(opened, prompts, 2, max_new_tokens=8, compile=True)
     used = [cache for cache in made if cache.layers[0].is_initialized]
     assert [cache.layers[0].keys.shape[0] for cache in used] == [2, 1], "one for two batches of two, one for the last"
     assert {cache.layers[0].max_cache_len for cache in used} == {128}
-    assert compiled == _write(opened, prompts, 2, tokens=8)
+    assert compiled == _write(opened, prompts, 2, max_new_tokens=8)
 
 
 def test_running_out_of_graphs_is_an_error(
@@ -133,7 +135,7 @@ def test_running_out_of_graphs_is_an_error(
     with pytest.raises(
         RunError, match=r"^sample\.compile: 1 graphs are compiled, and this model and batch need another; "
     ) as caught:
-        _write(opened, [[1, 5], [1, 6], [1, 7]], 2, tokens=4, compile=True)
+        _write(opened, [[1, 5], [1, 6], [1, 7]], 2, max_new_tokens=4, compile=True)
     assert "\n" not in str(caught.value)
     assert torch._dynamo.config.recompile_limit == limit
     assert torch.is_grad_enabled()
@@ -150,8 +152,8 @@ def test_running_out_of_graphs_is_an_error(
         ("cuda", 10**6, {"cache": "static"}, True),
         ("cuda", 10**6, {"cache": "dynamic"}, False),
         ("cuda", 10**6, {"cache": "int8"}, False),
-        ("cuda", 10**6, {"lookup": 3}, False),
-        ("cuda", 10**6, {"draft": "there"}, False),
+        ("cuda", 10**6, {"prompt_lookup_tokens": 3}, False),
+        ("cuda", 10**6, {"draft_model": "there"}, False),
         ("cuda", 10**6, {"window": 64}, True),
     ],
 )
@@ -179,7 +181,7 @@ def test_without_a_compiler_it_is_refused_if_asked_for(stories: LoadedModel, mon
     with pytest.raises(
         RecipeError, match=r"^sample\.compile: needs a C\+\+ compiler on a CPU and found no 'no-such-compiler'; "
     ):
-        _write(_opened(stories), [[1, 5]], tokens=2, compile=True)
+        _write(_opened(stories), [[1, 5]], max_new_tokens=2, compile=True)
     model: Any = SimpleNamespace(
         device=torch.device("cuda"), config=stories.build.trained[0].config, _can_compile_fullgraph=True
     )
@@ -205,7 +207,7 @@ def test_a_run_does_not_compile_unasked(stories: LoadedModel, monkeypatch: pytes
     monkeypatch.setattr(scoring, "generate", stop)
     writer: Any = SimpleNamespace(json=lambda *a: None, event=lambda *a, **k: None, path=Path("."))
     for asked in ("auto", "true", "false"):
-        recipe = parse(f"stop: {{steps: 1}}\nsample: {{prompts: [a], compile: {asked}}}")
+        recipe = parse(f"stop: {{max_steps: 1}}\nsample: {{prompts: [a], compile: {asked}}}")
         monkeypatch.setattr(sample_generation, "Reader", lambda path: SimpleNamespace(samples=list))
         sample_generation.Samples(recipe, stories.tokenizer).write(stories.build, writer, step=0)
     for compiles in (False, True):
@@ -217,6 +219,6 @@ def test_a_run_does_not_compile_unasked(stories: LoadedModel, monkeypatch: pytes
 
 def test_timed_says_what_the_cache_takes(stories: LoadedModel, traced: list[dict[str, Any]]) -> None:
     opened, timed = _opened(stories), Timed()
-    generate(opened.model, opened.tokenizer, [[1, 5, 9]], Sample(tokens=3, compile=True), timed=timed)
+    generate(opened.model, opened.tokenizer, [[1, 5, 9]], Sample(max_new_tokens=3, compile=True), timed=timed)
     layer = 2 * 128 * 4 * opened.model.config.num_key_value_heads * opened.model.config.head_dim
     assert timed.cache_bytes == layer * opened.model.config.num_hidden_layers

@@ -36,9 +36,9 @@ GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions"
 TOKENS = torch.randint(96, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
-def from_folder(model: Any, folder: Path, techniques: str, more: str = "batch: {length: 16}") -> Build:
+def from_folder(model: Any, folder: Path, techniques: str, more: str = "batch: {seq_len: 16}") -> Build:
     model.save_pretrained(folder)
-    r = parse(f"model: {{path: {folder}}}\nstop: {{steps: 1}}\ntechniques: {techniques}\n{more}")
+    r = parse(f"model: {{path: {folder}}}\nstop: {{max_steps: 1}}\ntechniques: {techniques}\n{more}")
     return build(r, vocabulary=96, device=DEVICE)
 
 
@@ -80,7 +80,7 @@ def test_heads_that_are_alike_are_pooled_without_a_change(family: str, tmp_path:
                 heads = p.view(2, 2, 4, *p.shape[1:])
                 heads[:, 1] = heads[:, 0]
     before = plain_logits(model, TOKENS)
-    made = from_folder(model, tmp_path / "m", "{grouped_queries: {kv_heads: 2}}")
+    made = from_folder(model, tmp_path / "m", "{grouped_queries: {num_kv_heads: 2}}")
     assert made.model.kv_heads == 2
     assert off(plain_logits(made.trained[0], TOKENS), before) < 1e-5  # type: ignore[arg-type]
     architecture.pool_key_value_heads(model, 2)
@@ -130,7 +130,7 @@ def test_a_folded_gpt2_gives_the_same_logits_without_layer_norm(tied: bool, tmp_
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "gelu", "relu"])
 def test_blocks_have_equal_parameters(family: str, activation: str) -> None:
     r = parse(
-        f"model: {{family: {family}, layers: 2, width: 192, heads: 4, vocabulary: 96}}\nbatch: {{length: 8}}\nstop: {{steps: 1}}"
+        f"model: {{family: {family}, num_layers: 2, hidden_size: 192, num_heads: 4, vocab_size: 96}}\nbatch: {{seq_len: 8}}\nstop: {{max_steps: 1}}"
     )
     plain = build_on_meta(configure(r, 96))
     config = configure(r, 96)
@@ -248,8 +248,8 @@ def test_rotary_tables_are_those_of_transformers_and_of_the_papers(family: str, 
     sizes = {**SMALL, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": DIM}
     Config = getattr(transformers, f"{family}Config")
     r = parse(
-        f"model: {{family: {family.lower()}, layers: 1, width: 128, heads: 2, vocabulary: 96, positions: {LENGTH}}}\n"
-        f"batch: {{length: 900}}\nstop: {{steps: 1}}\ntechniques: {{rope_scaling: {{kind: {kind}, factor: {FACTOR}}}}}"
+        f"model: {{family: {family.lower()}, num_layers: 1, hidden_size: 128, num_heads: 2, vocab_size: 96, max_positions: {LENGTH}}}\n"
+        f"batch: {{seq_len: 900}}\nstop: {{max_steps: 1}}\ntechniques: {{rope_scaling: {{kind: {kind}, factor: {FACTOR}}}}}"
     )
     ours = build(r, vocabulary=96, device=DEVICE).trained[0].model.rotary_emb  # type: ignore[union-attr]
     # What a user of transformers would write by hand.
@@ -284,7 +284,7 @@ def test_dynamic_scaling_leaves_short_texts_alone_and_reaches_further_than_trans
 def test_a_factor_larger_than_needed_is_said() -> None:
     r = tiny("{rope_scaling: {factor: 8, original_length: 16}}")
     words = build(r, vocabulary=96, device=DEVICE).changes["rope_scaling"][0].what
-    assert "16 positions reach 128; batch.length 32 needs only 2" in words
+    assert "16 positions reach 128; batch.seq_len 32 needs only 2" in words
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_factor_larger_than_needed_is_said() -> None:
 )
 def test_auto_reaches_what_is_wanted_and_says_by_what(length: int, words: str) -> None:
     r = parse(
-        f"model: {{layers: 1, width: 32, heads: 4, vocabulary: 96, positions: 16}}\nbatch: {{length: {length}}}\nstop: {{steps: 1}}\n"
+        f"model: {{num_layers: 1, hidden_size: 32, num_heads: 4, vocab_size: 96, max_positions: 16}}\nbatch: {{seq_len: {length}}}\nstop: {{max_steps: 1}}\n"
         "techniques: {rope_scaling: {kind: auto, factor: auto}}"
     )
     made = build(r, vocabulary=96, device=DEVICE)
@@ -307,16 +307,16 @@ def test_auto_reaches_what_is_wanted_and_says_by_what(length: int, words: str) -
 @pytest.mark.parametrize(
     ("techniques", "family", "words"),
     [
-        ("{grouped_queries: {kv_heads: 2}}", "llama", "not fewer than the 2"),
+        ("{grouped_queries: {num_kv_heads: 2}}", "llama", "not fewer than the 2"),
         ("{grouped_queries: {}}", "gpt2", "fused"),
         ("{rms_norm: {}}", "llama", "gpt2 only"),
         ("{feed_forward: {activation: swiglu}}", "llama", "has already"),
         ("{tied_embeddings: {}}", "gpt2", "one matrix already"),
         ("{rope_scaling: {}}", "gpt2", "no rotary positions"),
-        ("{rope_scaling: {original_length: 12}}", "llama", "batch.length is 32; use factor: 2.67"),
+        ("{rope_scaling: {original_length: 12}}", "llama", "batch.seq_len is 32; use factor: 2.67"),
         ("{rope_scaling: {kind: linear, beta_fast: 16}}", "llama", "beta_fast: is yarn's"),
         ("{rope_scaling: {factor: 0.5}}", "llama", "above 1"),
-        ("{rope_scaling: {factor: auto}}", "llama", "hold batch.length 32 already"),
+        ("{rope_scaling: {factor: auto}}", "llama", "hold batch.seq_len 32 already"),
         ("{rope_scaling: {kind: longrope}}", "llama", "must be 'auto', 'linear', 'dynamic', 'base' or 'yarn'"),
     ],
 )
@@ -328,11 +328,11 @@ def test_what_cannot_be_is_refused(techniques: str, family: str, words: str) -> 
 def test_what_cannot_be_with_read_weights_is_refused(tmp_path: Path) -> None:
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
     with pytest.raises(RecipeError, match="use one of"):
-        from_folder(llama, tmp_path / "llama", "{grouped_queries: {kv_heads: 3}}")
+        from_folder(llama, tmp_path / "llama", "{grouped_queries: {num_kv_heads: 3}}")
     with pytest.raises(RecipeError, match="is for new models"):
         from_folder(llama, tmp_path / "llama", "{feed_forward: {}}")
     with pytest.raises(RecipeError, match=r"64 positions to 128, but batch\.length is 200; use factor: 3\.13"):
-        from_folder(llama, tmp_path / "llama", "{rope_scaling: {}}", "batch: {length: 200}")
+        from_folder(llama, tmp_path / "llama", "{rope_scaling: {}}", "batch: {seq_len: 200}")
     phi = transformers.Phi3ForCausalLM(transformers.Phi3Config(**SMALL, pad_token_id=0, bos_token_id=1, eos_token_id=2))
     with pytest.raises(RecipeError, match="projections are fused"):
         from_folder(phi, tmp_path / "phi", "{grouped_queries: {}}")
@@ -355,4 +355,4 @@ def test_the_deep_dial_is_near_mobilellm() -> None:
 
 def test_a_shape_needs_the_dial() -> None:
     with pytest.raises(RecipeError, match=r"model\.shape"):
-        parse("model: {shape: deep, layers: 2, width: 32, heads: 2}\nstop: {steps: 1}")
+        parse("model: {shape: deep, num_layers: 2, hidden_size: 32, num_heads: 2}\nstop: {max_steps: 1}")

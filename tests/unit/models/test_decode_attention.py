@@ -109,10 +109,10 @@ def test_without_a_compiler_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RunError("no C++ compiler was found")
 
     monkeypatch.setattr("preheat.hardware.cpp_build.library", none)
-    ops._made.cache_clear()
+    ops._library.cache_clear()
     with pytest.warns(UserWarning, match="several times the time: no C"):
         assert not of_use(*given(1, 4, 2, 1, 9, 64, 64), None)
-    ops._made.cache_clear()
+    ops._library.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +138,11 @@ def folder(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("settings", "queries"),
     [
-        (Sample(tokens=8), {1}),
-        (Sample(tokens=8, cache="static"), {1}),
-        (Sample(tokens=8, window=4), {1}),
-        (Sample(tokens=8, cache="int8"), {1}),
-        (Sample(tokens=8, lookup=3), {1, 2, 3, 4}),
+        (Sample(max_new_tokens=8), {1}),
+        (Sample(max_new_tokens=8, cache="static"), {1}),
+        (Sample(max_new_tokens=8, window=4), {1}),
+        (Sample(max_new_tokens=8, cache="int8"), {1}),
+        (Sample(max_new_tokens=8, prompt_lookup_tokens=3), {1, 2, 3, 4}),
     ],
 )
 def test_every_cache_is_attended_to_by_it(

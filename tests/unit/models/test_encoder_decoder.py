@@ -55,7 +55,7 @@ def folder(config: Any, path: Path) -> Path:
 
 def recipe_of(path: Path, techniques: str = "{}") -> Recipe:
     return parse(
-        f"model: {{path: {path}}}\nbatch: {{size: 2, length: 40}}\noptimizer: {{lr: 0.01, clip: 0}}\nstop: {{steps: 5}}\ntechniques: {techniques}"
+        f"model: {{path: {path}}}\nbatch: {{size: 2, seq_len: 40}}\noptimizer: {{lr: 0.01, max_grad_norm: 0}}\nstop: {{max_steps: 5}}\ntechniques: {techniques}"
     )
 
 

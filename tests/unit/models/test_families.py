@@ -98,7 +98,7 @@ def _folder(tmp_path: Path, config: Any) -> tuple[Path, Any]:
 
 def _recipe(folder: Path, techniques: str) -> Recipe:
     return parse(
-        f"model: {{path: {folder}}}\nbatch: {{size: 4, length: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{steps: 4}}\ntechniques: {techniques}"
+        f"model: {{path: {folder}}}\nbatch: {{size: 4, seq_len: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{max_steps: 4}}\ntechniques: {techniques}"
     )
 
 

@@ -52,7 +52,7 @@ def test_greedy_text_is_that_of_plain_transformers_alone_and_in_a_padded_batch(
     )
     wanted = [_plain(plain, p, 48) for p in prompts]
     assert wanted == [_plain(plain, p, 48, use_cache=False) for p in prompts]
-    model, settings = stories.build.trained[0], Sample(tokens=48)
+    model, settings = stories.build.trained[0], Sample(max_new_tokens=48)
     for batch, cached in ((1, True), (3, True), (1, False), (4, False)):
         made = generate(model, stories.tokenizer, prompts, settings, stop=frozenset({2}), batch=batch, cached=cached)
         assert [m.tokens for m in made] == wanted
@@ -60,7 +60,7 @@ def test_greedy_text_is_that_of_plain_transformers_alone_and_in_a_padded_batch(
     for prompt, m in zip(prompts, made, strict=True):
         whole = stories.tokenizer.decode([*prompt, *m.tokens], skip_special_tokens=True)
         assert whole.endswith(m.text)
-        assert m.ended == "length"
+        assert m.finish_reason == "length"
 
 
 def test_told_text_is_the_whole_text_and_never_taken_back(stories: LoadedModel) -> None:
@@ -78,12 +78,14 @@ def test_told_text_is_the_whole_text_and_never_taken_back(stories: LoadedModel) 
 
     prompts = _ids(stories, "Once", "Lily saw a dog. ")
     stop = (" named", "!")
-    made = generate(stories.build.trained[0], stories.tokenizer, prompts, Sample(tokens=40, stop=stop), on_text=hear)
+    made = generate(
+        stories.build.trained[0], stories.tokenizer, prompts, Sample(max_new_tokens=40, stop=stop), on_text=hear
+    )
     assert [told[0], told[1]] == [m.text for m in made]
     assert steps > 10
     assert sorted(ended) == [0, 1]
-    assert (made[0].text, made[0].ended) == (" upon a time, there was a little girl", "stop string")
-    free = generate(stories.build.trained[0], stories.tokenizer, prompts, Sample(tokens=40))
+    assert (made[0].text, made[0].finish_reason) == (" upon a time, there was a little girl", "stop string")
+    free = generate(stories.build.trained[0], stories.tokenizer, prompts, Sample(max_new_tokens=40))
     assert free[0].text.startswith(made[0].text + " named")
     assert all(s not in made[1].text for s in stop)
 
@@ -126,16 +128,18 @@ def test_draws_are_decided_by_the_seed_and_by_nothing_else(stories: LoadedModel)
     model, tokenizer, prompts = stories.build.trained[0], stories.tokenizer, _ids(stories, "Once")
 
     def draw(seed: int, **how: Any) -> list[int]:
-        return generate(model, tokenizer, prompts, Sample(tokens=24, temperature=1.5, **how), seed=seed)[0].tokens
+        return generate(model, tokenizer, prompts, Sample(max_new_tokens=24, temperature=1.5, **how), seed=seed)[
+            0
+        ].tokens
 
     before = torch.get_rng_state()
     first = draw(3)
     assert torch.equal(torch.get_rng_state(), before), "a run that writes samples goes on as one that does not"
     assert draw(3) == first != draw(4)
-    greedy = generate(model, tokenizer, prompts, Sample(tokens=24))[0].tokens
+    greedy = generate(model, tokenizer, prompts, Sample(max_new_tokens=24))[0].tokens
     assert draw(5, top_k=1) == draw(5, top_p=1e-6) == draw(5, min_p=1.0) == greedy
     assert len({tuple(draw(6, **how)) for how in ({}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.2})}) == 4
-    assert generate(model, tokenizer, prompts, Sample(tokens=24, repetition_penalty=5.0))[0].tokens != greedy
+    assert generate(model, tokenizer, prompts, Sample(max_new_tokens=24, repetition_penalty=5.0))[0].tokens != greedy
 
 
 def test_draws_reach_tokens_beyond_the_likeliest_fifty(stories: LoadedModel) -> None:
@@ -144,7 +148,7 @@ def test_draws_reach_tokens_beyond_the_likeliest_fifty(stories: LoadedModel) -> 
         stories.build.trained[0],
         stories.tokenizer,
         _ids(stories, "Once") * 64,
-        Sample(tokens=1, temperature=50.0),
+        Sample(max_new_tokens=1, temperature=50.0),
         batch=64,
     )
     assert len({m.tokens[0] for m in tokens}) > 50
@@ -153,7 +157,7 @@ def test_draws_reach_tokens_beyond_the_likeliest_fifty(stories: LoadedModel) -> 
 def test_a_kept_cache_gives_the_same_text_and_reads_only_what_is_new(stories: LoadedModel) -> None:
     model: Any = stories.build.trained[0]
     (first,) = _ids(stories, "Once upon a time")
-    kept, settings = PrefixCache(), Sample(tokens=12)
+    kept, settings = PrefixCache(), Sample(max_new_tokens=12)
     made = generate(model, stories.tokenizer, [first], settings, kept=kept)[0]
     assert kept.tokens == [*first, *made.tokens[:-1]]
     second = [*first, *made.tokens, *_ids(stories, "Then he said")[0][1:]]
@@ -185,14 +189,14 @@ def test_the_end_of_the_positions_ends_a_text_and_no_other(stories: LoadedModel)
     prompts = _ids(stories, "Once", "Once upon " * 240, "Tom")
     assert len(prompts[1]) > 480
     model, room = stories.build.trained[0], 512 - len(prompts[1])
-    made = generate(model, stories.tokenizer, prompts, Sample(tokens=48), stop=frozenset({2}), positions=512)
-    assert [(len(m.tokens), m.ended) for m in made] == [(48, "length"), (room, "context"), (48, "length")]
+    made = generate(model, stories.tokenizer, prompts, Sample(max_new_tokens=48), stop=frozenset({2}), positions=512)
+    assert [(len(m.tokens), m.finish_reason) for m in made] == [(48, "length"), (room, "context"), (48, "length")]
 
 
 def _model(techniques: str, more: str = "") -> Recipe:
     return parse(
-        f"model: {{layers: 2, width: 32, heads: 4, kv_heads: 2, vocabulary: 512, positions: 64{more}}}\n"
-        f"batch: {{size: 2, length: 16}}\nstop: {{steps: 1}}\ntechniques: {techniques}"
+        f"model: {{num_layers: 2, hidden_size: 32, num_heads: 4, num_kv_heads: 2, vocab_size: 512, max_positions: 64{more}}}\n"
+        f"batch: {{size: 2, seq_len: 16}}\nstop: {{max_steps: 1}}\ntechniques: {techniques}"
     )
 
 
@@ -217,7 +221,9 @@ def test_every_build_writes_what_its_own_logits_say(stories: LoadedModel, techni
     for _, p in made.parameters():  # adapters begin at zero
         torch.nn.init.normal_(p, std=0.3)
     prompts = [[5, 9, 77, 4, 8, 120], [300, 2, 6]]
-    for prompt, text in zip(prompts, generate(model, stories.tokenizer, prompts, Sample(tokens=6)), strict=True):
+    for prompt, text in zip(
+        prompts, generate(model, stories.tokenizer, prompts, Sample(max_new_tokens=6)), strict=True
+    ):
         whole = torch.tensor([[*prompt, *text.tokens]])
         with torch.no_grad():
             hidden = hf.hidden_states(model, whole, torch.arange(whole.shape[1])[None], MaskSpec(), reference_attention)

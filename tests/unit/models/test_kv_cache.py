@@ -81,11 +81,11 @@ def test_the_cache_takes_what_the_closed_form_says(stories: LoadedModel) -> None
     prompts = _ids(stories, "Once upon a time there was", "Tom had a red ball and a big dog", "The")
     longest = max(map(len, prompts))
     for settings, (size, scale) in (
-        (Sample(tokens=20), (4.0, 0.0)),
-        (Sample(tokens=20, cache="static"), (4.0, 0.0)),
-        (Sample(tokens=20, cache="int8"), CACHES["int8"]),
-        (Sample(tokens=20, window=8), (4.0, 0.0)),
-        (Sample(tokens=20, window=8, cache="static"), (4.0, 0.0)),
+        (Sample(max_new_tokens=20), (4.0, 0.0)),
+        (Sample(max_new_tokens=20, cache="static"), (4.0, 0.0)),
+        (Sample(max_new_tokens=20, cache="int8"), CACHES["int8"]),
+        (Sample(max_new_tokens=20, window=8), (4.0, 0.0)),
+        (Sample(max_new_tokens=20, window=8, cache="static"), (4.0, 0.0)),
     ):
         timed = Timed()
         made = generate(model, stories.tokenizer, prompts, settings, timed=timed)
@@ -100,9 +100,9 @@ def test_the_cache_takes_what_the_closed_form_says(stories: LoadedModel) -> None
 def test_a_static_cache_writes_what_the_growing_one_writes(stories: LoadedModel) -> None:
     """Rows of different lengths, padded; and with windows."""
     prompts = _ids(stories, "", "Tom had a red ball", "Once upon a time, in a big forest, there lived a rhinoceros")
-    assert _write(stories, prompts, tokens=40, cache="static") == _write(stories, prompts, tokens=40)
-    assert _write(stories, prompts, tokens=40, cache="static", window=12) == _write(
-        stories, prompts, tokens=40, window=12
+    assert _write(stories, prompts, max_new_tokens=40, cache="static") == _write(stories, prompts, max_new_tokens=40)
+    assert _write(stories, prompts, max_new_tokens=40, cache="static", window=12) == _write(
+        stories, prompts, max_new_tokens=40, window=12
     )
 
 
@@ -144,7 +144,7 @@ def test_a_window_is_that_of_a_pass_over_the_whole_text(stories: LoadedModel) ->
 
     model: Any = stories.build.trained[0]
     prompts = _ids(stories, "Once upon a time there was a cat who had a ball.", "Tom")
-    texts = _write(stories, prompts, tokens=24, window=6)
+    texts = _write(stories, prompts, max_new_tokens=24, window=6)
     for prompt, text in zip(prompts, texts, strict=True):
         whole = torch.tensor([[*prompt, *text]])
         with torch.no_grad():
@@ -153,12 +153,12 @@ def test_a_window_is_that_of_a_pass_over_the_whole_text(stories: LoadedModel) ->
             logits = hf.head(model)(hidden)[0, len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
         assert (logits.max(-1).values - chosen < 1e-4).all()
-    assert texts != _write(stories, prompts, tokens=24)
+    assert texts != _write(stories, prompts, max_new_tokens=24)
 
 
 def test_a_kept_cache_in_eight_bits_goes_on(stories: LoadedModel) -> None:
     model: Any = stories.build.trained[0]
-    settings = Sample(tokens=10, cache="int8")
+    settings = Sample(max_new_tokens=10, cache="int8")
     (first,) = _ids(stories, "Once upon a time")
     kept = PrefixCache()
     made = generate(model, stories.tokenizer, [first], settings, kept=kept)[0]
@@ -166,7 +166,7 @@ def test_a_kept_cache_in_eight_bits_goes_on(stories: LoadedModel) -> None:
     went_on = generate(model, stories.tokenizer, [second], settings, kept=kept)[0]
     assert kept.reused == len(first) + 9
     assert went_on.tokens == generate(model, stories.tokenizer, [second], settings)[0].tokens
-    generate(model, stories.tokenizer, [second], Sample(tokens=4), kept=kept)
+    generate(model, stories.tokenizer, [second], Sample(max_new_tokens=4), kept=kept)
     assert kept.reused == 0, "another kind of cache is not taken for this one"
 
 
@@ -183,15 +183,15 @@ def test_a_compiled_model_writes_the_same_and_is_compiled_once(stories: LoadedMo
 
     sizes = "{layers: 1, width: 32, heads: 4, kv_heads: 2, vocabulary: 512, positions: 256}"
     made = build(
-        parse(f"model: {sizes}\nbatch: {{size: 2, length: 16}}\nstop: {{steps: 1}}"), vocabulary=512, device=DEVICE
+        parse(f"model: {sizes}\nbatch: {{size: 2, seq_len: 16}}\nstop: {{max_steps: 1}}"), vocabulary=512, device=DEVICE
     )
     model: Any = made.trained[0]
     torch.nn.init.normal_(model.get_input_embeddings().weight, generator=torch.Generator().manual_seed(0))
     before = counters["stats"]["unique_graphs"]
     for prompt, tokens in (([5, 9, 77, 4], 12), ([8, 2, 6, 4, 300, 12, 7], 20)):
-        wanted = generate(model, stories.tokenizer, [prompt], Sample(tokens=tokens))
+        wanted = generate(model, stories.tokenizer, [prompt], Sample(max_new_tokens=tokens))
         timed = Timed()
-        settings = Sample(tokens=tokens, cache="static", compile=True)
+        settings = Sample(max_new_tokens=tokens, cache="static", compile=True)
         assert generate(model, stories.tokenizer, [prompt], settings, timed=timed) == wanted
         assert timed.cache_bytes == cache_bytes(model.config, 128, size=4), "room for 128 tokens, whatever the length"
     assert counters["stats"]["unique_graphs"] == before + 1
@@ -220,7 +220,9 @@ def test_layers_with_windows_of_their_own_keep_and_forget_alike(stories: LoadedM
     prompts = [list(range(5, 25)), [7, 8, 9, 7, 8]]
 
     def write(timed: Timed | None = None, smaller: Any = None, **settings: Any) -> list[list[int]]:
-        made = generate(model, stories.tokenizer, prompts, Sample(tokens=24, **settings), draft=smaller, timed=timed)
+        made = generate(
+            model, stories.tokenizer, prompts, Sample(max_new_tokens=24, **settings), draft=smaller, timed=timed
+        )
         return [m.tokens for m in made]
 
     assert cache_bytes(config, 43, 2, 4) == 2 * (5 * 8 + 43) * 2 * 2 * 16 * 4
@@ -231,4 +233,8 @@ def test_layers_with_windows_of_their_own_keep_and_forget_alike(stories: LoadedM
         if kind == "static":
             assert wanted == write()
         else:
-            assert write(cache=kind, lookup=3) == write(cache=kind, draft="itself", smaller=model) == wanted
+            assert (
+                write(cache=kind, prompt_lookup_tokens=3)
+                == write(cache=kind, draft_model="itself", smaller=model)
+                == wanted
+            )

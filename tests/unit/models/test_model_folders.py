@@ -49,7 +49,7 @@ GPT2 = {
 
 def opened(path: Path, **model: Any) -> Build:
     return build(
-        parse(f"model: {json.dumps({'path': str(path), **model})}\nstop: {{steps: 1}}\nbatch: {{length: 16}}"),
+        parse(f"model: {json.dumps({'path': str(path), **model})}\nstop: {{max_steps: 1}}\nbatch: {{seq_len: 16}}"),
         vocabulary=96,
         device=DEVICE,
     )

@@ -91,7 +91,7 @@ def test_a_folder_is_read_and_a_tied_head_stays_tied(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True)).eval()
     model.save_pretrained(tmp_path / "m")
-    r = parse(f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{length: 16}}\nstop: {{steps: 1}}")
+    r = parse(f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{seq_len: 16}}\nstop: {{max_steps: 1}}")
     made = build(r, vocabulary=96, device=DEVICE).trained[0]
     tokens = torch.arange(16)[None]
     assert torch.equal(hf.plain_logits(made, tokens), hf.plain_logits(model, tokens))  # type: ignore[arg-type]
@@ -132,7 +132,9 @@ def test_a_bad_model_folder_is_refused_in_one_line(tmp_path: Path, spoil: Any, w
     spoil(folder)
     with pytest.raises(RecipeError, match=words) as caught:
         build(
-            parse(f"model: {{path: {folder}}}\nbatch: {{length: 16}}\nstop: {{steps: 1}}"), vocabulary=96, device=DEVICE
+            parse(f"model: {{path: {folder}}}\nbatch: {{seq_len: 16}}\nstop: {{max_steps: 1}}"),
+            vocabulary=96,
+            device=DEVICE,
         )
     assert "\n" not in str(caught.value)
 
@@ -144,7 +146,7 @@ def test_a_bad_model_folder_is_refused_in_one_line(tmp_path: Path, spoil: Any, w
         ("{layers: 2, width: 32, heads: 4, vocabulary: 50}", "", 96, "96 pieces .* 50 rows"),
         (
             "{layers: 2, width: 32, heads: 4, positions: 16}",
-            "batch: {length: 64}",
+            "batch: {seq_len: 64}",
             96,
             "longer than the model's 16 positions",
         ),
@@ -155,7 +157,7 @@ def test_a_bad_model_folder_is_refused_in_one_line(tmp_path: Path, spoil: Any, w
 )
 def test_a_model_that_cannot_be_is_refused(model: str, more: str, vocabulary: int, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
-        build(parse(f"model: {model}\nstop: {{steps: 1}}\n{more}"), vocabulary=vocabulary, device=DEVICE)
+        build(parse(f"model: {model}\nstop: {{max_steps: 1}}\n{more}"), vocabulary=vocabulary, device=DEVICE)
 
 
 def test_a_model_that_changes_its_logits_after_the_head_is_refused() -> None:
@@ -190,7 +192,7 @@ def test_training_begins_in_fp32_whatever_the_folder_stands_in_and_reading_keeps
         max_position_embeddings=64,
     )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    recipe = f"model: {{path: {tmp_path}}}\nbatch: {{size: 1, length: 16}}\nstop: {{steps: 1}}\n"
+    recipe = f"model: {{path: {tmp_path}}}\nbatch: {{size: 1, seq_len: 16}}\nstop: {{max_steps: 1}}\n"
     for techniques, reading, wanted in (
         ("{}", False, torch.float32),
         ("{mixed_precision: {mode: bf16}}", False, torch.float32),
@@ -219,11 +221,13 @@ def test_sizes_that_no_machine_holds_are_refused_before_anything_is_built(tmp_pa
         words = "parameters, more than"
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RecipeError, match=words) as caught:
-        hf.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{length: 8}}\nstop: {{steps: 1}}"), 96)
+        hf.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{seq_len: 8}}\nstop: {{max_steps: 1}}"), 96)
     assert len(str(caught.value)) < 300
 
 
 def test_sizes_of_model_config_are_refused_too() -> None:
-    small = parse("model: {layers: 1, width: 32, heads: 4, vocabulary: 96}\nbatch: {length: 8}\nstop: {steps: 1}")
+    small = parse(
+        "model: {num_layers: 1, hidden_size: 32, num_heads: 4, vocab_size: 96}\nbatch: {seq_len: 8}\nstop: {max_steps: 1}"
+    )
     with pytest.raises(RecipeError, match="num_hidden_layers 1000000000"):
         hf.configure(override(small, "model.config.num_hidden_layers=1000000000"), 96)

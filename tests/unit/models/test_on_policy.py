@@ -15,9 +15,10 @@ from preheat.engine.step import gradients, transform
 from preheat.errors import RecipeError
 from preheat.models.distillation.on_policy import answers_of
 from preheat.models.hf import plain_logits
-from preheat.ops.losses.cross_entropy import chunked_logits, whole_logits
+from preheat.ops.losses.cross_entropy import chunked_logits, full_logits
 from preheat.ops.losses.distillation import Distilled, TeacherHead
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
 from ...contract.settings import teacher
@@ -68,7 +69,7 @@ def slow_text(model: Any, prompt: list[int], room: int, seed: int) -> list[int]:
 )
 def test_what_is_written_anew_is_an_answer_or_a_second_half(labels: Any, documents: Any, wanted: Any) -> None:
     found = answers_of(torch.tensor([labels]), [documents], [0])
-    assert [(a.begin, a.end, a.first, a.last, a.trained) for a in found] == wanted
+    assert [(a.start, a.end, a.first, a.last, a.trained) for a in found] == wanted
 
 
 def test_texts_are_drawn_from_the_students_probabilities_and_stand_where_the_datas_stood(
@@ -90,7 +91,7 @@ def test_texts_are_drawn_from_the_students_probabilities_and_stand_where_the_dat
     assert torch.equal(found.tokens[0, :first], row.tokens[0, :first])
     assert found.labels[0, first - 1 : upto - 1].tolist() == wanted
     assert (found.labels[0] != -100).sum() == len(wanted)
-    assert float(found.beside[0].sum()) == pytest.approx(row.weight), "a document counts as much as it did"
+    assert float(found.aligned[0].sum()) == pytest.approx(row.weight), "a document counts as much as it did"
     assert found.weight == row.weight
     assert torch.equal(transform(b, row).tokens, found.tokens), "a step that is taken again writes the same"
     b.state.step += 1
@@ -113,7 +114,7 @@ def test_the_share_of_the_rows_is_drawn_and_the_others_are_left_alone() -> None:
             others = [n for n in range(4) if n not in rows]
             assert torch.equal(found.tokens[others], batch.tokens[others])
             assert torch.equal(found.labels[others], batch.labels[others])
-            assert not found.beside[0][others].any()
+            assert not found.aligned[0][others].any()
     assert 25 <= written <= 55
 
 
@@ -121,7 +122,7 @@ def slow(b: Any, batch: Batch, *, direction: str, temperature: float, mixture: f
     """The mean loss of a batch with the student's texts in it by transformers' own attention, each document alone."""
     (student,), (other,), total = b.parts["trained"], b.parts["teacher"], 0.0
     for row, sizes in enumerate(batch.mask.documents or ()):
-        parts = (t[row].split(sizes) for t in (batch.tokens, batch.labels, batch.beside[0]))
+        parts = (t[row].split(sizes) for t in (batch.tokens, batch.labels, batch.aligned[0]))
         for tokens, labels, counts in zip(*parts, strict=True):
             mine, theirs = (plain_logits(model, tokens[None])[0, :, :96] for model in (student, other))
             apart = temperature**2 * slow_divergence(mine / temperature, theirs / temperature, direction, None)
@@ -147,7 +148,7 @@ def test_the_loss_is_the_divergence_on_its_own_texts_and_as_ever_on_the_data(set
     loss = gradients(b, parts)
     assert float(loss.total / loss.weight) == pytest.approx(wanted, rel=2e-5)
     told = b.loss.scores(loss.metrics, loss.weight)
-    own = sum(int((part.beside[0] > 0).sum()) for part in changed)
+    own = sum(int((part.aligned[0] > 0).sum()) for part in changed)
     places = sum(int((part.labels != -100).sum()) for part in changed)
     assert told["on_policy"] == pytest.approx(own / places)
     plain = made(settings, beside)
@@ -164,7 +165,7 @@ def test_the_gradient_in_chunks_is_that_of_the_plain_form() -> None:
     labels[0, :4] = -100
     for mixture in (0.4, 1.0):
         found = []
-        for by in (whole_logits, lambda *given: chunked_logits(*given, rows=7)):
+        for by in (full_logits, lambda *given: chunked_logits(*given, rows=7)):
             row_loss = Distilled(
                 TeacherHead(over, 40), direction="reverse", temperature=1.5, mixture=mixture, written=True
             )
@@ -203,7 +204,7 @@ def test_a_dry_run_sees_the_losses_of_it_and_nothing_of_the_writing() -> None:
         recipe = recipes.override(
             tiny(f"{{distillation: {{teacher: {folder}, {settings}}}}}"), f"data.tokenizer={folder}"
         )
-        seen = observe(recipe, vocabulary=96, device=DEVICE, evaluated=False)
+        seen = observe(Request(recipe, DEVICE, vocabulary=96), evaluated=False)
         peaks.append((max(seen.peak.values()), sum(seen.flops.values())))
     assert peaks[0][0] <= peaks[1][0] < 1.1 * peaks[0][0]
     assert peaks[0][1] == peaks[1][1]

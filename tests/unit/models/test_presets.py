@@ -18,7 +18,9 @@ from preheat.engine.builder import build
 from preheat.errors import RecipeError
 from preheat.models import configs, hf
 from preheat.models.presets import PRESETS, needs, on_hub, require_weights
-from preheat.planning.dry_run import Observation, observe
+from preheat.planning.dry_run import observe
+from preheat.planning.observation import Observation
+from preheat.planning.request import Request
 from preheat.recipe import Recipe, parse
 
 from ...conftest import DEVICE
@@ -39,7 +41,7 @@ WHOLE = FITTING if ALL else ["llama-3.2-1b"]
 
 def _recipe(name: str, techniques: str = QLORA, model: str = "", length: int = 2048) -> Recipe:
     return parse(
-        f"model: {{preset: {name}{model}}}\nbatch: {{size: 2, length: {length}}}\nstop: {{steps: 1}}\ntechniques: {techniques}"
+        f"model: {{preset: {name}{model}}}\nbatch: {{size: 2, seq_len: {length}}}\nstop: {{max_steps: 1}}\ntechniques: {techniques}"
     )
 
 
@@ -102,7 +104,7 @@ def _peak(seen: Observation) -> float:
 def test_a_preset_is_dry_run_with_a_few_layers(name: str) -> None:
     config = configs.preset_config(name)
     recipe = _recipe(name, LORA, ", config: {num_hidden_layers: 2}", 1024)
-    seen = observe(recipe, vocabulary=None, device=GPU)
+    seen = observe(Request(recipe, GPU))
     if config.model_type not in ("gpt2", "gpt_neox", "mixtral", "qwen3_moe"):
         # Each adapter is rank times (rows + columns) of its map: the published shapes.
         assert seen.trained == _adapters(config, 2)
@@ -123,7 +125,7 @@ def _adapters(config: Any, layers: int, rank: int = 16) -> int:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_preset_at_its_real_size_fits_a_gpu_of_24_gib(name: str) -> None:
-    seen = observe(_recipe(name), vocabulary=None, device=GPU)
+    seen = observe(Request(_recipe(name), GPU))
     assert seen.trained == _adapters(configs.preset_config(name), configs.preset_config(name).num_hidden_layers)
     assert _peak(seen) < 24
     # The base stands in 4 bits but for embedding, head and norms.
@@ -159,7 +161,7 @@ def test_a_preset_is_planned_but_not_trained_without_weights(tmp_path: Path) -> 
 )
 def test_a_preset_that_cannot_be_is_refused(model: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
-        hf.configure(parse(f"model: {model}\nbatch: {{length: 64}}\nstop: {{steps: 1}}"))
+        hf.configure(parse(f"model: {model}\nbatch: {{seq_len: 64}}\nstop: {{max_steps: 1}}"))
 
 
 def test_a_folder_beside_a_preset_must_be_that_model(tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_a_model_of_images_and_text_is_refused_in_one_line(tmp_path: Path) -> No
     with pytest.raises(
         RecipeError, match=r"gemma3 is several models in one \(gemma3_text is its text part\)"
     ) as caught:
-        hf.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{length: 64}}\nstop: {{steps: 1}}"))
+        hf.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{seq_len: 64}}\nstop: {{max_steps: 1}}"))
     assert "\n" not in str(caught.value)
 
 
@@ -208,7 +210,7 @@ def test_a_built_in_recipe_is_dry_run_with_its_preset(name: str, device: Device)
     recipe = recipes.load(name, few)
     assert recipe.name == name
     assert recipe.model.preset in PRESETS
-    seen = observe(recipe, vocabulary=None, device=device, world=2 if name == "multi-gpu" else 1)
+    seen = observe(Request(recipe, device, world=2 if name == "multi-gpu" else 1))
     assert seen.trained == seen.parameters if name == "long-sequences" else seen.trained < seen.parameters / 10
     if name == "multi-gpu":  # the bits of the base are shared out, and so are the adapters
         layer, embedding = 1536 * (1536 * 2 + 256 * 2 + 8960 * 3), 151936 * 1536

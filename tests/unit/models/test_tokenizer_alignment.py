@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from preheat import recipe as recipes
 from preheat.core import Batch, MaskSpec
-from preheat.data.tokenizer import _SEVERAL_KINDS, load_tokenizer, pieces_of
+from preheat.data.tokenizer import _SEVERAL_KINDS, load_tokenizer, token_bytes
 from preheat.engine.builder import build
 from preheat.engine.step import forward, gradients, transform
 from preheat.errors import RecipeError
@@ -22,7 +22,7 @@ TEXTS = (*_SEVERAL_KINDS, "Once upon a time there was a little girl named Lily."
 
 def cut_of(folder: Path) -> TokenizerView:
     tokenizer = load_tokenizer(str(folder))
-    return TokenizerView(tokenizer, pieces_of(tokenizer), tokenizer.eos_token_id)
+    return TokenizerView(tokenizer, token_bytes(tokenizer), tokenizer.eos_token_id)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +75,10 @@ def test_places_are_those_at_which_both_have_read_the_same_text(
         }
         for n in range(len(part)):
             text = own.tokenizer.decode(part[: n + 1], skip_special_tokens=True).lstrip()
-            ends = not own.pieces[part[n]] and n > 0
+            ends = not own.token_bytes[part[n]] and n > 0
             if "\ufffd" in text:  # within a letter
                 pass
-            elif found.said[0, place]:
+            elif found.known[0, place]:
                 assert int(found.at[0, place]) == begun + upto[text]
                 said += 1
             elif not ends and text:
@@ -95,12 +95,12 @@ def test_a_teacher_with_the_same_pieces_reads_the_same_row_and_a_short_one_its_b
     batch = row_of(own, TEXTS[-2:], 20)
     found = TokenAligner(own, own, positions=512)(batch)
     ends = batch.tokens[0] == own.end
-    assert found.said[0].bool().equal(~ends)
+    assert found.known[0].bool().equal(~ends)
     first, second = batch.mask.documents[0]
     at = found.at[0]
     assert found.batch.tokens[0, at[~ends]].equal(batch.tokens[0, ~ends])
     short = TokenAligner(own, own, positions=4)(batch)
-    assert short.said[0].tolist() == [*[1.0] * 4, *[0.0] * (first - 4), *[1.0] * 4, *[0.0] * (second - 4)]
+    assert short.known[0].tolist() == [*[1.0] * 4, *[0.0] * (first - 4), *[1.0] * 4, *[0.0] * (second - 4)]
 
 
 def test_pieces_in_common_stand_for_the_same_bytes(cuts: dict[str, TokenizerView]) -> None:
@@ -108,17 +108,19 @@ def test_pieces_in_common_stand_for_the_same_bytes(cuts: dict[str, TokenizerView
     assert len(own) == len(theirs) > 5000
     assert (own[-1], theirs[-1]) == (cuts["gpt2"].end, cuts["llama2"].end)
     for mine, other in list(zip(own, theirs, strict=True))[:-1]:
-        assert cuts["gpt2"].pieces[mine] == cuts["llama2"].pieces[other] != b""
-    letters = cuts["llama2"].tokenizer.convert_ids_to_tokens([n for n in theirs if len(cuts["llama2"].pieces[n]) == 1])
+        assert cuts["gpt2"].token_bytes[mine] == cuts["llama2"].token_bytes[other] != b""
+    letters = cuts["llama2"].tokenizer.convert_ids_to_tokens(
+        [n for n in theirs if len(cuts["llama2"].token_bytes[n]) == 1]
+    )
     assert "a" in letters
     assert "<0x61>" not in letters
 
 
 RECIPE = """
-model: {{family: llama, layers: 2, width: 16, heads: 2, positions: 128}}
+model: {{family: llama, num_layers: 2, hidden_size: 16, num_heads: 2, max_positions: 128}}
 data: {{tokenizer: {own}}}
-batch: {{size: 2, length: 60}}
-stop: {{steps: 1}}
+batch: {{size: 2, seq_len: 60}}
+stop: {{max_steps: 1}}
 techniques: {{distillation: {{teacher: {teacher}, pieces: common, {settings}}}, {beside}}}
 """
 
@@ -135,7 +137,7 @@ def test_the_loss_is_that_of_loops_over_documents(
     cuts: dict[str, TokenizerView], data_folder: Path, direction: str
 ) -> None:
     temperature, mixture, top = 1.5, 0.7, 6
-    b = made(data_folder, f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top: {top}")
+    b = made(data_folder, f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top_k: {top}")
     student, teacher = (
         LlamaForCausalLM(LlamaConfig(**b.parts["trained"][0].config.to_diff_dict() | {"attn_implementation": "eager"})),
         AutoModelForCausalLM.from_pretrained(data_folder / "stories260K-hf"),
@@ -181,7 +183,7 @@ def test_the_loss_is_that_of_loops_over_documents(
     assert b.loss.scores(b.loss.metrics, batch.weight)["compared"] == pytest.approx(compared / batch.weight)
     chunked = made(
         data_folder,
-        f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top: {top}",
+        f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top_k: {top}",
         "chunked_loss: {rows: 7}",
     )
     gradients(chunked, [transform(chunked, batch)])

@@ -13,12 +13,13 @@ from preheat.engine.evaluate import evaluate
 from preheat.engine.step import gradients
 from preheat.errors import RecipeError
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 
 from ...conftest import DEVICE, tiny, uneven
 
 
 def of_folder(folder: Path, techniques: str, *more: str) -> recipes.Recipe:
-    recipe = recipes.parse(f"stop: {{steps: 1}}\nbatch: {{size: 4, length: 64}}\nmodel: {{path: {folder}}}")
+    recipe = recipes.parse(f"stop: {{max_steps: 1}}\nbatch: {{size: 4, seq_len: 64}}\nmodel: {{path: {folder}}}")
     return recipes.override(recipe, f"techniques={techniques}", *more)
 
 
@@ -29,7 +30,7 @@ def test_the_first_loss_is_that_of_the_dense_model_and_transformers_opens_what_i
 
     folder, batch = data_folder / "stories260K-hf", uneven(length=64, vocabulary=512)
     dense = build(of_folder(folder, "{}"), vocabulary=512, device=DEVICE)
-    b = build(of_folder(folder, "{upcycling: {experts: 4}}"), vocabulary=512, device=DEVICE)
+    b = build(of_folder(folder, "{upcycling: {num_experts: 4}}"), vocabulary=512, device=DEVICE)
     assert b.changes["upcycling"][0].count == 5
     wanted = evaluate(dense, [batch])[0]
     assert evaluate(b, [batch])[0] == pytest.approx(wanted, rel=1e-5)
@@ -43,13 +44,14 @@ def test_the_first_loss_is_that_of_the_dense_model_and_transformers_opens_what_i
     assert theirs.config.model_type == "mixtral"
     a, c = (m(batch.tokens).logits.detach() for m in (theirs, old))
     assert float((a - c).norm() / c.norm()) < 1e-5
-    redrawn = build(of_folder(folder, "{upcycling: {experts: 4, redrawn: 0.5}}"), vocabulary=512, device=DEVICE)
+    redrawn = build(of_folder(folder, "{upcycling: {num_experts: 4, redrawn: 0.5}}"), vocabulary=512, device=DEVICE)
     assert abs(evaluate(redrawn, [batch])[0] - wanted) > 0.1
 
 
 def test_the_plan_counts_the_experts() -> None:
     dense, made = (
-        observe(tiny(t), vocabulary=96, device=DEVICE) for t in ("{}", "{upcycling: {experts: 8, chosen: 2}}")
+        observe(Request(tiny(t), DEVICE, vocabulary=96))
+        for t in ("{}", "{upcycling: {num_experts: 8, num_experts_per_tok: 2}}")
     )
     block, router = 3 * 32 * 64, 8 * 32
     assert made.parameters - dense.parameters == 3 * (7 * block + router)
@@ -64,7 +66,10 @@ def test_the_plan_counts_the_experts() -> None:
             "makes experts of the feed-forward block of a llama, mistral, qwen3, and the model is a gpt2",
         ),
         (tiny("{upcycling: {}}", family="mixtral"), "and the model is a mixtral"),
-        (tiny("{upcycling: {experts: 4, chosen: 5}}"), "chosen: 5 is more than the 4 experts"),
+        (
+            tiny("{upcycling: {num_experts: 4, num_experts_per_tok: 5}}"),
+            "num_experts_per_tok: 5 is more than the 4 experts",
+        ),
         (
             recipes.override(tiny("{upcycling: {}}"), "model.config={mlp_bias: true}"),
             "which has no mlp_bias as this llama has",

@@ -19,7 +19,8 @@ from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError
 from preheat.planning.dry_run import observe
-from preheat.planning.layer_extrapolation import observe_few
+from preheat.planning.layer_extrapolation import observe_few_layers
+from preheat.planning.request import Request
 from preheat.recipe import Recipe, parse
 from preheat.training.image_counts import with_images
 from preheat.training.session import data_of
@@ -43,8 +44,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recipe_of(folder: Path, source: Path, techniques: str = "{}", length: int = 64, more: str = "") -> Recipe:
     return parse(
-        f"model: {{path: {folder}}}\ndata: {{source: {source}, validation: 0, {more}}}\nbatch: {{size: 8, length: {length}}}\n"
-        f"optimizer: {{lr: 0.01, weight_decay: 0}}\nstop: {{steps: 4}}\ntechniques: {techniques}\n"
+        f"model: {{path: {folder}}}\ndata: {{source: {source}, validation: 0, {more}}}\nbatch: {{size: 8, seq_len: {length}}}\n"
+        f"optimizer: {{lr: 0.01, weight_decay: 0}}\nstop: {{max_steps: 4}}\ntechniques: {techniques}\n"
     )
 
 
@@ -149,7 +150,7 @@ def test_positions_are_those_of_transformers(folders: dict[str, Path], tmp_path:
     config = transformers.AutoConfig.from_pretrained(folders["qwen3_vl"])
     with torch.device("meta"):
         model: Any = transformers.Qwen3VLModel(config)
-    for n, (start, end) in enumerate(itertools.pairwise([0, *table.ends])):
+    for n, (start, end) in enumerate(itertools.pairwise([0, *table.offsets])):
         ids, images = np.asarray(table.ids[start:end]).astype(np.int64), table.images.within(n)  # type: ignore[union-attr]
         found = mrope_positions(ids, images, table.images.eye.vision)  # type: ignore[union-attr]
         grids = torch.tensor([(1, i.rows, i.columns) for i in images])
@@ -165,7 +166,7 @@ def test_a_batch_without_images_is_text_and_its_blank_image_counts_for_nothing(
     recipe = recipe_of(folders["qwen3_vl"], written(tmp_path, text))
     (batch,) = batches_of(recipe)
     assert batch.images is not None
-    assert len(batch.images.places) == 0
+    assert len(batch.images.positions) == 0
     loss, grads = taken(made(recipe), [batch])
     tower = {n: g for n, g in grads.items() if ".visual." in n}
     assert tower  # every device has gradients of the same weights
@@ -328,14 +329,14 @@ def test_rows_cut_no_image(folders: dict[str, Path], tmp_path: Path) -> None:
     long = {"messages": turns, "images": [row["images"][0] for row in rows[:4]]}
     source = written(tmp_path, [long] * 2)
     whole = data_of(recipe_of(folders["qwen3_vl"], source, length=256, more="preflight: {truncated: warn}")).train
-    size = int(whole.tokens.ends[0])  # type: ignore[union-attr]
+    size = int(whole.tokens.offsets[0])  # type: ignore[union-attr]
     for length in range(40, size, 3):
         train = data_of(
             recipe_of(folders["qwen3_vl"], source, length=length, more="preflight: {truncated: warn}")
         ).train
         batch = collate([(0, train.row(0))])  # type: ignore[union-attr, arg-type]
         assert batch.images is not None
-        assert sum(batch.images.sizes) == 4 * len(batch.images.places) > 0
+        assert sum(batch.images.sizes) == 4 * len(batch.images.positions) > 0
 
 
 def test_an_image_that_changed_since_is_told(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -379,10 +380,10 @@ def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Pa
     with FlopCounterMode(display=False) as counter:
         b = made(recipe)
         gradients(b, [replace(batch, mask=MaskSpec(documents=((48,),) * 8))], 0.01)
-    seen = observe(counted, vocabulary=None, device=DEVICE)
+    seen = observe(Request(counted, DEVICE))
     assert seen.model_flops == counter.get_total_flops()
     without = replace(counted, data=replace(counted.data, images=0.0))
-    assert observe(without, vocabulary=None, device=DEVICE).model_flops < 0.95 * seen.model_flops
+    assert observe(Request(without, DEVICE)).model_flops < 0.95 * seen.model_flops
 
 
 def test_many_layers_are_planned_by_few(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -392,7 +393,7 @@ def test_many_layers_are_planned_by_few(folders: dict[str, Path], tmp_path: Path
         "{mixed_precision: {mode: bf16}, efficient_attention: {}, activation_checkpointing: {}}",
     )
     deep = replace(recipe, model=replace(recipe.model, weights="random", config={"num_hidden_layers": 29}))
-    few, whole = (see(deep, vocabulary=None, device=GPU) for see in (observe_few, observe))
+    few, whole = (see(Request(deep, GPU)) for see in (observe_few_layers, observe))
     assert not few.log
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.model_flops == whole.model_flops

@@ -23,6 +23,7 @@ from preheat.models.hf import plain_logits
 from preheat.ops.adapters import peft_layers
 from preheat.ops.quantization import nf4
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.techniques.peft_adapter import METHODS
 
 from ...conftest import DEVICE, tiny, uneven
@@ -55,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def made(folder: Path, techniques: str, *more: str) -> Build:
     r = recipes.parse(
-        f"model: {{path: {folder}}}\nbatch: {{size: 4, length: 32}}\nstop: {{steps: 9}}\ntechniques: {techniques}",
+        f"model: {{path: {folder}}}\nbatch: {{size: 4, seq_len: 32}}\nstop: {{max_steps: 9}}\ntechniques: {techniques}",
         overrides=list(more),
     )
     return build(r, vocabulary=96, device=DEVICE)
@@ -97,7 +98,7 @@ def test_a_pair_on_the_embedding_is_one_with_a_tied_head_and_merged_exactly(
     folders: dict[str, Path], family: str
 ) -> None:
     base = logits(made(folders[family], "{}"))
-    alone = "{lora: {targets: [c_attn, q_proj], rank: 1, embedding_rank: 3}%s}"
+    alone = "{lora: {target_modules: [c_attn, q_proj], rank: 1, embedding_rank: 3}%s}"
     b, whole = made(folders[family], alone % ", chunked_loss: {rows: 7}"), made(folders[family], alone % "")
     assert torch.equal(logits(b), base)
     up: Any = next(p for name, p in b.parameters() if "lora_embedding_A" in name)
@@ -106,7 +107,7 @@ def test_a_pair_on_the_embedding_is_one_with_a_tied_head_and_merged_exactly(
     assert losses[-1] < losses[0] - 0.05, losses
     assert losses == pytest.approx(train(whole, 6), rel=1e-5)
     tuned, model = logits(b), b.trained[0]
-    with peft_layers.without(model):
+    with peft_layers.adapters_disabled(model):
         assert torch.equal(logits(b), base)
     assert peft_layers.merge(model) == 3
     assert relative(logits(b), tuned) < 1e-5
@@ -135,24 +136,24 @@ def test_a_tied_pair_of_pefts_own_is_taken_over(folders: dict[str, Path], tmp_pa
     with pytest.warns(UserWarning, match="save_embedding_layers"):
         model.save_pretrained(tmp_path / "theirs")
     start = f"start: {tmp_path / 'theirs'}"
-    b = made(folders["tied"], f"{{lora: {{targets: [q_proj], rank: 3, alpha: 6, embedding_rank: 2, {start}}}}}")
+    b = made(folders["tied"], f"{{lora: {{target_modules: [q_proj], rank: 3, alpha: 6, embedding_rank: 2, {start}}}}}")
     assert relative(logits(b), plain_logits(model.get_base_model(), TOKENS)) < 1e-6
     with pytest.raises(RecipeError, match="another rank"):
-        made(folders["tied"], f"{{lora: {{targets: [q_proj], rank: 3, alpha: 6, embedding_rank: 5, {start}}}}}")
+        made(folders["tied"], f"{{lora: {{target_modules: [q_proj], rank: 3, alpha: 6, embedding_rank: 5, {start}}}}}")
     settings = tmp_path / "theirs/adapter_config.json"
     whole = settings.read_text()
     settings.write_text(
         whole.replace('"lm_head": 2', '"lm_hood": 2')
     )  # peft: 6 / 3 at the head then, 6 / 2 at the embedding
     with pytest.raises(RecipeError, match="scales its pair by 2 at lm_head and by 3 at the embedding"):
-        made(folders["tied"], f"{{lora: {{targets: [q_proj], rank: 3, alpha: 6, embedding_rank: 2, {start}}}}}")
+        made(folders["tied"], f"{{lora: {{target_modules: [q_proj], rank: 3, alpha: 6, embedding_rank: 2, {start}}}}}")
     settings.write_text(whole)
     file = tmp_path / "theirs/adapter_model.safetensors"
     tensors = load_file(file)
     tensors["base_model.model.model.embed_tokens.base_layer.weight"] += 1
     save_file(tensors, file)
     with pytest.raises(RecipeError, match="other values of model"):
-        made(folders["tied"], f"{{lora: {{targets: [q_proj], rank: 3, alpha: 6, embedding_rank: 2, {start}}}}}")
+        made(folders["tied"], f"{{lora: {{target_modules: [q_proj], rank: 3, alpha: 6, embedding_rank: 2, {start}}}}}")
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -298,14 +299,14 @@ def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(
         ("{peft_adapter: {method: adalora}}", "schedule"),
         ("{peft_adapter: {method: loha, settings: {rr: 3}}}", "settings.rr: loha has no such setting"),
         ("{peft_adapter: {method: loha, settings: {module_dropout: 0.1}}}", "leave it at 0"),
-        ("{peft_adapter: {method: loha, settings: {target_modules: x}}}", "use targets"),
-        ("{peft_adapter: {method: loha, targets: [nowhere]}}", "matches no linear map"),
+        ("{peft_adapter: {method: loha, settings: {target_modules: x}}}", "set target_modules"),
+        ("{peft_adapter: {method: loha, target_modules: [nowhere]}}", "matches no linear map"),
         ("{peft_adapter: {}, lora: {}}", "cannot go with"),
         ("{nf4: {}}", "needs frozen-base"),
         ("{nf4: {keep: [nowhere]}, lora: {}}", "keep: .* matches no linear map"),
         ("{nf4: {keep: '.*'}, lora: {}}", "leaves no linear map"),
         ("{nf4: {}, lora: {variant: pissa}}", "changes the base's weights"),
-        ("{lora: {targets: [lm_head]}, chunked_loss: {}}", "an adapter stands on it"),
+        ("{lora: {target_modules: [lm_head]}, chunked_loss: {}}", "an adapter stands on it"),
         ("{lora: {variant: dora, embedding_rank: 2}}", "embedding_rank: goes with lora and rslora"),
         ("{lora: {variant: pissa, rank: 40}}", "lower the rank"),
     ],
@@ -324,7 +325,7 @@ def test_a_tied_head_is_not_adapted(folders: dict[str, Path]) -> None:
     with pytest.raises(RecipeError, match="embedding_rank adds to it"):
         made(folders["tied"], "{lora: {embedding_rank: 2}, chunked_loss: {kernel: torch}}")
     with pytest.raises(RecipeError, match="shares its weight"):
-        made(folders["gpt2"], "{lora: {targets: [lm_head]}}")
+        made(folders["gpt2"], "{lora: {target_modules: [lm_head]}}")
 
 
 # --- NF4 ------------------------------------------------------------------------------------------------------------
@@ -452,9 +453,9 @@ def test_new_weights_in_nf4_are_those_of_the_plain_model_rounded(family: str, na
 
 
 def test_the_dry_run_sees_half_a_byte_a_weight() -> None:
-    text = "model: {layers: 2, width: 512, heads: 4, feed_forward: 1024, vocabulary: 64}\nbatch: {size: 1, length: 8}\nstop: {steps: 1}\n"
+    text = "model: {num_layers: 2, hidden_size: 512, num_heads: 4, intermediate_size: 1024, vocab_size: 64}\nbatch: {size: 1, seq_len: 8}\nstop: {max_steps: 1}\n"
     plain, packed = (
-        observe(recipes.parse(text + f"techniques: {t}"), vocabulary=64, device=DEVICE)
+        observe(Request(recipes.parse(text + f"techniques: {t}"), DEVICE, vocabulary=64))
         for t in ("{lora: {rank: 1}}", "{lora: {rank: 1}, nf4: {}}")
     )
     weights = 2 * (4 * 512 * 512 + 3 * 512 * 1024)
@@ -472,7 +473,7 @@ def test_under_autocast_adapters_keep_no_copies_of_their_inputs(monkeypatch: pyt
         for n, (_, p) in enumerate(made.parameters()):
             torch.nn.init.normal_(p, std=0.05, generator=torch.Generator().manual_seed(n))
         loss = gradients(made, [uneven()])
-        kept = observe(recipe, vocabulary=96, device=DEVICE).categories["forward"]["activations"]
+        kept = observe(Request(recipe, DEVICE, vocabulary=96)).categories["forward"]["activations"]
         return float(loss.total), [p.grad.clone() for _, p in made.parameters() if p.grad is not None], kept
 
     loss, grads, kept = numbers()

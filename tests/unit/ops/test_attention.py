@@ -23,7 +23,8 @@ from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.multihead import attention_in_chunks
 from preheat.ops.attention.patterns import in_shifted_groups, within_window
 from preheat.ops.attention.sdpa import allowed, reference_attention, sdpa_attention
-from preheat.planning.dry_run import Recorder, highest
+from preheat.planning.dispatch_recorder import Recorder
+from preheat.planning.dry_run import highest
 from preheat.techniques.efficient_attention import EfficientAttention
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
@@ -361,7 +362,7 @@ def test_the_plain_form_is_quadratic(form: str) -> None:
 # --- the kernel that the technique takes ------------------------------------------------------------------------------
 
 CUDA, TURING = (Device("cuda", "test", 80 << 30, capability) for capability in ((8, 0), (7, 5)))
-WIDE = "model: {layers: 2, width: 64, heads: 4, kv_heads: 2, vocabulary: 96}\nbatch: {size: 4, length: 32}\nstop: {steps: 1}\n"
+WIDE = "model: {num_layers: 2, hidden_size: 64, num_heads: 4, num_kv_heads: 2, vocab_size: 96}\nbatch: {size: 4, seq_len: 32}\nstop: {max_steps: 1}\n"
 
 
 @pytest.mark.parametrize(
@@ -400,7 +401,7 @@ WIDE = "model: {layers: 2, width: 64, heads: 4, kv_heads: 2, vocabulary: 96}\nba
         ("{sliding_window: {window: 32}}", DEVICE, "window: 32 of 32 tokens hides nothing"),
         ("{sliding_window: {every: 3}}", DEVICE, "every: 3 of 2 layers leaves none full"),
         ("{block_sparse_attention: {local: 30, global_tokens: 2}}", DEVICE, "hide nothing"),
-        ("{shifted_groups: {group: 40}}", DEVICE, "group: 40 of 32 tokens parts nothing"),
+        ("{shifted_groups: {group_size: 40}}", DEVICE, "group_size: 40 of 32 tokens parts nothing"),
         ("{sliding_window: {}, shifted_groups: {}}", DEVICE, "attention-pattern"),
     ],
 )

@@ -28,7 +28,9 @@ from preheat.ops.attention.multihead import best_attention
 from preheat.ops.attention.per_document import Passes, attend
 from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 from preheat.ops.attention.varlen import bounds_of, varlen_attention, varlen_attention_backward
-from preheat.planning.dry_run import Recorder, highest, observe
+from preheat.planning.dispatch_recorder import Recorder
+from preheat.planning.dry_run import highest, observe
+from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
 from preheat.techniques.compile import compile_layers
 
@@ -207,7 +209,7 @@ def test_the_plan_sees_repeated_keys_while_they_are_there_and_not_kept() -> None
 @pytest.mark.parametrize("card", ["H100", "RTX-4090"])
 def test_fp32_recipes_of_grouped_heads_are_planned_for_a_gpu(card: str) -> None:
     recipe = tiny("{efficient_attention: {}}")
-    seen = observe(recipe, vocabulary=96, device=Roofline.of(card).as_device)
+    seen = observe(Request(recipe, Roofline.of(card).as_device, vocabulary=96))
     (change,) = seen.changes["efficient_attention"]
     assert change.kernel == "efficient"
     flops = sum(k.flops * n for k, n in seen.kernels.items() if "attention" in k.operator)
@@ -220,7 +222,7 @@ def test_fp32_recipes_of_grouped_heads_are_planned_for_a_gpu(card: str) -> None:
 def test_packed_rows_are_planned_as_one_call_a_layer() -> None:
     """Of pairs a plan knows that rows are packed."""
     recipe = tiny("{efficient_attention: {}, mixed_precision: {mode: bf16}, preference: {}}")
-    seen = observe(recipe, vocabulary=96, device=Roofline.of("H100").as_device)
+    seen = observe(Request(recipe, Roofline.of("H100").as_device, vocabulary=96))
     counts: Counter[str] = Counter()
     for kernel, count in seen.kernels.items():
         counts[kernel.operator] += count
@@ -240,7 +242,7 @@ class _Count(TorchDispatchMode):
 
 def _with_varlen(techniques: str) -> Build:
     made = build(tiny(techniques), vocabulary=96, device=DEVICE)
-    made.own(Slot.ATTENTION_KERNEL, VARLEN, "efficient_attention")
+    made.claim(Slot.ATTENTION_KERNEL, VARLEN, "efficient_attention")
     return made
 
 

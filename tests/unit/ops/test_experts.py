@@ -26,6 +26,7 @@ from preheat.models.moe import biases, routers
 from preheat.ops.grouped_mm import _multiply, _multiply_blocks, _outer, _outer_blocks, compute_experts, grouped_linear
 from preheat.ops.optim.optimizers import Adafactor
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
 from ...contract.waits import waits_of
@@ -73,7 +74,7 @@ def recipe_of(family: str, techniques: str = "{}") -> recipes.Recipe:
         return tiny(techniques, family=family)
     where = f"model={{path: {folder(family)}, weights: random}}"
     return recipes.override(
-        recipes.parse("stop: {steps: 20}\nbatch: {size: 4, length: 32}"), where, f"techniques={techniques}"
+        recipes.parse("stop: {max_steps: 20}\nbatch: {size: 4, seq_len: 32}"), where, f"techniques={techniques}"
     )
 
 
@@ -157,7 +158,7 @@ def test_micro_batches_give_the_loss_and_gradients_of_the_whole(family: str) -> 
 
 def test_the_pass_that_counts_routes_as_the_one_that_trains() -> None:
     """With dropout in adapters: the same draws, so the balance loss is that of the choices that were trained on."""
-    b = made("qwen3_moe", "{lora: {targets: [v_proj, o_proj], dropout: 0.5}}")
+    b = made("qwen3_moe", "{lora: {target_modules: [v_proj, o_proj], dropout: 0.5}}")
     with torch.no_grad():
         for n, p in b.parameters():
             p.normal_(generator=torch.Generator().manual_seed(len(n)))  # so that what is dropped matters
@@ -298,18 +299,20 @@ def test_a_folder_with_a_matrix_for_each_expert_is_read(family: str, tmp_path: P
     with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as opened:
         keys = list(opened.keys())
     assert any(".experts.7." in key for key in keys)
-    recipe = recipes.override(recipes.parse("stop: {steps: 1}\nbatch: {length: 32}"), f"model={{path: {tmp_path}}}")
+    recipe = recipes.override(
+        recipes.parse("stop: {max_steps: 1}\nbatch: {seq_len: 32}"), f"model={{path: {tmp_path}}}"
+    )
     again = build(recipe, vocabulary=96, device=DEVICE)
     assert difference(dict(again.trained[0].state_dict()), dict(b.trained[0].state_dict())) == 0
 
 
 def test_a_dry_run_counts_the_products_of_experts_and_the_pass_that_counts_tokens() -> None:
-    base = observe(tiny(family="qwen3"), vocabulary=96, device=DEVICE)
-    whole = observe(tiny(family="qwen3_moe"), vocabulary=96, device=DEVICE)
+    base = observe(Request(tiny(family="qwen3"), DEVICE, vocabulary=96))
+    whole = observe(Request(tiny(family="qwen3_moe"), DEVICE, vocabulary=96))
     tokens, layers = 4 * 32, 3
     block, router = 6 * tokens * 3 * 32 * 64, 6 * tokens * 32 * 8  # forward and twice that in backward
     assert whole.model_flops - base.model_flops == layers * (2 * block + router - block)
-    parts = observe(tiny("{gradient_accumulation: {steps: 4}}", family="qwen3_moe"), vocabulary=96, device=DEVICE)
+    parts = observe(Request(tiny("{gradient_accumulation: {steps: 4}}", family="qwen3_moe"), DEVICE, vocabulary=96))
     assert parts.model_flops == whole.model_flops
     head = 2 * tokens * 32 * 96
     assert (
@@ -332,10 +335,10 @@ def test_adafactor_takes_a_stack_as_matrices() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"model.experts: 4: llama has no experts"):
-        recipes.override(tiny(), "model.experts=4")
-    with pytest.raises(RecipeError, match=r"model.experts_per_token: 9 is more than the 8 experts"):
-        recipes.override(tiny(family="mixtral"), "model.experts_per_token=9")
+    with pytest.raises(RecipeError, match=r"model.num_experts: 4: llama has no experts"):
+        recipes.override(tiny(), "model.num_experts=4")
+    with pytest.raises(RecipeError, match=r"model.num_experts_per_tok: 9 is more than the 8 experts"):
+        recipes.override(tiny(family="mixtral"), "model.num_experts_per_tok=9")
     with pytest.raises(RecipeError, match=r"router_jitter_noise = 0\.1, which preheat does not handle"):
         build(
             recipes.override(tiny(family="mixtral"), "model.config={router_jitter_noise: 0.1}"),
@@ -346,7 +349,7 @@ def test_what_is_refused() -> None:
         pytest.warns(RuntimeWarning),
         pytest.raises(RecipeError, match="experts' matrices in one, which is no map; name those beside them"),
     ):
-        made("qwen3_moe", "{lora: {targets: [gate_proj, up_proj, down_proj]}}")
+        made("qwen3_moe", "{lora: {target_modules: [gate_proj, up_proj, down_proj]}}")
     with pytest.raises(RecipeError, match=r"expert_balancing: cannot go with lora \(frozen-base\)"):
         made("qwen3_moe", "{lora: {}, expert_balancing: {}}", strong=False)
 
@@ -375,9 +378,9 @@ def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: P
     from preheat.engine.evaluate import evaluate
     from preheat.models import hf
     from preheat.ops.adapters.moe_lora import adapted_experts
-    from preheat.ops.adapters.peft_layers import merge, without
+    from preheat.ops.adapters.peft_layers import adapters_disabled, merge
 
-    settings = "{targets: [q_proj, v_proj], rank: 4, expert_rank: 4, alpha: 8}"
+    settings = "{target_modules: [q_proj, v_proj], rank: 4, expert_rank: 4, alpha: 8}"
     plain, b = made("qwen3_moe", strong=False), made("qwen3_moe", f"{{lora: {settings}}}", strong=False)
     batch = plain_rows()
     assert grads(b, [batch])[0] == pytest.approx(grads(plain, [batch])[0], abs=1e-6)
@@ -390,7 +393,7 @@ def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: P
         for _, p in b.parameters():
             p.copy_(torch.randn(p.shape, generator=g) * 0.1)
     loss, ours, _ = grads(b, [batch])
-    with without(model):
+    with adapters_disabled(model):
         assert evaluate(b, [batch])[0] == pytest.approx(evaluate(plain, [batch])[0], abs=1e-6)
     before = hf.plain_logits(model, batch.tokens)
     # The same with the sum of each expert's matrix and its addition written out, for the gradients.
@@ -417,11 +420,15 @@ def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: P
         ("llama", "expert_rank: 4", "expert_rank: 4 is for experts, and llama has none"),
         (
             "qwen3_moe",
-            "expert_rank: 4, variant: dora, targets: [q_proj]",
+            "expert_rank: 4, variant: dora, target_modules: [q_proj]",
             "goes with lora and rslora, and variant is dora",
         ),
-        ("qwen3_moe", "expert_rank: 4, dropout: 0.1, targets: [q_proj]", "does not go with dropout"),
-        ("qwen3_moe", "expert_rank: 99, targets: [q_proj]", "lora.expert_rank: 99 is more than the 32 directions"),
+        ("qwen3_moe", "expert_rank: 4, dropout: 0.1, target_modules: [q_proj]", "does not go with dropout"),
+        (
+            "qwen3_moe",
+            "expert_rank: 99, target_modules: [q_proj]",
+            "lora.expert_rank: 99 is more than the 32 directions",
+        ),
     ],
 )
 def test_adapters_on_experts_are_refused_in_words(family: str, lora: str, words: str) -> None:

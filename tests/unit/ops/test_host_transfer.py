@@ -18,7 +18,8 @@ from preheat.ops.memory.activation_offload import ActivationOffload
 from preheat.ops.memory.host_transfer import AsyncHostCopy, Copy, HostCopy
 from preheat.ops.optim.cpu_adamw import HostAdamW
 from preheat.ops.optim.optimizers import decay_groups
-from preheat.planning.dry_run import Recorder, highest
+from preheat.planning.dispatch_recorder import Recorder
+from preheat.planning.dry_run import highest
 from preheat.techniques.activation_checkpointing import checkpoint_layers
 
 from ...conftest import DEVICE, difference, tiny, uneven

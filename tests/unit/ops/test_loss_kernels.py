@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from preheat.engine.builder import build
 from preheat.errors import RecipeError
-from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, torch_logits, whole_logits
-from preheat.planning.dry_run import Recorder
+from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, full_logits, torch_logits
+from preheat.planning.dispatch_recorder import Recorder
 
 from ...conftest import DEVICE, difference, tiny
 
@@ -49,7 +49,7 @@ def _run(function: Any, inputs: Any) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def test_chunks_give_the_plain_gradients_in_an_eighth_of_its_memory(inputs: Any) -> None:
-    plain, much = _run(whole_logits, inputs)
+    plain, much = _run(full_logits, inputs)
     ours, little = _run(chunked_logits, inputs)
     assert difference(ours, plain) < 1e-6
     assert much >= 2 * ROWS * PIECES * 4, "the plain loss holds the logits and their gradient: the recorder sees it"

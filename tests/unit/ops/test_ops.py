@@ -11,7 +11,7 @@ import torch
 from preheat.core import MaskSpec
 from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.sdpa import allowed, reference_attention, sdpa_attention
-from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, whole_logits
+from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, full_logits
 from preheat.ops.optim.optimizers import StochasticAdamW
 from preheat.ops.optim.stochastic_rounding import stochastic_round_
 
@@ -38,7 +38,7 @@ def test_chunked_loss_has_the_gradients_of_autograd(
         def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return CrossEntropy()(logits, labels) + 1e-3 * logits.logsumexp(-1) ** 2
 
-    reference = whole_logits(hidden[None], head, loss_of, labels[None]) / 7  # type: ignore[arg-type]
+    reference = full_logits(hidden[None], head, loss_of, labels[None]) / 7  # type: ignore[arg-type]
     wanted = torch.autograd.grad(reference, [hidden, head.weight])
     total = chunked_logits(hidden, head, loss_of, labels, rows=rows) / 7  # type: ignore[arg-type]
     got = torch.autograd.grad(total, [hidden, head.weight])

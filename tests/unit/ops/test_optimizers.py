@@ -17,6 +17,7 @@ from preheat.ops.optim.cpu_adamw import HostAdamW
 from preheat.ops.optim.low_bit_adamw import LowBitAdamW
 from preheat.ops.optim.optimizers import Adafactor, Lion, Muon, StochasticAdamW, orthogonalize
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.techniques.apollo import apollo_optimizer
 from preheat.techniques.muon import muon_optimizer
 
@@ -174,8 +175,8 @@ def test_the_norm_of_all_gradients_at_once_is_that_of_each_by_itself() -> None:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_weights"])
 def test_a_gpu_clips_by_a_few_kernels_and_gives_the_same(mode: str) -> None:
-    recipe = recipes.override(tiny(f"{{mixed_precision: {{mode: {mode}}}}}"), "optimizer.clip=0.1")
-    kernels = observe(recipe, vocabulary=96, device=Device("cuda", "test", 8 << 30)).kernels
+    recipe = recipes.override(tiny(f"{{mixed_precision: {{mode: {mode}}}}}"), "optimizer.max_grad_norm=0.1")
+    kernels = observe(Request(recipe, Device("cuda", "test", 8 << 30), vocabulary=96)).kernels
     count = {
         name: sum(n for k, n in kernels.items() if k.operator == name)
         for name in ("_foreach_norm", "linalg_vector_norm")
@@ -190,5 +191,5 @@ def test_a_gpu_clips_by_a_few_kernels_and_gives_the_same(mode: str) -> None:
         norm = b.slot(Slot.CLIP)(b)
         found.append((float(norm), {name: p.grad for name, p in b.parameters()}))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
-    assert found[0][0] > recipe.optimizer.clip
+    assert found[0][0] > recipe.optimizer.max_grad_norm
     assert difference(found[1][1], found[0][1]) < (1e-6 if mode == "fp32" else 1e-2)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from preheat.errors import RunError
 from preheat.ops.quantization import int4_unpack
 from preheat.ops.quantization.awq_gptq import awq, gptq, output_error, smooth
-from preheat.ops.quantization.bit_allocation import share_out
+from preheat.ops.quantization.bit_allocation import allocate_bits
 from preheat.ops.quantization.grids import (
     Groups,
     divisor,
@@ -215,7 +215,7 @@ def test_four_bits_are_unpacked_in_bf16_as_in_fp32(
     symmetric: bool, group: int, without_compiler: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if without_compiler:
-        monkeypatch.setattr("preheat.ops.quantization.int4_unpack._made", lambda: None)
+        monkeypatch.setattr("preheat.ops.quantization.int4_unpack._library", lambda: None)
     made = Int4Linear.of(nn.Linear(96, 300, bias=False), group=group, symmetric=symmetric)
     assert torch.equal(made.values(torch.bfloat16), made.values(torch.float32).bfloat16())
 
@@ -225,10 +225,10 @@ def test_unpacking_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -
         raise RunError("no C++ compiler was found")
 
     monkeypatch.setattr("preheat.hardware.cpp_build.library", none)
-    int4_unpack._made.cache_clear()
+    int4_unpack._library.cache_clear()
     with pytest.warns(UserWarning, match="in several times the time: no C"):
-        assert int4_unpack._made() is None
-    int4_unpack._made.cache_clear()
+        assert int4_unpack._library() is None
+    int4_unpack._library.cache_clear()
 
 
 def test_precision_and_place_may_change() -> None:
@@ -317,7 +317,7 @@ def test_bits_are_shared_out_nearly_as_well_as_by_trying_everything() -> None:
         worst = torch.rand(maps, generator=g).tolist()
         rises = [[w, 0.5 * w, 0.02 * w, 0.0] for w in worst]
         budget = 6.0 * sum(sizes)
-        chosen = share_out(bits, rises, budget)
+        chosen = allocate_bits(bits, rises, budget)
         spent = sum(b[n] for b, n in zip(bits, chosen, strict=True))
         rise = sum(r[n] for r, n in zip(rises, chosen, strict=True))
         best = min(
@@ -332,7 +332,7 @@ def test_bits_are_shared_out_nearly_as_well_as_by_trying_everything() -> None:
 
 def test_a_budget_below_the_least_is_refused() -> None:
     with pytest.raises(ValueError, match="takes 8 bits"):
-        share_out([[4, 8], [4, 8]], [[1, 0], [1, 0]], 7)
+        allocate_bits([[4, 8], [4, 8]], [[1, 0], [1, 0]], 7)
 
 
 # --- which maps ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 
 from preheat.ops.memory.selective_checkpoint import ATTENTION, Call, LayerTrace, keep_matmuls, knapsack, trace_layer
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.recipe import override
 
 from ...conftest import DEVICE, tiny
@@ -70,19 +71,21 @@ def test_the_last_product_is_kept_only_where_a_gradient_needs_it(normed: bool) -
 @pytest.mark.parametrize("techniques", ["efficient_attention: {}", "mixed_precision: {}, efficient_attention: {}"])
 def test_memory_rises_and_work_falls_with_the_budget(techniques: str) -> None:
     recipe = tiny(f"{{{techniques}}}", rows=8, length=64)
-    recipe = override(recipe, "model.layers=3")
-    none = observe(recipe, vocabulary=96, device=DEVICE)
-    full = observe(override(recipe, "techniques.activation_checkpointing.mode=full"), vocabulary=96, device=DEVICE)
+    recipe = override(recipe, "model.num_layers=3")
+    none = observe(Request(recipe, DEVICE, vocabulary=96))
+    full = observe(Request(override(recipe, "techniques.activation_checkpointing.mode=full"), DEVICE, vocabulary=96))
     budgets = (0.0, 0.4, 0.8)
     by = [
         observe(
-            override(
-                recipe,
-                "techniques.activation_checkpointing.mode=budget",
-                f"techniques.activation_checkpointing.budget={budget}",
-            ),
-            vocabulary=96,
-            device=DEVICE,
+            Request(
+                override(
+                    recipe,
+                    "techniques.activation_checkpointing.mode=budget",
+                    f"techniques.activation_checkpointing.budget={budget}",
+                ),
+                DEVICE,
+                vocabulary=96,
+            )
         )
         for budget in budgets
     ]

@@ -14,6 +14,7 @@ from preheat.engine.checkpoint import Progress
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError, RunError
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.training.loop import _Loop
 
 from ...conftest import DEVICE, split, tiny, uneven
@@ -22,7 +23,7 @@ IN_BACKWARD = "techniques.optimizer_in_backward={}"
 
 
 def made(techniques: str, *more: str) -> Build:
-    return build(recipes.override(tiny(techniques), "optimizer.clip=0", *more), vocabulary=96, device=DEVICE)
+    return build(recipes.override(tiny(techniques), "optimizer.max_grad_norm=0", *more), vocabulary=96, device=DEVICE)
 
 
 @pytest.mark.parametrize("optimizer", ["{}", "{muon: {}}", "{apollo: {}}", "{mixed_precision: {mode: bf16_weights}}"])
@@ -43,10 +44,14 @@ def test_weights_are_those_of_a_step_after_the_pass(optimizer: str, more: tuple[
 
 def test_gradients_never_stand_together() -> None:
     recipe = recipes.override(
-        tiny("{chunked_loss: {rows: 8}}"), "optimizer.clip=0", "model.layers=8", "batch.size=1", "batch.length=4"
+        tiny("{chunked_loss: {rows: 8}}"),
+        "optimizer.max_grad_norm=0",
+        "model.num_layers=8",
+        "batch.size=1",
+        "batch.seq_len=4",
     )
-    after = observe(recipe, vocabulary=96, device=DEVICE)
-    within = observe(recipes.override(recipe, IN_BACKWARD), vocabulary=96, device=DEVICE)
+    after = observe(Request(recipe, DEVICE, vocabulary=96))
+    within = observe(Request(recipes.override(recipe, IN_BACKWARD), DEVICE, vocabulary=96))
     spared = max(after.peak["backward"], after.peak["update"]) - max(within.peak["backward"], within.peak["update"])
     assert spared > 0.7 * 4 * after.trained
     assert sum(after.flops.values()) == sum(within.flops.values())
@@ -72,8 +77,12 @@ def test_what_is_not_finite_moves_nothing_after_it() -> None:
 @pytest.mark.parametrize(
     ("techniques", "more", "words"),
     [
-        ("{optimizer_in_backward: {}}", [], "set optimizer.clip: 0"),
-        ("{optimizer_in_backward: {}, gradient_accumulation: {steps: 2}}", ["optimizer.clip=0"], "micro-batch-size"),
+        ("{optimizer_in_backward: {}}", [], "set optimizer.max_grad_norm: 0"),
+        (
+            "{optimizer_in_backward: {}, gradient_accumulation: {steps: 2}}",
+            ["optimizer.max_grad_norm=0"],
+            "micro-batch-size",
+        ),
     ],
 )
 def test_what_it_excludes_is_refused(techniques: str, more: list[str], words: str) -> None:

@@ -12,6 +12,7 @@ from preheat.errors import RecipeError
 from preheat.models import configs
 from preheat.planning.analytic import cache_bytes, compute_optimal, parameters_of, serving, state_bytes
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.recipe import override, parse
 
 from ...conftest import DEVICE, tiny
@@ -62,17 +63,17 @@ def test_layers_with_windows_and_latent_attention_keep_less() -> None:
     ("zero", "techniques"), [(0, "{data_parallel: {}}"), (1, "{data_parallel: {}, zero1: {}}"), (3, "{fsdp: {}}")]
 )
 def test_shares_of_states_are_what_the_dry_run_sees(zero: int, techniques: str) -> None:
-    wide = "model={family: llama, layers: 3, width: 128, heads: 4, vocabulary: 256}"
+    wide = "model={family: llama, num_layers: 3, hidden_size: 128, num_heads: 4, vocab_size: 256}"
     recipe = override(tiny(rows=4), wide, f"techniques={techniques}")
-    seen = observe(recipe, vocabulary=96, device=DEVICE, world=4)
-    whole = observe(override(recipe, "techniques={}"), vocabulary=96, device=DEVICE).parameters
+    seen = observe(Request(recipe, DEVICE, vocabulary=96, world=4))
+    whole = observe(Request(override(recipe, "techniques={}"), DEVICE, vocabulary=96)).parameters
     at = seen.categories["update"]
     wanted = state_bytes(whole, weights=4, gradients=0, optimizer=8, zero=zero, devices=4)  # type: ignore[arg-type]
     assert at["parameters"] + at["optimizer"] == pytest.approx(wanted, rel=0.03)
 
 
 def test_serving_fills_what_weights_leave() -> None:
-    recipe = parse("model: {preset: llama-2-7b}\nstop: {steps: 1}")
+    recipe = parse("model: {preset: llama-2-7b}\nstop: {max_steps: 1}")
     config, parameters, ends = parameters_of(recipe)
     assert (parameters, ends) == (LLAMA2, 2 * 32000 * 4096)
     half, eighth, quarter = serving(config, parameters, ends, memory=24 * GIB, length=4096, bandwidth=1e12)

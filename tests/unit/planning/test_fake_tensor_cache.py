@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from preheat.core import Device
 from preheat.planning import dispatch_recorder, fake_tensor_cache, observation_cache, worker_pool
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.recipe import override
 
 from ...conftest import DEVICE, tiny
@@ -83,10 +85,10 @@ def test_what_is_remembered_is_what_torch_makes(name: str) -> None:
 )
 def test_a_dry_run_from_memory_sees_the_same(techniques: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_tensor_cache._made.clear()
-    seen = [observe(tiny(techniques), vocabulary=96, device=DEVICE) for _ in range(2)]
+    seen = [observe(Request(tiny(techniques), DEVICE, vocabulary=96)) for _ in range(2)]
     assert len(fake_tensor_cache._made) > 50
     monkeypatch.setattr(dispatch_recorder, "call", lambda func, args, kwargs, inputs: func(*args, **kwargs))
-    slow = observe(tiny(techniques), vocabulary=96, device=DEVICE)
+    slow = observe(Request(tiny(techniques), DEVICE, vocabulary=96))
     gc.collect()  # of the models that were observed, now or at any time before
     for quick in seen:
         assert (quick.kernels, quick.at, quick.log) == (slow.kernels, slow.at, slow.log)
@@ -141,32 +143,37 @@ def test_what_fails_in_a_helper_is_told_and_done_again(
 def test_a_dry_run_leaves_a_gpu_at_hand_alone(techniques: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its fake tensors are on the CPU there, too, so that it sees what it sees where there is no GPU."""
     recipe, gpu = override(tiny(techniques), "batch.size=4"), Device("cuda", "a GPU", 8 << 30, (9, 0), at_hand=False)
-    elsewhere = observe(recipe, vocabulary=96, device=gpu, world=world)
+    elsewhere = observe(Request(recipe, gpu, vocabulary=96, world=world))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("the GPU was used"))
-    here = observe(recipe, vocabulary=96, device=gpu, world=world)
+    here = observe(Request(recipe, gpu, vocabulary=96, world=world))
     assert (here.kernels, here.at) == (elsewhere.kernels, elsewhere.at)
 
 
 def test_a_crew_observes_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     recipes = [override(tiny(), f"batch.size={rows}") for rows in (1, 2, 3, 4)]
-    how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE, "world": 1, "how": "step"}
     with worker_pool.worker_pool(observation_cache.observe_for_others, 2):
         [helper] = worker_pool._helpers
         here: list[int] = []
-        tasks = [{"recipe": recipe, **how} for recipe in recipes]
-        worker_pool.run_tasks(tasks, lambda task: here.append(task["recipe"].batch.size))
+        tasks: list[dict[str, Any]] = [
+            {"request": Request(recipe, DEVICE, vocabulary=96, world=1), "how": "step"} for recipe in recipes
+        ]
+        worker_pool.run_tasks(tasks, lambda task: here.append(task["request"].recipe.batch.size))
         assert len(here) < 4, "one process did all of it"
         there = {1, 2, 3, 4} - set(here)
         observation_cache.clear()
         for rows in there:
-            assert observation_cache.is_cached(recipes[rows - 1], **how)
-            found = observation_cache.observe_cached(recipes[rows - 1], **how)
-            seen = observe(recipes[rows - 1], vocabulary=96, device=DEVICE, world=1, evaluated=False)
+            assert observation_cache.is_cached(**tasks[rows - 1])
+            found = observation_cache.observe_cached(**tasks[rows - 1])
+            seen = observe(Request(recipes[rows - 1], DEVICE, vocabulary=96, world=1), evaluated=False)
             assert (found.kernels, found.peak, found.passing) == (seen.kernels, seen.peak, seen.passing)
         os.kill(helper.process, signal.SIGSTOP)  # it hears nothing, and ends with what it was given
         threading.Timer(1.0, os.kill, (helper.process, signal.SIGKILL)).start()
-        observation_cache.prefetch({"recipe": override(tiny(), f"batch.size={rows}"), **how} for rows in (5, 6))
-        assert observation_cache.is_cached(override(tiny(), "batch.size=6"), **how), "left undone when a process ended"
+        tasks = [
+            {"request": replace(tasks[0]["request"], recipe=override(tiny(), f"batch.size={rows}")), "how": "step"}
+            for rows in (5, 6)
+        ]
+        observation_cache.prefetch(tasks)
+        assert observation_cache.is_cached(**tasks[1]), "left undone when a process ended"
     assert not worker_pool._helpers

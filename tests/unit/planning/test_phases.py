@@ -16,14 +16,16 @@ from preheat.core import Device
 from preheat.engine.async_checkpoint import room
 from preheat.engine.builder import build
 from preheat.errors import RecipeError, RunError
-from preheat.hardware.catalogue import accelerator, accelerators, stated
+from preheat.hardware.catalogue import accelerator, accelerators, parse_accelerator
 from preheat.hardware.probe import probe
 from preheat.planning.dispatch_recorder import Kernel
-from preheat.planning.dry_run import BESIDE, CATEGORIES, Observation, observe
+from preheat.planning.dry_run import observe
 from preheat.planning.explain import energy_of
 from preheat.planning.memory import overhead
 from preheat.planning.memory.overhead import SOURCES
+from preheat.planning.observation import BESIDE, CATEGORIES, Observation
 from preheat.planning.plan import GIB, plan
+from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.recipe import override
 from preheat.run_dir import check_folder
@@ -36,8 +38,8 @@ PHASES = ["load", "forward", "head and loss", "backward", "update", "saving", "e
 
 
 def seen_of(techniques: str = "{}", *more: str, device: Device = DEVICE, world: int | None = None) -> Observation:
-    recipe = override(tiny(techniques, rows=4 * (world or 1), length=64), f"model.vocabulary={VOCABULARY}", *more)
-    return observe(recipe, vocabulary=VOCABULARY, device=device, world=world)
+    recipe = override(tiny(techniques, rows=4 * (world or 1), length=64), f"model.vocab_size={VOCABULARY}", *more)
+    return observe(Request(recipe, device, vocabulary=VOCABULARY, world=world))
 
 
 def test_every_phase_has_its_split_and_generation_is_there_where_text_is_written() -> None:
@@ -60,7 +62,7 @@ def test_between_steps_stand_weights_and_states_and_saving_takes_a_file_of_the_h
     for phase in ("saving", "evaluation"):
         assert at[phase]["gradients"] == 0
         assert at[phase]["optimizer"] == at["update"]["optimizer"]
-    made = build(override(tiny(), f"model.vocabulary={VOCABULARY}"), vocabulary=VOCABULARY, device=probe("cpu"))
+    made = build(override(tiny(), f"model.vocab_size={VOCABULARY}"), vocabulary=VOCABULARY, device=probe("cpu"))
     assert at["saving"]["temporary"] == pytest.approx(room(made), abs=64)
     assert seen_of(device=ACCELERATOR).categories["saving"]["temporary"] < 64
 
@@ -98,7 +100,7 @@ def test_rounding_is_what_sizes_lack_to_the_allocators_grain() -> None:
 
 def test_a_plan_sums_up_and_says_where_each_line_of_the_overhead_is_from() -> None:
     rates = Roofline.of("H100")
-    made = plan(tiny(), vocabulary=96, device=rates.as_device, rates=rates)
+    made = plan(Request(tiny(), rates.as_device, vocabulary=96, rates=rates))
     assert made["memory"] == made["phase_memory"][made["peak_phase"]]
     for phase, found in made["phase_memory"].items():
         assert sum(found.values()) == pytest.approx(made["phases"][phase])
@@ -111,7 +113,7 @@ def test_a_plan_sums_up_and_says_where_each_line_of_the_overhead_is_from() -> No
 def test_compiled_products_are_a_line_where_a_cpu_computes_in_bf16() -> None:
     rates = Roofline.of("H100")
     half, fp32 = (
-        plan(tiny(f"{{{t}}}"), vocabulary=96, device=DEVICE, rates=rates)["overhead"]
+        plan(Request(tiny(f"{{{t}}}"), DEVICE, vocabulary=96, rates=rates))["overhead"]
         for t in ("mixed_precision: {}", "")
     )
     shapes = half["kernels"] * GIB / overhead._CPU_PRODUCT  # whole: so many products of different shapes
@@ -123,7 +125,7 @@ def test_compiled_products_are_a_line_where_a_cpu_computes_in_bf16() -> None:
 def test_a_plan_for_this_machine_says_where_the_heap_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("preheat.planning.plan.unavailable_reason", lambda: "no compiler")
     rates = Roofline.of("H100")
-    here, there = (plan(tiny(), vocabulary=96, device=d, rates=rates) for d in (DEVICE, rates.as_device))
+    here, there = (plan(Request(tiny(), d, vocabulary=96, rates=rates)) for d in (DEVICE, rates.as_device))
     console = Console(width=200, file=io.StringIO())
     for made in (here, there):
         console.print(picture(made, "tiny"))
@@ -146,10 +148,10 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_made(
 def test_a_copy_beside_the_steps_is_a_line_where_the_device_is_the_hosts() -> None:
     recipe = override(tiny(), "checkpoint.every=1", "checkpoint.asynchronous=true")
     rates = Roofline.of("H100")
-    made = plan(recipe, vocabulary=96, device=DEVICE, rates=rates)
+    made = plan(Request(recipe, DEVICE, vocabulary=96, rates=rates))
     states = sum(made["phase_memory"]["saving"][c] for c in ("parameters", "optimizer"))
     assert made["overhead"]["saving"] == pytest.approx(states, abs=4096 / GIB)
-    assert "saving" not in plan(replace(recipe), vocabulary=96, device=rates.as_device, rates=rates)["overhead"]
+    assert "saving" not in plan(Request(replace(recipe), rates.as_device, vocabulary=96, rates=rates))["overhead"]
 
 
 def test_an_export_compares_in_fp64_up_to_a_size() -> None:
@@ -157,12 +159,12 @@ def test_an_export_compares_in_fp64_up_to_a_size() -> None:
 
     assert overhead.EXACT == verify.EXACT
     rates = Roofline.of("H100")
-    on_gpu, on_cpu = (plan(tiny(), vocabulary=96, device=d, rates=rates)["export"] for d in (rates.as_device, DEVICE))
+    on_gpu, on_cpu = (plan(Request(tiny(), d, vocabulary=96, rates=rates))["export"] for d in (rates.as_device, DEVICE))
     weights = on_cpu["parameters"]
     assert on_gpu["parameters"] + on_gpu["temporary"] == pytest.approx(2 * weights, rel=0.01)
     assert on_cpu["temporary"] == pytest.approx(3 * weights, rel=0.01)
     shared_out = plan(
-        override(tiny("{fsdp: {}}"), "parallel.devices=2"), vocabulary=96, device=rates.as_device, rates=rates
+        Request(override(tiny("{fsdp: {}}"), "parallel.devices=2"), rates.as_device, vocabulary=96, rates=rates)
     )
     assert shared_out["export"] is None
 
@@ -176,14 +178,14 @@ def test_energy_is_at_most_that_of_boards_at_full_power() -> None:
 
 
 def test_power_is_the_data_sheets_or_stated_and_never_guessed() -> None:
-    rates = Roofline(stated("memory=24GiB,bandwidth=1008,bf16=165,fp32=20,watts=450,host=31.5"))
+    rates = Roofline(parse_accelerator("memory=24GiB,bandwidth=1008,bf16=165,fp32=20,watts=450,host=31.5"))
     assert (rates.device.watts, rates.device.host) == (450, 31.5e9)
-    assert plan(tiny(), vocabulary=96, device=rates.as_device, rates=rates)["watts"] == 450
+    assert plan(Request(tiny(), rates.as_device, vocabulary=96, rates=rates))["watts"] == 450
     assert accelerator("H100").watts == 700
     assert accelerator("GB200").watts is None
     assert all(one.watts is None or 50 < one.watts < 2000 for one in accelerators().values())
     with pytest.raises(RecipeError, match="watts: 'much' is no power; write a number of watts"):
-        stated("memory=24GiB,bandwidth=1008,bf16=165,watts=much")
+        parse_accelerator("memory=24GiB,bandwidth=1008,bf16=165,watts=much")
 
 
 def _crossing(techniques: str, world: int = 1) -> tuple[Observation, dict[tuple[str, bool], int]]:
@@ -223,7 +225,7 @@ def test_activations_that_come_back_stand_on_the_device_again() -> None:
 def test_the_device_waits_for_the_update_on_the_host_and_for_copies_that_outlast_the_computing() -> None:
     def seconds(kernels: dict[Kernel, int], host: float) -> Seconds:
         seen = Observation({}, {}, Counter(kernels), {}, 0, 0, 0, 0)
-        return Roofline(stated(f"memory=24GiB,bandwidth=1000,bf16=100,host={host}")).seconds(seen)
+        return Roofline(parse_accelerator(f"memory=24GiB,bandwidth=1000,bf16=100,host={host}")).seconds(seen)
 
     def copy(where: Any, size: int, *, alone: bool) -> Kernel:
         return Kernel("a copy", "bf16", 0, size, size, (), 0, where=where, alone=alone)

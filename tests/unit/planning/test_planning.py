@@ -12,6 +12,7 @@ import pytest
 from preheat.planning.dry_run import observe
 from preheat.planning.memory.cpu_heap import Heap, replay
 from preheat.planning.plan import steps_of
+from preheat.planning.request import Request
 from preheat.recipe import override
 
 from ...conftest import DEVICE, tiny
@@ -28,7 +29,7 @@ def parameters() -> int:
 
 @pytest.mark.parametrize(("mode", "weight", "moments"), [("fp32", 4, 8), ("bf16", 4, 8), ("bf16_weights", 2, 8)])
 def test_states_are_the_closed_form(mode: str, weight: int, moments: int) -> None:
-    seen = observe(override(tiny(), f"techniques.mixed_precision.mode={mode}"), vocabulary=96, device=DEVICE)
+    seen = observe(Request(override(tiny(), f"techniques.mixed_precision.mode={mode}"), DEVICE, vocabulary=96))
     assert seen.parameters == seen.trained == parameters()
     at = seen.categories["update"]
     slack = 64 * 64  # each tensor is rounded up to 64 bytes; step counters and rotary tables
@@ -38,7 +39,7 @@ def test_states_are_the_closed_form(mode: str, weight: int, moments: int) -> Non
 
 
 def test_flops_are_six_a_parameter_and_token_plus_attention() -> None:
-    seen = observe(tiny(rows=4, length=32), vocabulary=96, device=DEVICE)
+    seen = observe(Request(tiny(rows=4, length=32), DEVICE, vocabulary=96))
     tokens = 4 * 32
     matrices = (
         parameters() - VOCABULARY * WIDTH - (2 * LAYERS + 1) * WIDTH
@@ -49,7 +50,7 @@ def test_flops_are_six_a_parameter_and_token_plus_attention() -> None:
 
 def test_checkpointing_computes_one_forward_of_the_layers_again_and_selective_less() -> None:
     none, full, selective = (
-        observe(override(tiny("{efficient_attention: {}}"), *more), vocabulary=96, device=DEVICE)
+        observe(Request(override(tiny("{efficient_attention: {}}"), *more), DEVICE, vocabulary=96))
         for more in (
             [],
             ["techniques.activation_checkpointing.mode=full"],
@@ -66,14 +67,14 @@ def test_checkpointing_computes_one_forward_of_the_layers_again_and_selective_le
 
 
 def test_lora_keeps_state_for_the_adapters_alone() -> None:
-    seen = observe(tiny("{lora: {rank: 2}}"), vocabulary=96, device=DEVICE)
+    seen = observe(Request(tiny("{lora: {rank: 2}}"), DEVICE, vocabulary=96))
     assert seen.trained < seen.parameters / 4
     assert seen.categories["update"]["optimizer"] < seen.categories["update"]["parameters"] / 2
 
 
 def test_accumulation_lowers_activations_and_keeps_the_work() -> None:
-    whole = observe(tiny(rows=12, length=64), vocabulary=96, device=DEVICE)
-    parts = observe(tiny("{gradient_accumulation: {steps: 6}}", rows=12, length=64), vocabulary=96, device=DEVICE)
+    whole = observe(Request(tiny(rows=12, length=64), DEVICE, vocabulary=96))
+    parts = observe(Request(tiny("{gradient_accumulation: {steps: 6}}", rows=12, length=64), DEVICE, vocabulary=96))
     assert parts.model_flops == whole.model_flops
     assert parts.tokens == whole.tokens == 12 * 64
     assert parts.peak["backward"] < 0.6 * whole.peak["backward"]
@@ -81,7 +82,12 @@ def test_accumulation_lowers_activations_and_keeps_the_work() -> None:
 
 @pytest.mark.parametrize(
     ("stop", "rows", "steps"),
-    [("{steps: 7}", None, 7), ("{tokens: 1000}", None, 8), ("{epochs: 1.5}", 10, 4), ("{steps: 9, epochs: 1}", 10, 3)],
+    [
+        ("{max_steps: 7}", None, 7),
+        ("{tokens: 1000}", None, 8),
+        ("{epochs: 1.5}", 10, 4),
+        ("{max_steps: 9, epochs: 1}", 10, 3),
+    ],
 )
 def test_the_length_of_a_run(stop: str, rows: int | None, steps: int) -> None:
     assert steps_of(override(tiny(), f"stop={stop}"), rows) == steps
@@ -110,6 +116,7 @@ def test_the_heap_is_where_its_model_says_it_is() -> None:
     code = """
 import random, torch
 from preheat.hardware import cpu_allocator
+from preheat.planning.request import Request
 assert cpu_allocator.install_heap() is None
 draw, living = random.Random(0), {}
 for block in range(4000):
@@ -176,12 +183,12 @@ def test_deep_models_on_one_cpu_are_planned_by_few_layers(monkeypatch: pytest.Mo
     from preheat.recipe import parse
 
     deep = parse(
-        "model: {layers: 24, width: 16, heads: 2, vocabulary: 64}\nbatch: {size: 2, length: 16}\nstop: {steps: 1}"
+        "model: {num_layers: 24, hidden_size: 16, num_heads: 2, vocab_size: 64}\nbatch: {size: 2, seq_len: 16}\nstop: {max_steps: 1}"
     )
-    how = {"vocabulary": 64, "device": probe("cpu", "2GiB")}
-    whole = layer_extrapolation.observe_few(deep, **how)
+    request = Request(deep, probe("cpu", "2GiB"), vocabulary=64)
+    whole = layer_extrapolation.observe_few_layers(request)
     monkeypatch.setattr(layer_extrapolation, "_ALL", 8)
-    few = layer_extrapolation.observe_few(deep, **how)
+    few = layer_extrapolation.observe_few_layers(request)
     assert not few.log
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.flops == whole.flops

@@ -16,13 +16,15 @@ from preheat.hardware.gpu_memory import CONTEXT
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
 from preheat.ops.dry_run_loops import counting, fold_identical
 from preheat.planning.dispatch_recorder import Kernel, Recorder
-from preheat.planning.dry_run import Observation, observe
-from preheat.planning.layer_extrapolation import observe_few
+from preheat.planning.dry_run import observe
+from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.memory.cuda_caching_allocator import Caching, replay_caching
 from preheat.planning.memory.free_list import Holes
-from preheat.planning.memory.overhead import gives_back, process_overhead
+from preheat.planning.memory.overhead import needs_allocator_retries, process_overhead
+from preheat.planning.observation import Observation
 from preheat.planning.plan import plan
+from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
 from preheat.planning.speed.step_time import step_seconds
 
@@ -126,7 +128,7 @@ def test_a_gpu_has_room_if_what_the_allocator_gives_back_before_it_fails_makes_i
     phases: Any = [(block, size * MIB, phase) for block, size, phase in log]
     seen = Observation({"forward": alive * MIB}, {}, Counter(), {}, 0, 0, 0, 0, log=phases)
     recipe = tiny()
-    assert gives_back(seen, device) == back
+    assert needs_allocator_retries(seen, device) == back
     needs = alive * MIB + sum(process_overhead(recipe, seen, device).values())
     assert (needs <= device.memory) == fits
     seen.log.clear()  # as by few layers: fixed segments are then taken to stay
@@ -211,10 +213,10 @@ def test_a_gpu_s_step_takes_the_longer_of_device_and_host() -> None:
 def test_what_is_measured_on_a_gpu_plans_as_its_roofline_does() -> None:
     h100 = Roofline.of("H100")
     recipe = recipes.parse(
-        "name: x\nmodel: {preset: llama-3.1-8b}\nbatch: {size: 2, length: 4096}\nstop: {steps: 1}\n"
+        "name: x\nmodel: {preset: llama-3.1-8b}\nbatch: {size: 2, seq_len: 4096}\nstop: {max_steps: 1}\n"
         "techniques: {lora: {}, mixed_precision: {mode: bf16_weights}, efficient_attention: {}, chunked_loss: {rows: 4096}}"
     )
-    seen = observe_few(recipe, vocabulary=None, device=h100.as_device, quick=True)
+    seen = observe_few_layers(Request(recipe, h100.as_device), quick=True)
     roofline, by_rates = h100.seconds(seen).total, step_seconds(seen, measured(h100))
     assert by_rates == pytest.approx(roofline, rel=0.15)
 
@@ -238,7 +240,7 @@ def test_a_plan_for_an_accelerator_that_is_not_here() -> None:
         "parallel.devices=8",
     )
     h100, a10 = Roofline.of("H100"), Roofline.of("A10G")
-    fast, slow = (plan(recipe, vocabulary=96, device=r.as_device, rates=r, world=8) for r in (h100, a10))
+    fast, slow = (plan(Request(recipe, r.as_device, vocabulary=96, world=8, rates=r)) for r in (h100, a10))
     assert fast["seconds_per_step"] < slow["seconds_per_step"] or fast["seconds_per_step"] == pytest.approx(
         slow["seconds_per_step"]
     )  # both wait for the host
@@ -249,19 +251,21 @@ def test_a_plan_for_an_accelerator_that_is_not_here() -> None:
 def test_a_dry_run_knows_whom_collectives_are_among_and_how_long_a_pipeline_idles() -> None:
     spread = "{tensor_parallel: {degree: 2}, fsdp: {}}"
     seen = observe(
-        recipes.override(tiny(spread, rows=8), "model.vocabulary=96", "parallel.devices=8"),
-        vocabulary=96,
-        device=Roofline.of("H100").as_device,
+        Request(
+            recipes.override(tiny(spread, rows=8), "model.vocab_size=96", "parallel.devices=8"),
+            Roofline.of("H100").as_device,
+            vocabulary=96,
+        )
     )
     assert seen.groups[4, 2] == (Axis.SHARD,)
     assert seen.groups[2, 1] == (Axis.TENSOR,)
     piped = recipes.override(tiny("{pipeline_parallel: {degree: 2, micro_batches: 8}}", rows=8), "parallel.devices=2")
-    waits = observe(piped, vocabulary=96, device=Roofline.of("H100").as_device)
+    waits = observe(Request(piped, Roofline.of("H100").as_device, vocabulary=96))
     assert waits.idle == 1 / 8
     cut = recipes.override(
         tiny("{pipeline_parallel: {degree: 2}, gradient_accumulation: {steps: 8}}", rows=8), "parallel.devices=2"
     )
-    assert observe(cut, vocabulary=96, device=Roofline.of("H100").as_device).idle == 1 / 8
+    assert observe(Request(cut, Roofline.of("H100").as_device, vocabulary=96)).idle == 1 / 8
 
 
 def test_turns_that_are_alike_are_counted_not_taken() -> None:
@@ -288,7 +292,7 @@ def test_micro_batches_that_a_pipeline_does_not_run_are_counted() -> None:
         recipe = recipes.override(
             tiny(f"{{pipeline_parallel: {{degree: 2, micro_batches: {micro}}}}}", rows=micro), "parallel.devices=2"
         )
-        return Counter(observe(recipe, vocabulary=96, device=Roofline.of("H100").as_device).flops)
+        return Counter(observe(Request(recipe, Roofline.of("H100").as_device, vocabulary=96)).flops)
 
     assert flops(8)["fp32"] == 4 * flops(2)["fp32"]
 

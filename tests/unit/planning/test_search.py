@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,18 @@ import pytest
 
 from preheat.core import Tag, registry
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import Accelerator, accelerator, stated
+from preheat.hardware.catalogue import Accelerator, accelerator, parse_accelerator
 from preheat.planning import observation_cache as recalling
 from preheat.planning.explain import explain, figures
 from preheat.planning.plan import plan
+from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space, candidate_problems, worst
 from preheat.planning.search.ranking import observe_layer
 from preheat.planning.search.search import search
 from preheat.planning.search.technique_combinations import technique_combinations
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe, override, parse
-from preheat.training.plan_request import asked
+from preheat.training.plan_request import subject_of
 
 from ...conftest import DEVICE
 
@@ -30,13 +32,13 @@ def small(more: str = "", rows: int = 8) -> Recipe:
     """With some techniques stated, so that less is to be searched."""
     techniques = f"{{efficient_attention: {{}}, chunked_loss: {{}}{more}}}"
     return parse(
-        "model: {layers: 2, width: 256, heads: 4, vocabulary: 2048}\n"
-        f"batch: {{size: {rows}, length: 512}}\nstop: {{steps: 1}}\ntechniques: {techniques}"
+        "model: {num_layers: 2, hidden_size: 256, num_heads: 4, vocab_size: 2048}\n"
+        f"batch: {{size: {rows}, seq_len: 512}}\nstop: {{max_steps: 1}}\ntechniques: {techniques}"
     )
 
 
 def gpu(mib: float) -> Roofline:
-    return Roofline(stated(f"name=small,memory={mib}MiB,bandwidth=1000,bf16=100,fp32=20,link=100"))
+    return Roofline(parse_accelerator(f"name=small,memory={mib}MiB,bandwidth=1000,bf16=100,fp32=20,link=100"))
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +48,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 def found(recipe: Recipe, mib: float, allow: Any = "exact", world: int = 1, **how: Any) -> Any:
     rates = gpu(mib)
-    return search(Space(recipe, None, rates.as_device, world, allow), rates=rates, seconds=1, confirm=False, **how)
+    return search(
+        Space(Request(recipe, rates.as_device, world=world, rates=rates), allow), seconds=1, confirm=False, **how
+    )
 
 
 def test_less_memory_costs_speed_and_the_verdict_is_that_of_a_plan() -> None:
@@ -55,7 +59,7 @@ def test_less_memory_costs_speed_and_the_verdict_is_that_of_a_plan() -> None:
     assert tight.best.plan["fits"]
     assert tight.best.plan["peak_gib"] <= 650 / 1024
     assert tight.best.plan["tokens_per_second"] <= wide.best.plan["tokens_per_second"]
-    again = plan(tight.best.recipe, vocabulary=None, device=gpu(650).as_device, rates=gpu(650))
+    again = plan(Request(tight.best.recipe, gpu(650).as_device, rates=gpu(650)))
     assert tight.best.plan["peak_gib"] == pytest.approx(again["peak_gib"], rel=0.01)
 
 
@@ -63,8 +67,8 @@ def test_nothing_is_traded_without_leave_and_what_is_stated_stays() -> None:
     exact = found(small(", lora: {rank: 4}"), 8192)
     rounded = found(small(", lora: {rank: 4}"), 8192, "rounding")
     assert exact.best.trades == worst(exact.best.added) == "exact"
-    assert any(s.trades == "rounding" for s in rounded.seen)
-    assert all(s.trades == "exact" for s in exact.seen)
+    assert any(s.trades == "rounding" for s in rounded.evaluated)
+    assert all(s.trades == "exact" for s in exact.evaluated)
     assert rounded.best.plan["tokens_per_second"] >= exact.best.plan["tokens_per_second"]
     for made in (exact, rounded):
         assert made.best.recipe.techniques["lora"].rank == 4
@@ -75,12 +79,12 @@ def test_where_nothing_fits_it_says_what_is_least() -> None:
     made = found(small(), 520)
     assert not made.best.plan["fits"]
     assert any("needs" in why and "GiB" in why for _, why in made.rejected)
-    assert not made.others
+    assert not made.alternatives
 
 
 def test_what_excludes_a_better_technique_is_found_where_that_does_not_fit() -> None:
     # 27M parameters, in bf16 with fp32 states 12 bytes each; heads share keys and values.
-    settings = ("model.width=1024", "model.kv_heads=2", "batch.length=64", "techniques={chunked_loss: {}}")
+    settings = ("model.hidden_size=1024", "model.num_kv_heads=2", "batch.seq_len=64", "techniques={chunked_loss: {}}")
     wide = override(small(rows=2), *settings)
     made = found(wide, 780, "rounding")
     assert made.best.plan["fits"]
@@ -88,11 +92,14 @@ def test_what_excludes_a_better_technique_is_found_where_that_does_not_fit() -> 
 
 
 def test_devices_share_out_what_one_cannot_hold() -> None:
-    wide = override(small(rows=4), "model.width=1024", "batch.length=64")  # 29M parameters, 16 bytes each
+    wide = override(small(rows=4), "model.hidden_size=1024", "batch.seq_len=64")  # 29M parameters, 16 bytes each
     one, four = found(wide, 960), found(wide, 960, world=4)
     assert not one.best.plan["fits"]
     assert four.best.plan["fits"]
-    assert math.prod(Space(four.best.recipe, None, gpu(960).as_device, 4).sizes_of(four.best.recipe).values()) == 4
+    assert (
+        math.prod(Space(Request(four.best.recipe, gpu(960).as_device, world=4)).sizes_of(four.best.recipe).values())
+        == 4
+    )
 
 
 def test_a_search_is_told_in_words_and_figures() -> None:
@@ -113,26 +120,30 @@ def test_a_search_is_told_in_words_and_figures() -> None:
     assert keys <= told.keys()
     assert told["cost"]["million_tokens"] == pytest.approx(2 / 3600 / told["tokens_per_second"] * 1e6)
     rates = gpu(650)
-    seen = recalling.observe_cached(
-        made.best.recipe, vocabulary=None, device=rates.as_device, world=1, how="whole", logged=True
-    )
-    drawn = figures(made, seen, rates)
+    request = Request(made.best.recipe, rates.as_device, world=1, rates=rates)
+    seen = recalling.observe_cached(request, how="whole", logged=True)
+    drawn = figures(made, request)
     most = max(size for _, size in drawn["timeline"]["bytes"])
     assert most == pytest.approx(max(size for phase, size in seen.peak.items() if phase != "evaluation") / 2**30)
     assert all(0 < point["flops"] <= drawn["roofline"]["peak"] for point in drawn["roofline"]["points"])
 
 
 def test_what_was_observed_is_recalled_from_disk_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    how: dict[str, Any] = {"vocabulary": None, "device": gpu(8192).as_device, "world": 1, "how": "whole"}
-    first = recalling.observe_cached(small(), **how)
+    request = Request(small(), gpu(8192).as_device, world=1)
+    first = recalling.observe_cached(request, how="whole")
     recalling._known.clear()
-    monkeypatch.setitem(recalling._LOOKS, "whole", lambda *_, **__: pytest.fail("looked at again"))
-    second = recalling.observe_cached(small(), **how)
-    assert (first.peak, first.kernels, first.at, first.held) == (second.peak, second.kernels, second.at, second.held)
+    monkeypatch.setitem(recalling._DRY_RUNS, "whole", lambda *_, **__: pytest.fail("looked at again"))
+    second = recalling.observe_cached(request, how="whole")
+    assert (first.peak, first.kernels, first.at, first.reserved) == (
+        second.peak,
+        second.kernels,
+        second.at,
+        second.reserved,
+    )
 
 
 def test_a_device_is_stated_in_its_data_sheets_units() -> None:
-    made = stated("name=X,memory=24GiB,bandwidth=1008,bf16=165")
+    made = parse_accelerator("name=X,memory=24GiB,bandwidth=1008,bf16=165")
     assert (made.name, made.memory, made.bandwidth, made.bf16) == ("X", 24 * 2**30, 1008e9, 165e12)
     assert isinstance(accelerator("H100"), Accelerator)
     for text, words in (
@@ -141,24 +152,24 @@ def test_a_device_is_stated_in_its_data_sheets_units() -> None:
         ("flops=1", "did you mean|known"),
     ):
         with pytest.raises(RecipeError, match=words):
-            stated(text)
+            parse_accelerator(text)
 
 
 def test_a_question_is_a_recipe_or_a_model(tmp_path: Path) -> None:
-    named = asked("Qwen/Qwen3-8B", method="qlora", batch_tokens=65536, length=4096)
-    assert (named.recipe.model.preset, named.checkpoint, named.given) == ("qwen3-8b", "Qwen/Qwen3-8B", False)
-    assert (named.recipe.batch.size, named.recipe.batch.length) == (16, 4096)
+    named = subject_of("Qwen/Qwen3-8B", method="qlora", batch_tokens=65536, length=4096)
+    assert (named.recipe.model.preset, named.checkpoint, named.from_user) == ("qwen3-8b", "Qwen/Qwen3-8B", False)
+    assert (named.recipe.batch.size, named.recipe.batch.seq_len) == (16, 4096)
     assert set(named.recipe.techniques) == {"lora", "nf4"}
-    assert asked("demo").given
-    assert asked("15M").recipe.model.size == "15M"
-    assert asked(None, ["model.size=15M"]).recipe.model.size == "15M"
+    assert subject_of("demo").from_user
+    assert subject_of("15M").recipe.model.size == "15M"
+    assert subject_of(None, ["model.size=15M"]).recipe.model.size == "15M"
     for what, how, words in (
         ("qwen3-8b", {"batch_tokens": 1000}, "no multiple of rows of 2,048"),
         ("qwen3-8b", {"batch_tokens": 0}, "no multiple"),
         (str(tmp_path), {}, "without a config.json"),
     ):
         with pytest.raises(RecipeError, match=words):
-            asked(what, **how)  # type: ignore[arg-type]
+            subject_of(what, **how)  # type: ignore[arg-type]
 
 
 def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
@@ -168,7 +179,7 @@ def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
         '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 128}'
     )
     with pytest.raises(RecipeError, match="does not say num_hidden_layers"):
-        hf.configure(asked(str(tmp_path)).recipe)
+        hf.configure(subject_of(str(tmp_path)).recipe)
 
 
 @pytest.mark.parametrize(
@@ -184,20 +195,20 @@ def test_what_contradicts_itself_is_told_in_one_line(more: str, rows: int, words
 
 
 def test_a_stated_technique_that_no_layout_goes_with_is_told_before_layouts_that_nobody_asked_for() -> None:
-    model = "model={family: qwen3_moe, layers: 2, width: 64, heads: 4, vocabulary: 2048, config: {num_experts: 8}}"
+    model = "model={family: qwen3_moe, num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 2048, config: {num_experts: 8}}"
     with pytest.raises(RecipeError, match=r"be planned here: expert_parallel: degree: 3 does not divide the 8 devices"):
         found(override(small(), model, "techniques.expert_parallel={degree: 3}"), 4000, world=8)
 
 
 def test_a_look_tells_what_a_layer_keeps_from_what_its_gradients_take() -> None:
     rates = gpu(8192)
-    how: dict[str, Any] = {"vocabulary": None, "device": rates.as_device, "rates": rates}
     single = override(small(), "batch.size=1")
-    plain = observe_layer(single, **how)
-    spare = observe_layer(override(single, "techniques.activation_checkpointing={}"), **how)
+    request = Request(single, rates.as_device, world=1, rates=rates)
+    plain = observe_layer(request)
+    spare = observe_layer(replace(request, recipe=override(single, "techniques.activation_checkpointing={}")))
     hidden = 512 * 256 * 4  # of a row's tokens, fp32: the one thing that a layer keeps whose rest is computed again
-    assert hidden <= spare.kept[0] <= 1.1 * hidden
-    assert plain.kept[0] > 8 * hidden
+    assert hidden <= spare.saved[0] <= 1.1 * hidden
+    assert plain.saved[0] > 8 * hidden
     layer = 4 * 256**2 + 3 * 256 * 1024 + 2 * 256  # four projections, a gated feed-forward of four widths, two norms
     assert plain.states[0] == spare.states[0] == pytest.approx(16 * layer, rel=0.35)
     assert 0 < plain.update[0] < plain.seconds[0] < spare.seconds[0]
@@ -209,11 +220,11 @@ def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
     rates, recipe = (
         gpu(8192),
         parse(
-            "model: {layers: 2, width: 256, heads: 4, vocabulary: 2048}\nbatch: {size: 8, length: 512}\nstop: {steps: 1}\n"
+            "model: {num_layers: 2, hidden_size: 256, num_heads: 4, vocab_size: 2048}\nbatch: {size: 8, seq_len: 512}\nstop: {max_steps: 1}\n"
             "techniques: {tensor_parallel: {degree: 2}, efficient_attention: {}}"
         ),
     )
-    made = search(Space(recipe, None, rates.as_device, 2, "rounding"), rates=rates, seconds=1, confirm=False)
+    made = search(Space(Request(recipe, rates.as_device, world=2, rates=rates), "rounding"), seconds=1, confirm=False)
     assert made.best.plan["fits"]
     assert made.guessed
     assert not any("owns the slot" in why for what, why in made.rejected if "tensor_parallel" in what), made.rejected
@@ -221,7 +232,7 @@ def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
 
 @pytest.mark.parametrize(("steps", "compiled"), [(2, False), (10**6, True)])
 def test_compiling_is_chosen_for_runs_that_outlast_it(steps: int, compiled: bool) -> None:
-    recipe = override(small(), f"stop.steps={steps}")
+    recipe = override(small(), f"stop.max_steps={steps}")
     made = found(recipe, 8192, "rounding")
     assert ("compile" in made.best.recipe.techniques) is compiled
     total = steps * made.best.plan["seconds_per_step"]
@@ -238,7 +249,7 @@ def test_more_rows_at_a_time_are_looked_at_where_guesses_of_one_row_see_no_gain(
     rates = gpu(8192)
     for cuts in (2, 4, 16):
         other = override(made.best.recipe, f"techniques.gradient_accumulation={{steps: {cuts}}}")
-        told = plan(other, vocabulary=None, device=rates.as_device, rates=rates)
+        told = plan(Request(other, rates.as_device, rates=rates))
         assert told["fits"]
         assert made.best.plan["tokens_per_second"] >= 0.99 * told["tokens_per_second"]
 
@@ -246,14 +257,14 @@ def test_more_rows_at_a_time_are_looked_at_where_guesses_of_one_row_see_no_gain(
 def test_a_search_adds_only_what_is_planned_well_on_the_device() -> None:
     recipe = small(", lora: {}")
     names = {
-        kind: {cls.name() for cls in Space(recipe, None, device, 1, "different").searched()}
+        kind: {cls.name() for cls in Space(Request(recipe, device, world=1), "different").searched()}
         for kind, device in (("cpu", DEVICE), ("cuda", gpu(8192).as_device))
     }
     assert names["cuda"] - names["cpu"] == {"compile", "fused_operators", "liger", "fp8"}
     assert "nf4" in names["cpu"]
     for name, fits in (("A100", False), ("L40S", True)):
         device = Roofline.of(name).as_device
-        space = Space(override(small(), "techniques.mixed_precision={}"), None, device, 1, "different")
+        space = Space(Request(override(small(), "techniques.mixed_precision={}"), device, world=1), "different")
         refused = candidate_problems(space, space.having([registry()["fp8"]()]))
         assert any("compute capability" in problem.text for problem in refused) is not fits, refused
 
@@ -263,11 +274,11 @@ def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pyt
     half = Tag.BF16_COMPUTE
     attention = registry()["efficient_attention"]
     monkeypatch.setattr(attention, "check", lambda self, context: [] if half in context.tags else ["needs bf16"])
-    rates = Roofline(stated("name=odd,memory=8GiB,bandwidth=1000,bf16=5,fp32=100"))
+    rates = Roofline(parse_accelerator("name=odd,memory=8GiB,bandwidth=1000,bf16=5,fp32=100"))
     recipe = override(small(), "techniques={chunked_loss: {}, lora: {}}")
     refusals: list[Any] = []
     kinds = technique_combinations(
-        Space(recipe, None, rates.as_device, 1, "rounding"), rates, lambda *why: refusals.append(why)
+        Space(Request(recipe, rates.as_device, world=1, rates=rates), "rounding"), lambda *why: refusals.append(why)
     )
     together = [{t.name(): t for t in kind.settings} for kind in kinds if attention in map(type, kind.settings)]
     modes = {kind["mixed_precision"].mode for kind in together}  # type: ignore[attr-defined]
@@ -301,7 +312,7 @@ def test_a_model_whose_first_layers_have_no_experts_is_searched(tmp_path: Path, 
     }
     (tmp_path / "config.json").write_text(json.dumps(values))
     recipe = parse(
-        f"model: {{path: {tmp_path}, weights: random}}\nbatch: {{size: 2, length: 64}}\nstop: {{steps: 1}}\n"
+        f"model: {{path: {tmp_path}, weights: random}}\nbatch: {{size: 2, seq_len: 64}}\nstop: {{max_steps: 1}}\n"
         "techniques: {efficient_attention: {}, chunked_loss: {}}"
     )
     assert found(recipe, 8192).best.plan["fits"]

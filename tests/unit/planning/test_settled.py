@@ -14,7 +14,8 @@ from preheat.engine.builder import build, context_of
 from preheat.errors import RecipeError
 from preheat.hardware.probe import probe
 from preheat.models import hf
-from preheat.planning.plan import settled
+from preheat.planning.plan import resolve_auto
+from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Stop
@@ -87,7 +88,7 @@ def test_nothing_is_compiled_or_planned_where_it_cannot_serve(techniques: str, d
 def test_what_is_left_to_a_plan_changes_no_number_on_a_cpu() -> None:
     auto = "{gradient_accumulation: {steps: 2, on_gpu: auto}, compile: {when: auto}}"
     cpu = probe("cpu")
-    recipe = settled(tiny(auto), vocabulary=96, device=cpu, rates=None)  # type: ignore[arg-type]  # nothing is planned
+    recipe = resolve_auto(Request(tiny(auto), cpu, vocabulary=96)).recipe  # type: ignore[arg-type]  # nothing is planned
     assert recipe.techniques["gradient_accumulation"] == GradientAccumulation(steps=2)
     made = build(recipe, vocabulary=96, device=cpu)
     assert made.state.accumulation == 2
@@ -131,11 +132,11 @@ def test_a_gpu_s_micro_batch_has_8192_tokens_if_they_fit(length: int, fitting: i
 
 def test_a_search_decides_what_the_recipe_leaves_open() -> None:
     recipe = tiny("{gradient_accumulation: {steps: 2, on_gpu: auto}, compile: {when: auto}, lora: {}}")
-    space = Space(recipe, 96, GPU, 1, "exact")
+    space = Space(Request(recipe, GPU, vocabulary=96, world=1), "exact")
     assert set(space.recipe.techniques) == {"lora"}
     assert {"compile", "gradient_accumulation"} <= {cls.name() for cls in space.searched()}
     assert space.allowed(Compile())  # as the recipe does, although it rounds
-    assert set(Space(recipe, 96, probe("cpu"), 1, "exact").recipe.techniques) == {
+    assert set(Space(Request(recipe, probe("cpu"), vocabulary=96, world=1), "exact").recipe.techniques) == {
         "gradient_accumulation",
         "compile",
         "lora",
@@ -146,7 +147,7 @@ def test_built_in_recipes_compile_on_a_gpu_unless_the_run_is_short() -> None:
     rates = Roofline.of("H100")
     recipe = recipes.load("fine-tune")
     for rows, when in ((20_000, "always"), (200, "never")):
-        found = settled(recipe, vocabulary=151_936, device=rates.as_device, rates=rates, rows=rows)
+        found = resolve_auto(Request(recipe, rates.as_device, vocabulary=151_936, rates=rates, rows=rows)).recipe
         assert isinstance(compiled := found.techniques["compile"], Compile)
         assert compiled.when == when
         assert found.techniques["gradient_accumulation"] == GradientAccumulation(steps=2)  # 8 rows of 1,024
@@ -161,7 +162,7 @@ def test_a_plan_without_room_for_its_error_says_so() -> None:
     from preheat.planning.plan import plan
 
     rates = Roofline.of("H100")
-    whole = plan(tiny("{}"), vocabulary=96, device=rates.as_device, rates=rates)
+    whole = plan(Request(tiny("{}"), rates.as_device, vocabulary=96, rates=rates))
 
     def told(available: float) -> str:
         page = StringIO()
@@ -204,15 +205,15 @@ def test_the_roof_is_the_rate_of_the_recipe_s_dtype() -> None:
     from preheat.planning.explain import _roofline
 
     rates = Roofline.of("H100")
-    seen = observe(tiny("{}"), vocabulary=96, device=rates.as_device)
+    seen = observe(Request(tiny("{}"), rates.as_device, vocabulary=96))
     assert _roofline(seen, rates, 5.0)["peak"] == 5.0
 
 
 def test_a_search_keeps_the_settings_of_a_technique_that_is_left_open() -> None:
     recipe = tiny("{mixed_precision: {}, compile: {when: auto, dynamic: true, limit: 4, fullgraph: false}}")
     device = Roofline.of("H100").as_device
-    space = Space(recipe, 96, device, 1, "rounding")
-    (compiled,) = space.settings_of(Compile).options(context_of(space.recipe, space.config, device))
+    space = Space(Request(recipe, device, vocabulary=96, world=1), "rounding")
+    (compiled,) = space.settings_of(Compile).options(context_of(space.recipe, space.request.config, device))
     assert compiled == Compile(when="always", dynamic=True, limit=4, fullgraph=False)
 
 

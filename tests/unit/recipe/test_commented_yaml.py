@@ -34,8 +34,8 @@ techniques: {lora: {rank: 4}, chunked_loss: {}}
 
 def test_only_what_differs_is_written_and_explained():
     written = brief(
-        recipes.as_values(recipes.parse("{name: a, batch: {size: 8}, stop: {steps: 5}, techniques: {lora: {}}}"))
+        recipes.as_values(recipes.parse("{name: a, batch: {size: 8}, stop: {max_steps: 5}, techniques: {lora: {}}}"))
     )
     keys = [line.split(":")[0].strip() for line in written.splitlines() if not line.strip().startswith("#")]
-    assert keys == ["name", "batch", "size", "stop", "steps", "techniques", "lora"]
+    assert keys == ["name", "batch", "size", "stop", "max_steps", "techniques", "lora"]
     assert f"  # {recipes.field_docs(recipes.Batch)['size'].splitlines()[0]}\n  size: 8\n" in written

@@ -13,7 +13,7 @@ from preheat import recipe as recipes
 from preheat.errors import RecipeError
 from preheat.recipe import Recipe, Stop, dump, json_schema, load, override, parse
 
-BASE = "model: {size: 15M}\nstop: {steps: 10}\n"
+BASE = "model: {size: 15M}\nstop: {max_steps: 10}\n"
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ BASE = "model: {size: 15M}\nstop: {steps: 10}\n"
             BASE + "techniques: {optimizer_in_backward: {on: true}}",
             ["'techniques.optimizer_in_backward.on'", "there are none here"],
         ),
-        (BASE + "batch:\n  lenght: 8", ["r.yaml:4", "unknown key 'batch.lenght'", "'length'"]),
+        (BASE + "batch:\n  lenght: 8", ["r.yaml:4", "unknown key 'batch.lenght'", "'seq_len'"]),
         (BASE + "batch: {size: big}", ["r.yaml:3", "batch.size", "whole number", "'big'"]),
         (BASE + "batch: {size: 2.5}", ["batch.size", "whole number", "2.5"]),
         (BASE + "batch: {size: 0}", ["batch.size", "at least 1", "got 0"]),
@@ -38,13 +38,16 @@ BASE = "model: {size: 15M}\nstop: {steps: 10}\n"
         (BASE + "techniques: [lora, lora]", ["'lora' stands twice"]),
         (BASE + "techniques:\n  lora: {}\n  lora: {}", ["r.yaml:5", "stands twice", "line 4"]),
         (BASE + "model: {}", ["'model' stands twice"]),
-        ("model: {size: 15}\nstop: {steps: 1}", ["model.size", "text"]),
-        ("model: {size: 15X}\nstop: {steps: 1}", ["model.size", "15M or 1.1B"]),
-        ("model: {path: x, layers: 2}\nstop: {steps: 1}", ["model.path", "remove layers"]),
-        ("model: {width: 30, heads: 4}\nstop: {steps: 1}", ["model.width", "multiple of heads"]),
+        ("model: {size: 15}\nstop: {max_steps: 1}", ["model.size", "text"]),
+        ("model: {size: 15X}\nstop: {max_steps: 1}", ["model.size", "15M or 1.1B"]),
+        ("model: {path: x, num_layers: 2}\nstop: {max_steps: 1}", ["model.path", "remove num_layers"]),
+        (
+            "model: {hidden_size: 30, num_heads: 4}\nstop: {max_steps: 1}",
+            ["model.hidden_size", "multiple of num_heads"],
+        ),
         ("model: {size: 15M}", ["stop", "no stopping condition"]),
         ("model: {size: 15M}\nstop: {hours: 1}", ["stop.hours", "schedule.kind: constant"]),
-        ("model: 3\nstop: {steps: 1}", ["r.yaml:1", "model", "mapping"]),
+        ("model: 3\nstop: {max_steps: 1}", ["r.yaml:1", "model", "mapping"]),
         ("a: [", ["r.yaml", "not YAML"]),
         ("- 1", ["mapping of keys"]),
     ],
@@ -58,7 +61,7 @@ def test_each_mistake_is_located(text: str, words: list[str]) -> None:
 
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(RecipeError) as caught:
-        parse("modle: {}\nbatch: {size: 0, length: x}\nstop: {steps: 1}")
+        parse("modle: {}\nbatch: {size: 0, seq_len: x}\nstop: {max_steps: 1}")
     assert len(str(caught.value).splitlines()) == 3
 
 
@@ -116,7 +119,7 @@ def test_recipe_and_cli_import_no_torch_and_fast_help() -> None:
 
 def test_a_recipe_is_frozen() -> None:
     with pytest.raises(AttributeError):
-        Recipe(stop=Stop(steps=1)).seed = 3  # type: ignore[misc]
+        Recipe(stop=Stop(max_steps=1)).seed = 3  # type: ignore[misc]
 
 
 def test_a_folder_does_not_hide_a_built_in_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +136,7 @@ def test_another_recipe_is_refused_with_few_of_its_differences() -> None:
     from preheat.training.resume import compare
 
     before = recipes.dump(recipes.load("demo"))
-    assert not compare(recipes.load("demo", ["stop.steps=5"]), before)
+    assert not compare(recipes.load("demo", ["stop.max_steps=5"]), before)
     with pytest.raises(RunError) as refused:
         compare(recipes.load("multi-gpu"), before)
     words = str(refused.value)

@@ -19,7 +19,7 @@ from preheat.recipe.synonyms import NAMES, unknown_key
 
 from ...conftest import within
 
-BASE = "model: {size: 15M}\nstop: {steps: 10}\n"
+BASE = "model: {size: 15M}\nstop: {max_steps: 10}\n"
 BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
 )
@@ -49,18 +49,21 @@ def refusal(text: str, overrides: list[str] | None = None) -> str | None:
         (BASE + f"seed: {2**70}", "r.yaml:3: seed: an integer must fit in 64 bits"),
         (BASE + f"seed: {2**40}", "seed: must be at most 4,294,967,295"),
         (BASE + f"batch: {{size: {2**31}}}", "batch.size: must be at most"),
-        (BASE + "batch: {size: 16000000, length: 16000000}", "tokens a step"),
+        (BASE + "batch: {size: 16000000, seq_len: 16000000}", "tokens a step"),
         (BASE + f"hardware: {{threads: {10**18}}}", "hardware.threads: must be at most"),
         (BASE + f"techniques: {{lora: {{rank: {2**40}}}}}", "techniques.lora.rank: must be at most"),
         (BASE + "techniques: {lora: {alpha: .inf}}", "finite"),
         (BASE + "optimizer: {lr: 1e400}", "finite"),
-        (BASE + "batch: {size: 512, length: 16000000}", "scores a layer"),
+        (BASE + "batch: {size: 512, seq_len: 16000000}", "scores a layer"),
         (BASE + "name: ..", "not begin with '.'"),
         (BASE + "name: " + "x" * 300, "at most 100"),
-        ("model: {size: 999999999999B}\nstop: {steps: 1}", "model.size"),
-        ("model: {size: 0M}\nstop: {steps: 1}", "model.size"),
-        ("model: {layers: 1000000}\nstop: {steps: 1}", "model.layers: must be at most"),
-        ("model: {layers: 4096, width: 1048576, feed_forward: 4194304}\nstop: {steps: 1}", "parameters"),
+        ("model: {size: 999999999999B}\nstop: {max_steps: 1}", "model.size"),
+        ("model: {size: 0M}\nstop: {max_steps: 1}", "model.size"),
+        ("model: {num_layers: 1000000}\nstop: {max_steps: 1}", "model.num_layers: must be at most"),
+        (
+            "model: {num_layers: 4096, hidden_size: 1048576, intermediate_size: 4194304}\nstop: {max_steps: 1}",
+            "parameters",
+        ),
         (BASE + "a: " + "[" * 5000, "levels deep"),
         (BASE + "a: " + "{a: " * 100 + "1" + "}" * 100, "levels deep"),
         (BASE + "".join(f"k{i}: 1\n" for i in range(4_000)), "more problems"),
@@ -104,7 +107,7 @@ def test_what_no_reader_survives_is_told_in_a_line(text: str, words: str) -> Non
         ("batch.size=&a [*a]", "levels deep"),
         ("seed=99999999999999999999", "--set seed=99999999999999999999: an integer must fit"),
         ("a..b=1", "key=value"),
-        ("stop.steps=null", "--set stop.steps=null: stop: no stopping condition"),
+        ("stop.max_steps=null", "--set stop.max_steps=null: stop: no stopping condition"),
         ("model.path=x", "--set model.path=x: model.path: a model from a path brings its sizes"),
         # The file's key is wrong only beside what --set gave.
         ("schedule.kind=wsd", "--set schedule.kind=wsd: stop.hours: schedule wsd needs a length"),
@@ -128,14 +131,14 @@ def test_a_later_set_is_the_one_that_is_named() -> None:
     [
         (("learning_rate",), "'optimizer.lr'"),
         (("optimizer", "learning_rate"), "'optimizer.lr'"),
-        (("max_grad_norm",), "'optimizer.clip'"),
-        (("sequence_len",), "'batch.length'"),
+        (("max_grad_norm",), "'optimizer.max_grad_norm'"),
+        (("sequence_len",), "'batch.seq_len'"),
         (("num_train_epochs",), "'stop.epochs'"),
         (("epochs",), "'stop.epochs'"),
         (("lora_r",), "'techniques.lora.rank'"),
         (("lora",), "'techniques.lora'"),
         (("output_dir",), "--out FOLDER"),
-        (("batch", "steps"), "'stop.steps'"),
+        (("batch", "steps"), "'stop.max_steps'"),
         (("per_device_train_batch_size",), "techniques.gradient_accumulation.steps"),
         (("learning-rate",), "'optimizer.lr'"),
     ],

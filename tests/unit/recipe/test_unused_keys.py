@@ -13,7 +13,7 @@ from preheat.core import registry
 from preheat.data.rows.schemas import LAYOUTS
 from preheat.errors import RecipeError
 from preheat.recipe import Recipe, built_in, load, parse
-from preheat.recipe.unused_keys import RULES, stated, warned
+from preheat.recipe.unused_keys import RULES, non_default_keys, warned
 
 PATH = {"model": {"path": "somewhere"}}
 FILE = {"data": {"source": "rows.jsonl"}}
@@ -21,13 +21,13 @@ FILE = {"data": {"source": "rows.jsonl"}}
 # Of each key: a value, the recipe in which nothing reads it, and one in which something does.
 CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("model.family", "qwen3", PATH, {}),
-    ("model.positions", 512, PATH, {}),
-    ("model.positions", 512, {"model": {"preset": "llama-3.1-8b"}}, {}),
-    ("model.positions", 512, {"model": {"size": "15M", "family": "t5"}}, {}),
-    ("model.vocabulary", 512, PATH, {}),
+    ("model.max_positions", 512, PATH, {}),
+    ("model.max_positions", 512, {"model": {"preset": "llama-3.1-8b"}}, {}),
+    ("model.max_positions", 512, {"model": {"size": "15M", "family": "t5"}}, {}),
+    ("model.vocab_size", 512, PATH, {}),
     ("model.tie_embeddings", True, PATH, {"model": {"path": "x"}, "techniques": {"tied_embeddings": {}}}),
-    ("model.experts_per_token", 1, {"model": {"path": "x", "family": "mixtral"}}, {"model": {"size": "15M", "family": "mixtral"}}),
-    ("model.size", "15M", {"model": {"layers": 2, "width": 64, "heads": 2}}, {"model": {"layers": 2}}),
+    ("model.num_experts_per_tok", 1, {"model": {"path": "x", "family": "mixtral"}}, {"model": {"size": "15M", "family": "mixtral"}}),
+    ("model.size", "15M", {"model": {"num_layers": 2, "hidden_size": 64, "num_heads": 2}}, {"model": {"num_layers": 2}}),
     ("model.trust_remote_code", True, {}, PATH),
     ("data.layout", "alpaca", {}, FILE),
     ("data.columns", {"text": "body"}, {}, FILE),
@@ -41,23 +41,23 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("data.classes", ["a", "b"], {"data": {"source": "rows.jsonl", "layout": "messages"}}, FILE),
     ("data.subset", "en", FILE, {"data": {"source": "someone/rows"}}),
     ("data.split", "test", {"data": {"source": "a.txt"}}, {"data": {"source": "folder"}}),
-    ("data.vocabulary", 512, {"data": {"tokenizer": "folder"}}, {}),
-    ("data.vocabulary", 512, PATH, {"model": {"path": "somewhere", "weights": "random"}}),
+    ("data.vocab_size", 512, {"data": {"tokenizer": "folder"}}, {}),
+    ("data.vocab_size", 512, PATH, {"model": {"path": "somewhere", "weights": "random"}}),
     ("data.image_pixels", 4096, {}, PATH),
     ("data.images", 2.0, {}, PATH),
     ("data.text_files", "whole", FILE, {"data": {"source": "a.txt"}}),
     ("data.prefetch", 8, {}, {"data": {"workers": 1}}),
     ("optimizer.betas", [0.8, 0.9], {"techniques": {"adafactor": {}}}, {"techniques": {"lion": {}}}),
     ("optimizer.eps", 1e-6, {"techniques": {"lion": {}}}, {"techniques": {"muon": {}}}),
-    ("schedule.warmup", 0.1, {"stop": {"hours": 1, "steps": None}, "schedule": {"kind": "constant"}}, {}),
-    ("schedule.decay", 0.1, {}, {"schedule": {"kind": "wsd"}}),
-    ("schedule.floor", 0.0, {"schedule": {"kind": "constant"}}, {}),
-    *((f"evaluate.{key}", 4, {"data": {"validation": 0}}, {"data": {"validation": "held.txt"}}) for key in ("every", "rows", "micro")),
+    ("schedule.warmup_ratio", 0.1, {"stop": {"hours": 1, "max_steps": None}, "schedule": {"kind": "constant"}}, {}),
+    ("schedule.decay_ratio", 0.1, {}, {"schedule": {"kind": "wsd"}}),
+    ("schedule.min_lr_ratio", 0.0, {"schedule": {"kind": "constant"}}, {}),
+    *((f"evaluate.{key}", 4, {"data": {"validation": 0}}, {"data": {"validation": "held.txt"}}) for key in ("every", "rows", "micro_batch_size")),
     ("evaluate.baselines", True, {"data": {"validation": 0.0}}, {}),
-    *((f"sample.{key}", value, {}, {"sample": {"prompts": ["a"]}}) for key, value in {"tokens": 5, "temperature": 1.0, "repetition_penalty": 1.1, "stop": ["x"], "cache": "int8", "window": 9, "draft": "x", "lookup": 3}.items()),
+    *((f"sample.{key}", value, {}, {"sample": {"prompts": ["a"]}}) for key, value in {"max_new_tokens": 5, "temperature": 1.0, "repetition_penalty": 1.1, "stop": ["x"], "cache": "int8", "window": 9, "draft_model": "x", "prompt_lookup_tokens": 3}.items()),
     ("sample.compile", True, {"sample": {"cache": "static"}}, {"sample": {"cache": "static", "rows": 2}}),
     ("hardware.segments", "expandable", {"hardware": {"device": "cpu"}}, {}),
-    ("parallel.zero", 3, {}, {"parallel": {"engine": "deepspeed"}}),
+    ("parallel.zero_stage", 3, {}, {"parallel": {"engine": "deepspeed"}}),
     ("parallel.timeout", 60.0, {"parallel": {"devices": 1}}, {}),
     ("techniques.lora.pissa_iterations", 4, {}, {"techniques": {"lora": {"variant": "pissa"}}}),
     ("techniques.mixed_precision.loss_scale", 4.0, {}, {"techniques": {"mixed_precision": {"mode": "fp16"}}}),
@@ -66,7 +66,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("techniques.length_curriculum.root_degree", 3.0, {}, {"techniques": {"length_curriculum": {"schedule": "root"}}}),
     ("techniques.length_curriculum.multiple", 16, {"techniques": {"length_curriculum": {"lengths": [16]}}}, {}),
     ("techniques.expert_balancing.rate", 0.01, {"techniques": {"expert_balancing": {"method": "loss"}}}, {}),
-    ("techniques.distillation.top", 8, {}, {"techniques": {"distillation": {"cache": "x"}}}),
+    ("techniques.distillation.top_k", 8, {}, {"techniques": {"distillation": {"cache": "x"}}}),
     ("techniques.chunked_loss.rows", 8, {"techniques": {"chunked_loss": {"kernel": "liger"}}}, {}),
     ("techniques.tensor_parallel.rows", 8, {"techniques": {"tensor_parallel": {"loss_parallel": False}}}, {}),
 ]  # fmt: skip
@@ -74,10 +74,10 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
 # Keys that are read whatever the others say, or that what reads them refuses by itself.
 ALWAYS = {
     "name", "seed",
-    *(f"model.{k}" for k in ("preset", "path", "weights", "shape", "layers", "width", "heads", "kv_heads", "feed_forward", "experts", "add_tokens", "config")),
-    *(f"data.{k}" for k in ("source", "preflight", "streaming", "tokenizer", "packing", "longer", "validation", "limit", "workers")),
-    "batch.size", "batch.length", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip", "schedule.kind",
-    "stop.steps", "stop.tokens", "stop.epochs", "stop.hours", "evaluate.tasks", "evaluate.forgetting",
+    *(f"model.{k}" for k in ("preset", "path", "weights", "shape", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "num_experts", "add_tokens", "config")),
+    *(f"data.{k}" for k in ("source", "preflight", "streaming", "tokenizer", "packing", "overlong", "validation", "limit", "workers")),
+    "batch.size", "batch.seq_len", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm", "schedule.kind",
+    "stop.max_steps", "stop.tokens", "stop.epochs", "stop.hours", "evaluate.tasks", "evaluate.forgetting",
     "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "hardware.device", "hardware.threads", "hardware.memory", "hardware.deterministic",
     "parallel.devices", "parallel.engine",
     *(f"sample.{k}" for k in ("prompts", "rows", "top_p", "top_k", "min_p", "draft_tokens")),
@@ -85,7 +85,7 @@ ALWAYS = {
 
 
 def recipe_of(key: str, value: Any, more: dict[str, Any]) -> str:
-    values: dict[str, Any] = {"model": {"size": "15M"}, "stop": {"steps": 5}}
+    values: dict[str, Any] = {"model": {"size": "15M"}, "stop": {"max_steps": 5}}
     for part, inner in more.items():
         same = part != "model" or "size" in inner or key == "model.size" or not {"path", "preset"} & inner.keys()
         values[part] = {**(values.get(part, {}) if same else {}), **inner}
@@ -132,7 +132,7 @@ def test_every_key_is_in_the_table_or_always_read() -> None:
     assert {name for name, (needs, reads) in LAYOUTS.items() if "prompt" in (*needs, *reads)} == {
         "prompt",
         "preference",
-        "unpaired",
+        "kto",
     }
 
 
@@ -144,16 +144,16 @@ def test_shipped_recipes_state_nothing_in_vain(name: str, caplog: pytest.LogCapt
 
 def test_a_file_is_named_with_its_line_and_a_default_is_not(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "r.yaml"
-    file.write_text("model: {size: 15M}\nstop: {steps: 5}\nschedule:\n  decay: 0.1\noptimizer: {eps: 1.0e-8}\n")
+    file.write_text("model: {size: 15M}\nstop: {max_steps: 5}\nschedule:\n  decay: 0.1\noptimizer: {eps: 1.0e-8}\n")
     with caplog.at_level(logging.WARNING):
         recipe = load(file, ["techniques.lion={}", "optimizer.eps=1e-6"])
     first, second = [record.getMessage() for record in caplog.records]
     assert (
         first == "--set optimizer.eps=1e-6: optimizer.eps: 1e-06 changes nothing: lion has no such term; leave it out"
     )
-    assert second.startswith(f"{file}:4: schedule.decay: 0.1 changes nothing: it is for schedule.kind: wsd")
-    assert stated(recipe) == {
-        "model.size": "15M", "optimizer.eps": 1e-6, "schedule.decay": 0.1, "stop.steps": 5, "techniques.lion": {},
+    assert second.startswith(f"{file}:4: schedule.decay_ratio: 0.1 changes nothing: it is for schedule.kind: wsd")
+    assert non_default_keys(recipe) == {
+        "model.size": "15M", "optimizer.eps": 1e-6, "schedule.decay_ratio": 0.1, "stop.max_steps": 5, "techniques.lion": {},
     }  # fmt: skip
 
 
@@ -163,4 +163,4 @@ def test_an_empty_recipe_is_told_as_that(text: str) -> None:
         RecipeError, match=r"^r\.yaml: is empty; write at least a model and an end, e\.g\. .*preheat init demo$"
     ):
         parse(text, where="r.yaml")
-    parse("{model: {size: 15M}, stop: {steps: 100}}")  # which the message names
+    parse("{model: {size: 15M}, stop: {max_steps: 100}}")  # which the message names

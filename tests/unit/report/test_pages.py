@@ -19,11 +19,13 @@ from preheat.report import (
     data_page,
     inference_page,
     nettest_page,
+    page,
     plan_page,
     report_data,
     run_page,
     svg,
 )
+from preheat.report.formatting import MISSING
 from preheat.run_dir import Writer
 
 HOSTILE = (
@@ -45,11 +47,11 @@ CATEGORIES = dict.fromkeys(("parameters", "gradients", "optimizer", "activations
 PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bench": (
         bench_page._page,
-        {"name": "n", "steps": 3, "repeats": 2, "verdicts": [{"technique": "lora", "within_noise": True, "words": "v"}], "rows": [*map(bench_row, ("plain", "all", "without lora")), {"name": "x", "failed": "why"}]},
+        {"name": "n", "steps": 3, "repeats": 2, "verdicts": [{"technique": "lora", "within_noise": True, "message": "v"}], "rows": [*map(bench_row, ("plain", "all", "without lora")), {"name": "x", "failed": "why"}]},
     ),
     "compress": (
         compress_page._page,
-        {"source": "s", "texts": "t", "calibration_rows": 1, "chosen": "int8", "chosen_because": "b", "said": ["s"],
+        {"source": "s", "texts": "t", "calibration_rows": 1, "chosen": "int8", "chosen_because": "b", "notes": ["s"],
          "variants": [{"name": "int8", "what": "w", "before": SIDE, "after": SIDE, "perplexity_rise": 0.1, "max_logit_difference": 0.1, "top_1_agreement": 1.0}]},
     ),
     "data": (
@@ -77,10 +79,10 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "plan": (
         plan_page._page,
         {**SMALL, "recipe": {"name": "n"}, "recipe_text": "name: n", "device": {"name": "d"}, "devices": 1, "fits": True, "available_gib": 0.03, "numerics": "exact", "chosen": "c",
-         "searched": {"candidates": 3, "looked_at": 2, "confirmed": True}, "parameters": {"total": 9, "trained": 9}, "cost": None, "energy": None, "peak_phase": "forward",
+         "searched": {"candidates": 3, "dry_runs": 2, "confirmed": True}, "parameters": {"total": 9, "trained": 9}, "cost": None, "energy": None, "peak_phase": "forward",
          "seconds_per_step": 0.1, "tokens_per_step": 9, "mfu": 0.1, "matrix_rate": 1e12, "seconds_total": 5.0, "steps": 7, "memory": CATEGORIES, "export": None,
          "phase_memory": {"forward": CATEGORIES}, "phases": {"forward": 0.02}, "overhead": {"context": 0.1}, "overhead_sources": {"context": "s"},
-         "alternatives": [{"what": "a", **SMALL, "gives_up": "g"}], "rejected": [{"recipe": "r", "reason": "w"}],
+         "alternatives": [{"what": "a", **SMALL, "tradeoff": "g"}], "rejected": [{"recipe": "r", "reason": "w"}],
          "figures": {"timeline": {"phases": [(0, "forward")], "bytes": [(0, 0.01), (1, 0.02)]}, "roofline": {"peak": 1e12, "bandwidth": 1e9, "points": [{"operator": "o", "intensity": 5.0, "flops": 1e10, "share": 1.0}]},
                      "guesses": [{"what": "g; 1 row", "techniques": "g", "peak_gib": 0.2, "tokens_per_second": 4100.0}],
                      "pareto": [{"what": "p; 1 row", "techniques": "p", **SMALL, "fits": True, "best": True}, {"what": "q; 1 row", "techniques": "q", "peak_gib": 0.04, "tokens_per_second": 1.0, "fits": False, "best": False}]}},
@@ -140,8 +142,8 @@ VALUES = [None, True, 0, -1, 10**400, 1e300, -1e-300, math.nan, math.inf, "", "x
 def run_files(path: Path) -> dict[str, Any]:
     """A run of a few steps, and the documents of its files."""
     writer = Writer(path)
-    recipe = {"name": "n", "seed": 1, "model": {"path": "m"}, "data": {"source": ["a", {"source": "b"}], "validation": 0.1}, "batch": {"size": 2, "length": 8}, "optimizer": {"lr": 1e-3},
-              "schedule": {"kind": "wsd", "warmup": 0.1}, "stop": {"steps": 3, "hours": 1}, "techniques": {"lora": {}, "gradient_accumulation": {"steps": 2}}}  # fmt: skip
+    recipe = {"name": "n", "seed": 1, "model": {"path": "m"}, "data": {"source": ["a", {"source": "b"}], "validation": 0.1}, "batch": {"size": 2, "seq_len": 8}, "optimizer": {"lr": 1e-3},
+              "schedule": {"kind": "wsd", "warmup_ratio": 0.1}, "stop": {"max_steps": 3, "hours": 1}, "techniques": {"lora": {}, "gradient_accumulation": {"steps": 2}}}  # fmt: skip
     writer.text("recipe.yaml", json.dumps(recipe))
     parts = {"metrics": {"loss": {"value": 4.5, "low": 4.0, "high": 5.0}}, "rows": 7, "truncated": 1}
     tasks = {"needle": {**parts, "parts": [{"length": 8, "depth": 0.5, "value": 0.5}]}, "places": {**parts, "parts": [{"start": 0, "end": 4, "value": 2.0, "low": 1.0, "high": 3.0}]}}  # fmt: skip
@@ -152,7 +154,7 @@ def run_files(path: Path) -> dict[str, Any]:
         "evaluation.json": {"step": 3, "before": {"texts": {"v": parts}}, "after": {"texts": {"v": parts}, "tasks": tasks}, "difference": {"texts": {"v": parts}}},
         "metrics": [{"step": n, "loss": 3.0 / n, "lr": 1e-3, "gradient_norm": 1.0, "tokens": n, "tokens_per_second": 5.0, "memory": 2**20, "elapsed": 1.0, "expert_loads": [1.0, 2.0]} for n in (1, 2, 3)],
         "evaluations": [{"step": n, "validation_loss": 3.0, "forgetting_loss": 2.0, "tasks": {"t": {"accuracy": 0.5}}} for n in (0, 3)],
-        "events": [{"kind": "started"}, {"kind": "baseline", "vocabulary": 9, "unigram": 3.0}, {"kind": "rung", "step": 1, "set": ["batch.size=1"], "took": ["t"], "where": "w", "was_gib": 1.0, "peak_gib": 0.5},
+        "events": [{"kind": "started"}, {"kind": "baseline", "vocabulary": 9, "unigram": 3.0}, {"kind": "fallback", "step": 1, "set": ["batch.size=1"], "changed": ["t"], "cause": "w", "was_gib": 1.0, "peak_gib": 0.5},
                    {"kind": "sample", "prompt": "p", "text": "t"}, {"kind": "sample", "step": 0, "prompt": [{"role": "user", "content": "hi"}], "text": "u"},
                    {"kind": "measured", **SMALL, "spread": [1, 2]}, {"kind": "checkpoint", "step": 3, "seconds": 0.5}, {"kind": "finished", "steps": 3, "loss": 1.0}],
     }  # fmt: skip
@@ -307,12 +309,41 @@ def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
     from types import SimpleNamespace
 
     from preheat import recipe as recipes
-    from preheat.cli.plan_modes import recipe_text
+    from preheat.cli.plan import recipe_text
 
-    text = "name: n\nmodel:\n  size: 15M\nbatch:\n  length: 64\nstop:\n  steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
+    text = "name: n\nmodel:\n  size: 15M\nbatch:\n  seq_len: 64\nstop:\n  max_steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
     recipe = recipes.parse(text)
     question: Any = SimpleNamespace(checkpoint=None)
     said = recipe_text({"recipe": recipes.as_values(recipe)}, question)
     assert "".join(line for line in said.splitlines(keepends=True) if not line.lstrip().startswith("#")) == text
-    recipe, question = recipes.parse("model: {preset: gpt2}\nstop: {steps: 1}"), SimpleNamespace(checkpoint="org/model")
+    recipe, question = (
+        recipes.parse("model: {preset: gpt2}\nstop: {max_steps: 1}"),
+        SimpleNamespace(checkpoint="org/model"),
+    )
     assert recipes.parse(recipe_text({"recipe": recipes.as_values(recipe)}, question)).model.path == "org/model"
+
+
+def test_markup_of_figures_and_tables_stands_in_one_module() -> None:
+    for file in Path(page.__file__).parent.glob("*.py"):
+        tags = re.findall("<!doctype|<figure|<table|<t[rhd]|<section|<header|class=.legend", file.read_text("utf-8"))
+        assert bool(tags) == (file.name == "page.py"), (file.name, tags)
+
+
+def test_parts_escape_text_and_leave_out_what_is_empty() -> None:
+    legend = [page.LegendEntry("a<b", "series-2"), page.LegendEntry("raw", "ink", "raw")]
+    assert page.figure("T&", "c<", "<svg />", legend) == (
+        "<figure><figcaption><h3>T&amp;</h3><p>c&lt;</p></figcaption>"
+        '<ul class="legend"><li class="line" style="--c: var(--series-2)">a&lt;b</li>'
+        '<li class="raw" style="--c: var(--ink)">raw</li></ul><svg /></figure>'
+    )
+    assert page.figure("", "c", "") == "<figure><figcaption><p>c</p></figcaption></figure>"
+    assert [page.section("a", "A", ""), page.two_columns("", ""), page.tiles([("L", MISSING, "b")])] == ["", "", ""]
+    rows = [page.named_row("<i>", page.number_cell("1 GiB", "2 to 3")), page.failed_row("x", "<why>", 2)]
+    assert page.table(("name", "size"), rows) == (
+        '<div class="scroll"><table><thead><tr><th scope="col">name</th><th scope="col" class="n">size</th></tr></thead>'
+        '<tbody><tr><th scope="row">&lt;i&gt;</th><td class="n">1\u00a0GiB<br><span class="small">2 to 3</span></td></tr>'
+        '<tr><th scope="row">x</th><td class="free bad" colspan="1">&lt;why&gt;</td></tr></tbody></table></div>'
+    )
+    many = page.table((), [page.row(page.cell(str(n))) for n in range(1000)])
+    assert many.count("<tr>") == 401
+    assert "600 rows left out" in many

@@ -26,6 +26,7 @@ from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.custom_op import OpaqueAttention, OpaqueMask
 from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.recipe import override
 from preheat.techniques.compile import _ONE_GRAPH, Compile, compile_layers
 
@@ -221,7 +222,7 @@ def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -
 def test_compiled_layers_are_planned_with_every_way_to_checkpoint(mode: str) -> None:
     both = f"{{compile: {{}}, activation_checkpointing: {{mode: {mode}}}, efficient_attention: {{}}}}"
     fused = f"{{fused_operators: {{}}, activation_checkpointing: {{mode: {mode}}}, efficient_attention: {{}}}}"
-    seen, like = (observe(tiny(techniques), vocabulary=96, device=DEVICE) for techniques in (both, fused))
+    seen, like = (observe(Request(tiny(techniques), DEVICE, vocabulary=96)) for techniques in (both, fused))
     assert seen.flops == like.flops
     assert seen.peak["backward"] == pytest.approx(like.peak["backward"], rel=0.02)
 
@@ -261,7 +262,7 @@ def test_a_search_compiles_whole_layers_of_the_families_that_can_be(tmp_path: Pa
 def test_a_search_leaves_experts_and_changing_shapes_uncompiled() -> None:
     gpu = Device("cuda", "a GPU", 1 << 30)
     for settings in (
-        ("model={family: qwen3_moe, layers: 2, width: 32, heads: 2, vocabulary: 96}",),
+        ("model={family: qwen3_moe, num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 96}",),
         ("techniques={length_curriculum: {}}",),
     ):
         recipe = override(tiny("{}"), *settings)

@@ -20,6 +20,7 @@ from preheat.engine.builder import build
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.inference.load import load_model
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 from preheat.techniques.difficulty_curriculum import competence, losses_of, order_by_difficulty
 from preheat.techniques.length_curriculum import LengthCurriculum, length_at, shape_at
 from preheat.training import loop as training
@@ -142,7 +143,7 @@ def test_stated_stages_last_alike_and_are_what_is_read() -> None:
 
 
 def test_the_plan_sees_the_longest_rows() -> None:
-    plain, grown = (observe(tiny(t), vocabulary=96, device=DEVICE) for t in ("{}", "{length_curriculum: {}}"))
+    plain, grown = (observe(Request(tiny(t), DEVICE, vocabulary=96)) for t in ("{}", "{length_curriculum: {}}"))
     assert grown.peak == plain.peak
     assert grown.tokens == plain.tokens
 
@@ -150,14 +151,14 @@ def test_the_plan_sees_the_longest_rows() -> None:
 @pytest.mark.parametrize(
     ("techniques", "more", "words"),
     [
-        ("{length_curriculum: {start: 32}}", "", "not below batch.length 32"),
+        ("{length_curriculum: {start: 32}}", "", "not below batch.seq_len 32"),
         ("{length_curriculum: {start: 12, multiple: 8}}", "", "no multiple of 8; use start: 16"),
         ("{length_curriculum: {lengths: [16, 8]}}", "", "a stage of 8 tokens follows one of 16; they must rise"),
-        ("{length_curriculum: {lengths: [8, 32]}}", "", "a stage of 32 tokens \\(batch.length\\) follows one of 32"),
+        ("{length_curriculum: {lengths: [8, 32]}}", "", "a stage of 32 tokens \\(batch.seq_len\\) follows one of 32"),
         ("{length_curriculum: {lengths: [8], start: 16}}", "", "leave start and schedule out"),
         ("{length_curriculum: {until: 1.0}}", "", "never reached"),
         ("{length_curriculum: {until: 0.96}}", "", "last of 20 steps begins at 0.95"),
-        ("{length_curriculum: {keep: rows}}", "stop.tokens=4000", "use stop.steps"),
+        ("{length_curriculum: {keep: rows}}", "stop.tokens=4000", "use stop.max_steps"),
         ("{length_curriculum: {}}", "data.packing=whole", "part completions from their prompts"),
         ("{length_curriculum: {}}", "data.source=docstrings", "part completions from their prompts"),
         ("{difficulty_curriculum: {model: no-such, by: length}}", "", "state one"),
@@ -228,7 +229,7 @@ def test_scores_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"score": s}) + "\n" for s in per_row.tolist()))
     for name in ("rows.npy", "rows.txt", "rows.jsonl"):
         assert (from_file(tmp_path / name, rows) == per_row).all()
-    lengths = np.diff(rows.tokens.ends, prepend=0)
+    lengths = np.diff(rows.tokens.offsets, prepend=0)
     np.save(tmp_path / "documents.npy", lengths)
     assert from_file(tmp_path / "documents.npy", rows) == pytest.approx(by_length(rows))
     with pytest.raises(DataError, match=r"none.txt: cannot be read \(No such file"):
@@ -277,11 +278,11 @@ def test_the_loss_of_a_small_model_is_that_of_transformers_and_is_kept(
 # --- resumed ------------------------------------------------------------------------------------------------------------
 
 RECIPE = """
-model: {layers: 2, width: 32, heads: 2, vocabulary: 320}
-data: {source: TEXT, vocabulary: 300, validation: 0.2}
-batch: {size: 4, length: 32}
+model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 320}
+data: {source: TEXT, vocab_size: 300, validation: 0.2}
+batch: {size: 4, seq_len: 32}
 optimizer: {lr: 0.01}
-stop: {steps: 14}
+stop: {max_steps: 14}
 checkpoint: {every: 4}
 """
 FIGURES = {
@@ -312,7 +313,7 @@ class Killer(Watch):
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with text; the plan is left out, since what is tried here is the data and the state."""
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("preheat.planning.fallback_ladder.plan", lambda *_, **__: dict(FIGURES))
+    monkeypatch.setattr("preheat.training.session.plan", lambda *_, **__: dict(FIGURES))
     monkeypatch.setattr("preheat.hardware.benchmark_rates.rates", lambda *_, **__: None)
     monkeypatch.setattr(
         session, "reset_memory_baseline", lambda device: 0
@@ -373,7 +374,7 @@ def test_ended_in_the_middle_and_resumed_every_loss_is_the_same(
 
 def test_scores_that_changed_refuse_to_resume(text: str, tmp_path: Path) -> None:
     recipe = recipes.parse(RECIPE.replace("TEXT", text) + "techniques: {}")
-    data = training.train(recipes.override(recipe, "stop.steps=1"), out=tmp_path / "first")
+    data = training.train(recipes.override(recipe, "stop.max_steps=1"), out=tmp_path / "first")
     assert data["steps"] == 1
     documents = json.loads((tmp_path / "first" / "data.json").read_text())["counts"]["train"]["documents"]
     scores = tmp_path / "scores.txt"

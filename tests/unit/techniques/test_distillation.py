@@ -21,9 +21,10 @@ from preheat.engine.evaluate import measure
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError, RunError
 from preheat.models.distillation.teacher import spread
-from preheat.ops.losses.cross_entropy import chunked_logits, whole_logits
+from preheat.ops.losses.cross_entropy import chunked_logits, full_logits
 from preheat.ops.losses.distillation import Distilled, TeacherHead, divergence, likeliest
 from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
 from ...contract.settings import teacher
@@ -88,7 +89,7 @@ def test_the_loss_and_its_gradient_in_chunks_are_those_of_the_formula(
     rows = (1 - mixture) * plain + mixture * temperature**2 * torch.where(labels.flatten() >= 0, apart, 0)
     wanted = torch.autograd.grad(rows.sum(), [hidden, head.weight])
     rows, plain, apart = (t.detach() for t in (rows, plain, apart))
-    for by in (whole_logits, lambda *given: chunked_logits(*given, rows=7)):
+    for by in (full_logits, lambda *given: chunked_logits(*given, rows=7)):
         total, sums, grads = loss(by)
         assert float(total) == pytest.approx(float(rows.sum()), rel=1e-5)
         assert float(sums["label_loss"]) == pytest.approx(float(plain.sum()), rel=1e-5)
@@ -204,7 +205,7 @@ def test_the_teacher_is_in_no_checkpoint_but_known_by_its_weights() -> None:
 def test_a_student_of_fewer_layers_begins_from_layers_all_over_its_teacher(data_folder: Path) -> None:
     stories = data_folder / "stories260K-hf"
     recipe = recipes.parse(
-        f"model: {{path: {stories}, config: {{num_hidden_layers: 3}}}}\nbatch: {{size: 2, length: 32}}\nstop: {{steps: 1}}\n"
+        f"model: {{path: {stories}, config: {{num_hidden_layers: 3}}}}\nbatch: {{size: 2, seq_len: 32}}\nstop: {{max_steps: 1}}\n"
         f"techniques: {{distillation: {{teacher: {stories}, layers: spread, mixture: 1.0}}}}"
     )
     b = build(recipe, vocabulary=512, device=DEVICE)
@@ -230,7 +231,10 @@ def _batch(rows: Rows, numbers: list[int]) -> Batch:
 
 def test_what_a_teacher_said_is_read_by_row_and_gives_the_loss_of_the_teacher_at_hand(tmp_path: Path) -> None:
     rows, settings = rows_of(), "mixture: 0.8, temperature: 1.5"
-    kept, live = made(f"{settings}, cache: {tmp_path}, top: 96", "chunked_loss: {}"), made(settings, "chunked_loss: {}")
+    kept, live = (
+        made(f"{settings}, cache: {tmp_path}, top_k: 96", "chunked_loss: {}"),
+        made(settings, "chunked_loss: {}"),
+    )
     assert "teacher" not in kept.parts
     asked: list[str] = []
     kept.run_dataset_passes(rows, [4, 1, 0, 4], lambda what, done, whole: asked.append(what))
@@ -239,7 +243,7 @@ def test_what_a_teacher_said_is_read_by_row_and_gives_the_loss_of_the_teacher_at
     assert float(loss.total) == pytest.approx(float(wanted.total), rel=1e-4)
     measure(kept, [_batch(rows, [3])])  # an evaluation reads no rows of it
     asked.clear()
-    again = made(f"{settings}, cache: {tmp_path}, top: 96", "chunked_loss: {}")
+    again = made(f"{settings}, cache: {tmp_path}, top_k: 96", "chunked_loss: {}")
     again.run_dataset_passes(rows, [0, 1, 4], lambda what, done, whole: asked.append(what))
     assert not asked  # the teacher runs once
     assert float(gradients(again, [_batch(rows, [4, 0]), _batch(rows, [1])]).total) == float(loss.total)
@@ -251,10 +255,10 @@ def test_what_a_teacher_said_is_read_by_row_and_gives_the_loss_of_the_teacher_at
 
 def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path) -> None:
     rows, folder = rows_of(), tmp_path / "kept"
-    first = made(f"cache: {folder}, top: 4")
+    first = made(f"cache: {folder}, top_k: 4")
     first.run_dataset_passes(rows, range(6), lambda *_: None)
     cases = [
-        ("temperature: 2.0, top: 4", rows, "temperature"),
+        ("temperature: 2.0, top_k: 4", rows, "temperature"),
         ("top: 5", rows, r"top \(was 4, is 5\)"),
         ("top: 4", rows_of(seed=1), "data"),
     ]
@@ -265,13 +269,13 @@ def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    damaged = made(f"cache: {folder}, top: 4")
+    damaged = made(f"cache: {folder}, top_k: 4")
     damaged.run_dataset_passes(rows, range(6), lambda *_: None)
     with pytest.raises(RunError, match=r"row [23] is damaged; remove the folder"):
         gradients(damaged, [_batch(rows, [2, 3])])
     file.write_bytes(content[:-5])
     with pytest.raises(RunError, match=r"rows\.bin is missing or not whole"):
-        made(f"cache: {folder}, top: 4").run_dataset_passes(rows, range(6), lambda *_: None)
+        made(f"cache: {folder}, top_k: 4").run_dataset_passes(rows, range(6), lambda *_: None)
 
 
 def test_rows_that_were_not_written_whole_are_missing(tmp_path: Path) -> None:
@@ -312,10 +316,10 @@ def planned(
     folder: Path, technique: str, beside: str = "chunked_loss: {}, mixed_precision: {}, efficient_attention: {}"
 ) -> Any:
     recipe = recipes.parse(
-        "model: {layers: 6, width: 384, heads: 6, feed_forward: 1024, vocabulary: 32000}\nbatch: {size: 16, length: 256}\n"
-        f"data: {{tokenizer: {folder}}}\nstop: {{steps: 1}}\ntechniques: {{{beside}, {technique}}}"
+        "model: {num_layers: 6, hidden_size: 384, num_heads: 6, intermediate_size: 1024, vocab_size: 32000}\nbatch: {size: 16, seq_len: 256}\n"
+        f"data: {{tokenizer: {folder}}}\nstop: {{max_steps: 1}}\ntechniques: {{{beside}, {technique}}}"
     )
-    return observe(recipe, vocabulary=32_000, device=DEVICE, evaluated=False)
+    return observe(Request(recipe, DEVICE, vocabulary=32_000), evaluated=False)
 
 
 def test_at_32_000_pieces_memory_is_near_that_of_plain_chunked_training_and_the_teacher_is_counted(large: Path) -> None:
@@ -342,7 +346,7 @@ def test_under_fsdp_the_teacher_is_shared_out_as_the_student_is() -> None:
         f"data.tokenizer={teacher()}",
         "parallel.devices=4",
     )
-    seen = observe(recipe, vocabulary=96, device=DEVICE, evaluated=False)
+    seen = observe(Request(recipe, DEVICE, vocabulary=96), evaluated=False)
     whole = sum(p.numel() for parts in made().parts.values() for part in parts for p in part.parameters())
     assert seen.at["load", ""]["parameters"] == pytest.approx(4 * whole / 4, rel=0.1)  # bytes of fp32, a fourth of them
 
@@ -352,7 +356,7 @@ def test_the_pass_that_fills_a_cache_is_planned_too(large: Path) -> None:
         tiny("{}", more=f"data: {{tokenizer: {teacher()}}}"),
         f"techniques.distillation={{teacher: {teacher()}, cache: {large / 'x'}}}",
     )
-    seen = observe(recipe, vocabulary=96, device=DEVICE)
+    seen = observe(Request(recipe, DEVICE, vocabulary=96))
     count = sum(p.numel() for p in made().parts["teacher"][0].parameters())
     assert sum(seen.at["load", "rows"].values()) > sum(seen.at["load", ""].values()) + 4 * count
     assert not (large / "x").exists()
@@ -397,12 +401,12 @@ def test_check_says_no(settings: str, words: str, tmp_path: Path) -> None:
 def test_a_student_that_is_its_teacher_has_nothing_to_learn_but_a_changed_one_has(data_folder: Path) -> None:
     stories = data_folder / "stories260K-hf"
     recipe = recipes.parse(
-        f"model: {{path: {stories}}}\nbatch: {{size: 2, length: 32}}\nstop: {{steps: 1}}\n"
+        f"model: {{path: {stories}}}\nbatch: {{size: 2, seq_len: 32}}\nstop: {{max_steps: 1}}\n"
         f"techniques: {{distillation: {{teacher: {stories}, mixture: 1.0}}}}"
     )
     with pytest.raises(RecipeError, match="there is nothing to learn"):
         build(recipe, vocabulary=512, device=DEVICE)
-    b = build(recipes.override(recipe, "techniques.grouped_queries={kv_heads: 2}"), vocabulary=512, device=DEVICE)
+    b = build(recipes.override(recipe, "techniques.grouped_queries={num_kv_heads: 2}"), vocabulary=512, device=DEVICE)
     assert b.changes["distillation"][0].count == 260_032
     own = dataclasses.replace(recipe, model=tiny().model)
     with pytest.raises(RecipeError, match=f"set data.tokenizer: {stories}"):

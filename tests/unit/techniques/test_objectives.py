@@ -31,7 +31,7 @@ from preheat.techniques.preference import preference_loss
 from ...conftest import DEVICE, difference, split, tiny, uneven
 
 _LAYOUT = Layout("text", {}, "text")
-PAIRS, LIKED, CLASSES = ExampleKind("pairs"), ExampleKind("liked"), ExampleKind("classes", 5)
+PAIRS, LIKED, CLASSES = ExampleKind("pairs"), ExampleKind("desirable"), ExampleKind("classes", 5)
 TOGETHER = "chunked_loss: {rows: 7}, gradient_accumulation: {steps: 3}, activation_checkpointing: {}"
 
 
@@ -70,8 +70,8 @@ def slow_loss(
 ) -> torch.Tensor:
     """The papers' formulas, pair by pair; the mean."""
     loss, beta = settings.get("loss", "dpo"), settings.get("beta", 0.1)
-    if loss == "unpaired":
-        liked = [k for row in batch.liked for k in row]
+    if loss == "apo_zero":
+        liked = [k for row in batch.desirable for k in row]
         terms = [
             (1 - torch.sigmoid(beta * (a - b))) if k else torch.sigmoid(beta * (a - b))
             for a, b, k in zip(now, before, liked, strict=True)
@@ -115,14 +115,14 @@ def slow_loss(
         {"loss": "simpo", "beta": 2.0, "gamma": 0.3},
         {"loss": "cpo"},
         {"loss": "orpo", "beta": 0.2},
-        {"loss": "unpaired"},
+        {"loss": "apo_zero"},
     ],
     ids=str,
 )
 def test_losses_and_gradients_equal_the_slow_reference(settings: dict[str, Any], beside: str) -> None:
     techniques = f"{{preference: {settings}, {beside}}}".replace("'", "").replace("True", "true")
     made = moved(techniques)
-    batch = uneven(examples=LIKED if settings.get("loss") == "unpaired" else PAIRS)
+    batch = uneven(examples=LIKED if settings.get("loss") == "apo_zero" else PAIRS)
     model: Any = made.trained[0]
     with torch.no_grad():
         before, _ = slow_logp(build(tiny(), vocabulary=96, device=DEVICE).trained[0], batch)
@@ -134,7 +134,7 @@ def test_losses_and_gradients_equal_the_slow_reference(settings: dict[str, Any],
     for _, p in made.parameters():
         p.grad = None
     found = gradients(made, split(batch, [2, 2] if made.state.accumulation > 1 else [4]))
-    assert found.weight == (8 if settings.get("loss") == "unpaired" else 4)
+    assert found.weight == (8 if settings.get("loss") == "apo_zero" else 4)
     assert float(found.total / found.weight) == pytest.approx(wanted.item(), rel=1e-6)
     assert difference({name: p.grad for name, p in made.parameters()}, expected) < 3e-6
 
@@ -269,7 +269,7 @@ def tokens(count: int, *, group: int = 1, labels: int = 0, trained: bool = True,
 KINDS = {
     "text": tokens(40),
     "pairs": tokens(40, group=2),
-    "liked": tokens(40, labels=2),
+    "desirable": tokens(40, labels=2),
     "classes": tokens(40, labels=5, trained=False),
 }
 
@@ -281,19 +281,19 @@ def test_tokens_say_what_they_hold() -> None:
         )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["pairs", "liked", "classes"])
+@pytest.mark.parametrize("kind", ["pairs", "desirable", "classes"])
 def test_batches_have_every_example_once(kind: str) -> None:
     rows = Rows(KINDS[kind], 32, "whole", pad=95)
     batches = list(evaluation_batches(rows, micro=3, limit=99))
     assert sum(b.weight for b in batches) == 40
     assert sum(b.weight for b in regrouped(batches, 2)) == 40
-    judged = [n for b in regrouped(batches, 2) for row in b.liked for n in row]
-    assert sorted(judged) == ([0] * 20 + [1] * 20 if kind == "liked" else [])
+    judged = [n for b in regrouped(batches, 2) for row in b.desirable for n in row]
+    assert sorted(judged) == ([0] * 20 + [1] * 20 if kind == "desirable" else [])
     assert all(b.group == (2 if kind == "pairs" else 1) for b in regrouped(batches, 2))
     if kind == "pairs":  # chosen and rejected of one example stand side by side
         found = {tuple(t.tolist()) for b in batches for t, _ in documents(b)}
         assert len(found) == 80
-        whole = [a.tolist() for a in np.split(KINDS[kind].ids, KINDS[kind].ends[:-1])]
+        whole = [a.tolist() for a in np.split(KINDS[kind].ids, KINDS[kind].offsets[:-1])]
         places = [whole.index(t.tolist()) for b in batches for t, _ in documents(b)]
         assert all(a % 2 == 0 and b == a + 1 for a, b in zip(places[0::2], places[1::2], strict=True))
     if kind != "classes":
@@ -324,9 +324,9 @@ def test_pairs_through_rows_have_the_loss_of_the_plain_model() -> None:
         ),
         ("pairs", "", "but next-token training reads text to continue; add techniques.preference", DataError),
         ("classes", "", "add techniques.classification", DataError),
-        ("liked", "preference: {}", "loss: unpaired", DataError),
-        ("pairs", "preference: {loss: unpaired}", r"add techniques.preference \(loss: dpo", DataError),
-        ("liked", "classification: {}", "reads documents of a class each", DataError),
+        ("desirable", "preference: {}", "loss: apo_zero", DataError),
+        ("pairs", "preference: {loss: apo_zero}", r"add techniques.preference \(loss: dpo", DataError),
+        ("desirable", "classification: {}", "reads documents of a class each", DataError),
         (
             "classes",
             "classification: {classes: 4}",
@@ -369,11 +369,13 @@ def test_scores_stand_in_the_run_and_a_resumed_run_goes_on(tmp_path: Path, monke
     monkeypatch.setattr(preheat.data, "prepare", with_pairs)
     recipe = tiny(
         "{preference: {}, chunked_loss: {}}",
-        more=f"data: {{source: {tmp_path}/text.txt, vocabulary: 270, validation: 0}}\ncheckpoint: {{every: 2}}\n",
+        more=f"data: {{source: {tmp_path}/text.txt, vocab_size: 270, validation: 0}}\ncheckpoint: {{every: 2}}\n",
     )
-    recipe = recipes.override(recipe, "model.vocabulary=320", "stop.steps=4", "schedule={kind: constant, warmup: 0}")
+    recipe = recipes.override(
+        recipe, "model.vocab_size=320", "stop.max_steps=4", "schedule={kind: constant, warmup_ratio: 0}"
+    )
     whole = train(recipe, out=tmp_path / "whole")
-    train(recipes.override(recipe, "stop.steps=2"), out=tmp_path / "parts")
+    train(recipes.override(recipe, "stop.max_steps=2"), out=tmp_path / "parts")
     parts = train(recipe, out=tmp_path / "parts", resume=True)
     assert parts["validation_loss"] == whole["validation_loss"]
     assert parts["scores"] == whole["scores"]
@@ -391,7 +393,7 @@ def test_a_classifier_becomes_that_of_transformers(family: str) -> None:
 
     made = moved("{classification: {classes: 3}}", family=family)
     with pytest.raises(RunError, match="over 3 classes: it writes no text"):
-        generate(made.trained[0], None, [[0]], Sample(tokens=2))  # type: ignore[arg-type]
+        generate(made.trained[0], None, [[0]], Sample(max_new_tokens=2))  # type: ignore[arg-type]
     theirs = as_sequence_classifier(made.trained[0], pad=95)
     assert theirs.config.num_labels == 3
     for found, _ in documents(uneven(examples=CLASSES)):

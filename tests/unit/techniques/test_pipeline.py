@@ -47,7 +47,7 @@ def test_no_other_cut_has_a_cheaper_dearest_stage() -> None:
 def config(family: str, **more: Any) -> Any:
     return hf.configure(
         recipes.override(
-            tiny(family=family), "model.layers=4", *(f"model.config={{{k}: {v}}}" for k, v in more.items())
+            tiny(family=family), "model.num_layers=4", *(f"model.config={{{k}: {v}}}" for k, v in more.items())
         ),
         96,
     )
@@ -138,8 +138,8 @@ def test_a_v_comes_back_to_the_first_device() -> None:
         ("{pipeline_parallel: {}}", [], "micro_batches: 1 for 2 stages"),
         ("{pipeline_parallel: {micro_batches: 8}}", [], "cannot be cut from 4 rows"),
         ("{pipeline_parallel: {degree: 4, micro_batches: 4}}", [], "the model has 3 layers"),
-        ("{pipeline_parallel: {stages: 2, micro_batches: 4}}", ["model.layers=4"], "which takes 1"),
-        ("{pipeline_parallel: {schedule: interleaved, micro_batches: 3}}", ["model.layers=4"], None),
+        ("{pipeline_parallel: {stages: 2, micro_batches: 4}}", ["model.num_layers=4"], "which takes 1"),
+        ("{pipeline_parallel: {schedule: interleaved, micro_batches: 3}}", ["model.num_layers=4"], None),
         ("{pipeline_parallel: {micro_batches: 4}, gradient_accumulation: {steps: 4}}", [], "leave one out"),
         ("{pipeline_parallel: {micro_batches: 4}, fsdp: {}}", ["batch.size=8"], "set fsdp.reduce: last"),
         (
@@ -157,16 +157,16 @@ def test_a_v_comes_back_to_the_first_device() -> None:
             [],
             "computed again",
         ),
-        ("{pipeline_parallel: {micro_batches: 4, schedule: zbv}}", ["model.layers=3"], "are 4 stages"),
+        ("{pipeline_parallel: {micro_batches: 4, schedule: zbv}}", ["model.num_layers=3"], "are 4 stages"),
         ("{pipeline_parallel: {micro_batches: 4}, classification: {}}", [], "whole-examples"),
         (
             "{pipeline_parallel: {micro_batches: 4}, optimizer_in_backward: {}}",
-            ["optimizer.clip=0"],
+            ["optimizer.max_grad_norm=0"],
             "owns the slot 'forward_backward'",
         ),
         (
             "{pipeline_parallel: {micro_batches: 4, schedule: zbv}}",
-            ["model.layers=4", "model.config={tie_word_embeddings: true}"],
+            ["model.num_layers=4", "model.config={tie_word_embeddings: true}"],
             "tied embedding would stand twice",
         ),
         ("{pipeline_parallel: {micro_batches: 4}}", ["evaluate.tasks=[arc]"], "evaluate.tasks"),

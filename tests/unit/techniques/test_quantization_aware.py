@@ -53,7 +53,7 @@ def converted(trained: Any, settings: Int4) -> Any:
 @pytest.mark.parametrize(("symmetric", "inputs"), [(True, "full"), (False, "int8")])
 def test_converting_gives_the_weights_and_logits_of_training(family: str, symmetric: bool, inputs: Any) -> None:
     trained = model(family=family)
-    four, eight = round_weights(trained, QuantizationAware(symmetric=symmetric, inputs=inputs, group=16))
+    four, eight = round_weights(trained, QuantizationAware(symmetric=symmetric, inputs=inputs, group_size=16))
     assert (four, eight) == ((4, 8) if family == "gpt2" else (7, 14))
     made = converted(trained, Int4(symmetric=symmetric, inputs=inputs, group=16))
     assert sum(isinstance(m, Int4Linear) for m in made.modules()) == four
@@ -67,7 +67,7 @@ def test_converting_gives_the_weights_and_logits_of_training(family: str, symmet
 def test_under_lora_base_and_adapter_are_rounded_together() -> None:
     trained = model()
     add_lora(trained, rank=4)
-    round_weights(trained, QuantizationAware(group=16))
+    round_weights(trained, QuantizationAware(group_size=16))
     torch.manual_seed(1)
     for name, p in trained.named_parameters():
         if "lora_B" in name:
@@ -98,7 +98,7 @@ def test_it_learns_what_rounding_after_training_loses(data_folder: Path) -> None
     for techniques in ("{}", "{quantization_aware: {keep: [embedding, head]}}"):
         b = build(
             recipes.parse(
-                f"model: {{path: {stories}}}\nbatch: {{size: 4, length: 96}}\nstop: {{steps: 20}}\n"
+                f"model: {{path: {stories}}}\nbatch: {{size: 4, seq_len: 96}}\nstop: {{max_steps: 20}}\n"
                 f"optimizer: {{lr: 0.0005, weight_decay: 0}}\ntechniques: {techniques}"
             ),
             vocabulary=512,
@@ -127,7 +127,7 @@ def batch_of(rows: Tensor) -> Batch:
     ("techniques", "words"),
     [
         (
-            "{quantization_aware: {group: 24}}",
+            "{quantization_aware: {group_size: 24}}",
             r"quantization_aware\.group: 24 does not divide the 32 inputs of model\.layers\.1",
         ),
         ("{quantization_aware: {keep: [lyers]}}", "keep: 'lyers' matches no linear map"),
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused(techniques: str, words: str) -> None:
 
 def test_a_run_names_the_method_that_it_was_trained_for(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
-        recipes.dump(tiny("{quantization_aware: {group: 16, inputs: int8}}")), encoding="utf-8"
+        recipes.dump(tiny("{quantization_aware: {group_size: 16, inputs: int8}}")), encoding="utf-8"
     )
     (variant,) = trained_for(tmp_path)
     assert variant.method == Int4(group=16, inputs="int8")

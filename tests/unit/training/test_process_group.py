@@ -18,8 +18,9 @@ from preheat import recipe as recipes
 from preheat.core import Device
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.child_processes import all_here, store_address
+from preheat.planning.request import Request
 from preheat.training.launch.local import start
-from preheat.training.process_group import Ranks, _roll_call, meet
+from preheat.training.process_group import Ranks, _roll_call, rendezvous
 
 from ...conftest import tiny
 
@@ -63,7 +64,7 @@ def test_a_meeting_point_that_is_not_there_is_told_in_one_line(
         with pytest.raises(
             RunError, match=rf"rank 1: cannot meet the others at 127.0.0.1:{port} within 0.3 s \(Connection refused\)"
         ):
-            meet(tiny(more="parallel: {timeout: 0.3}"))
+            rendezvous(tiny(more="parallel: {timeout: 0.3}"))
     assert capfd.readouterr().err == ""  # no frames of C++
 
 
@@ -71,11 +72,11 @@ _MEMBER = """
 import os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from preheat.training.process_group import meet
+from preheat.training.process_group import rendezvous
 from tests.conftest import tiny
 
 recipe = tiny(more="parallel: {timeout: 60}")
-ranks = meet(recipe)
+ranks = rendezvous(recipe)
 ranks.join(recipe, "cpu")
 total = torch.tensor([float(ranks.rank + 1)])
 dist.all_reduce(total)
@@ -144,7 +145,7 @@ def test_more_devices_than_rows_are_refused() -> None:
     from preheat.planning.dry_run import observe
 
     with pytest.raises(RecipeError, match=r"batch.size: 4 rows cannot be shared out among 8 devices; use 8 or more"):
-        observe(tiny("{fsdp: {}}"), vocabulary=96, device=Device("cpu", "test", 8 << 30), world=8)
+        observe(Request(tiny("{fsdp: {}}"), Device("cpu", "test", 8 << 30), vocabulary=96, world=8))
 
 
 ABORTS = """
@@ -198,7 +199,7 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         torch.distributed, "init_process_group", lambda backend, **how: joined.update(how, backend=backend)
     )
     store = torch.distributed.HashStore()
-    recipe = recipes.parse("stop: {steps: 1}")
+    recipe = recipes.parse("stop: {max_steps: 1}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     Ranks(1, 2, 1, 2, store).join(recipe, "cuda")
     assert joined["device_id"] == torch.device("cuda", 1)

@@ -15,7 +15,7 @@ from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RunError
 from preheat.recipe import Schedule, override
-from preheat.training.lr_schedule import share_of_peak
+from preheat.training.lr_schedule import lr_factor
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
 
@@ -48,8 +48,8 @@ def test_averaging_means_would_not_pass_that_test() -> None:
 
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
 def test_schedules(kind: str) -> None:
-    schedule, total = Schedule(kind=kind, warmup=0.1, decay=0.2, floor=0.1), 1000  # type: ignore[arg-type]
-    shares = [share_of_peak(schedule, step, total) for step in range(total)]
+    schedule, total = Schedule(kind=kind, warmup_ratio=0.1, decay_ratio=0.2, min_lr_ratio=0.1), 1000  # type: ignore[arg-type]
+    shares = [lr_factor(schedule, step, total) for step in range(total)]
     assert shares[0] == pytest.approx(1 / 100)
     assert shares[99] == shares[100] == 1.0
     assert max(shares) == 1.0
@@ -66,7 +66,7 @@ def test_schedules(kind: str) -> None:
 
 def test_clipping_scales_to_the_limit_and_reports_the_norm_before() -> None:
     def norms(clip: float) -> tuple[float, float]:
-        b = build(override(tiny(), f"optimizer.clip={clip}"), vocabulary=96, device=DEVICE)
+        b = build(override(tiny(), f"optimizer.max_grad_norm={clip}"), vocabulary=96, device=DEVICE)
         gradients(b, [uneven()])
         before = float(b.slot(Slot.CLIP)(b))
         return before, math.sqrt(sum(float(p.grad.double().square().sum()) for _, p in b.parameters()))

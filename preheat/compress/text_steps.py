@@ -1,0 +1,225 @@
+"""Steps of chains over language models: compression methods, training with techniques, export formats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from preheat import recipe as recipes
+from preheat.compress import compress
+from preheat.compress.before_after import Baseline
+from preheat.compress.calibration_text import find_texts
+from preheat.compress.chain import START, Chain, Step, Steps, located
+from preheat.compress.compress import Say, Variant
+from preheat.compress.export import huggingface, registry
+from preheat.compress.unfinished_run import unfinished
+from preheat.core import Slot, Stage, Tag, Technique, TechniqueError, incompatibilities
+from preheat.engine.builder import alone, peak_learning_rate, techniques_of
+from preheat.errors import PreheatError, RecipeError, RunError
+from preheat.inference.load import load_model
+from preheat.models.hf import require_decoder_only
+from preheat.recipe import Model, Recipe, Sample, Stop
+from preheat.recipe.validate import RecipeReader
+from preheat.training.plan_request import plan_here
+
+__all__ = ["TextSteps"]
+
+
+class TextSteps(Steps):
+    """Steps over a run or a language model's folder.
+
+    Attributes:
+        place: input of the next step: a model's folder or a run's.
+        start: the folder of the original model.
+        recipe: its data and techniques are used by the steps that train.
+        texts: calibration and held-out rows.
+        tokens: that the run was trained on; None: train on fractions of one epoch over the data.
+        rate: peak learning rate of the run.
+        notes: on the steps.
+        exports: results of the export writers.
+    """
+
+    measures_exports = False
+
+    def __init__(self, source: str | Path, chain: Chain, out: Path, *, data: str | None, measured: int, say: Say):
+        self._source, self._chain, self._out, self._measured, self._say = source, chain, out, measured, say
+        self._methods = _methods(chain)
+        opened = load_model(source)
+        require_decoder_only(opened.build.trained[0], "preheat compress")  # type: ignore[arg-type]
+        is_run = opened.step is not None
+        if not is_run and data is None:
+            raise RecipeError(
+                "--data: is needed with a model's folder: name the text to calibrate, train and measure with"
+            )
+        recipe = replace(alone(opened.recipe), data=replace(opened.recipe.data, tokenizer=opened.tokenizer_folder))
+        if data is not None:
+            validation = recipe.data.validation if is_run else 0.1
+            recipe = replace(recipe, data=replace(recipe.data, source=data, validation=validation))
+        recipes.check(recipe)
+        self.recipe = recipe
+        # `compress` would hold out every fifth row; here training has its own validation split, which must stay unseen.
+        self.texts = find_texts(replace(opened, recipe=recipe, step=opened.step or 0), None, rows=128, length=None)
+        self.start = self.place = out / "0-start"
+        self.tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.seq_len or None
+        self.rate = peak_learning_rate(opened.build)
+        self.notes: list[str] = []
+        self.exports: list[dict[str, Any]] = []
+        self._opened = opened
+        self._step_of_source = opened.step
+        self._require_possible(opened.build.device.kind)
+
+    def begin(self) -> Any:
+        chain = self._chain
+        self._say("writing the model that it begins with")
+        huggingface.write(self._source, self.start)  # creates `out`, or leaves nothing behind
+        if chain.steps[0].train is not None:
+            try:
+                with located(chain.locations[0]):
+                    self._possible(chain.steps[0], plan_here)
+            except PreheatError:
+                shutil.rmtree(self._out)  # no step has run yet
+                raise
+        self._say("measuring the model that it begins with")
+        self._before = Baseline.of(self._opened, self.texts, measured=self._measured)
+        del self._opened
+        return self._before.plain
+
+    def label(self, step: Step) -> str:
+        if step.compress is not None:
+            return step.compress
+        return f"export to {step.export}" if step.export else " + ".join(["train", *step.techniques])
+
+    def compress(self, step: Step, number: int) -> tuple[str, str]:
+        variant = self._methods[number]
+        name = f"{number}-{variant.name}"
+        summary = compress.compress(self.place, [variant], self._out / name, texts=self.texts, measured=1, turns=1)
+        self.place = self._out / name
+        self.notes += summary["notes"]
+        return name, summary["variants"][0]["what"]
+
+    def export(self, step: Step, number: int) -> tuple[str, str]:
+        name = f"{number}-{step.export}"
+        self.exports.append(registry.write(str(step.export), self.place, self._out / name, **step.settings))
+        self.notes.append(self.exports[-1]["note"])
+        return name, ""
+
+    def train(self, step: Step, number: int) -> tuple[str, str]:
+        from preheat.training.loop import train
+
+        name = f"{number}-train"
+        out = self._out / name
+        if (self.place / "recipe.yaml").is_file():
+            folder = self._out / f"{number}-from"
+            huggingface.write(self.place, folder)
+            self.place = folder
+        recipe, skipped = self._possible(step, plan_here)
+        self.notes += [f"{name} was left out: {why}" for name, why in skipped.items()]
+        result = train(recipe, out=out, progress=False)
+        if result["stopped"]:
+            raise RunError(
+                f"{out}: its training was ended by {result['stopped']} at step {result['steps']:,}, so the chain "
+                "ends here; preheat train "
+                f"{out}/recipe.yaml --out {out} --resume goes on with that step"
+            )
+        self.place = out
+        names = ", ".join(name for name in step.techniques if name not in skipped) or "no further technique"
+        return name, f"trained {result['steps']} steps with {names}; loss {result['validation_loss']:.4f}"
+
+    def measure(self, row: dict[str, Any], what: str) -> tuple[dict[str, Any], Any]:
+        figures, timed = self._before.against(load_model(self.place))
+        return figures | row | {"what": what, "bytes": figures["after"]["bytes"]}, timed
+
+    def time(self, rows: Sequence[dict[str, Any]], models: Mapping[str, Any], turns: int) -> None:
+        self._before.time(rows, models, turns=turns)
+
+    def summarize(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        choice = (rows[-1]["name"], "the last step of the chain")
+        summary = compress.summed(self.place, rows, choice, str(self._source), self.texts)
+        notes = compress.once([unfinished(self._source, self._step_of_source), *self.notes])
+        return summary | {"notes": notes, "exports": self.exports}
+
+    def _require_possible(self, device: str) -> None:
+        """Raises RecipeError for errors of training steps that do not depend on the model.
+
+        These are wrong keys, occupied slots and incompatible techniques. Everything else is checked when the step is
+        reached, since earlier steps may change the model.
+        """
+
+        def check(recipe: Recipe) -> None:
+            chosen = techniques_of(recipe)
+            tags = frozenset(tag for t in chosen for tag in t.provided()) | {Tag(device)}
+            if problems := incompatibilities(chosen, tags):
+                raise TechniqueError(problems)
+
+        for step, place in zip(self._chain.steps, self._chain.locations, strict=True):
+            if step.train is not None:
+                with located(place):
+                    self._possible(step, check)
+
+    def _possible(self, step: Step, check: Callable[[Recipe], object]) -> tuple[Recipe, dict[str, str]]:
+        """Returns a step's recipe without the optional techniques that `check` rejects, and why each is rejected."""
+        wanted = {
+            name: {key: str(self.start) if value == START else value for key, value in (settings or {}).items()}
+            for name, settings in step.techniques.items()
+        }
+        skipped: dict[str, str] = {}
+        while True:
+            recipe = self._recipe(step, {name: wanted[name] for name in wanted if name not in skipped})
+            try:
+                check(recipe)
+            except TechniqueError as error:
+                refused = next((p for p in error.problems if p.technique in step.where_possible), None)
+                if refused is None:
+                    raise
+                skipped[refused.technique] = refused.text
+            else:
+                return recipe, skipped
+
+    def _recipe(self, step: Step, techniques: Mapping[str, Any]) -> Recipe:
+        reader = RecipeReader("chain", {})
+        added = reader.techniques(techniques)
+        reader.refuse()
+        base, share = self.recipe, step.train or 0.0
+        stop = Stop(epochs=share) if self.tokens is None else Stop(tokens=max(1, round(share * self.tokens)))
+        recipe = replace(
+            base,
+            model=Model(path=str(self.place)),
+            techniques=_kept(base) | added,
+            optimizer=replace(base.optimizer, lr=step.rate * self.rate),
+            stop=stop,
+            sample=Sample(),
+        )
+        items = [f"{key}={json.dumps(value)}" for key, value in step.settings.items()]
+        return recipes.override(recipe, *items, where="settings") if items else recipe
+
+
+def _methods(chain: Chain) -> dict[int, Variant]:
+    """Returns the compression methods by step number; reports errors of any step before the first one starts."""
+    if chain.steps[0].export is not None:
+        raise RecipeError(f"{chain.locations[0]}: exports what the chain begins with; use preheat export")
+    variants: dict[int, Variant] = {}
+    for number, (step, place) in enumerate(zip(chain.steps, chain.locations, strict=True), 1):
+        with located(place):
+            if step.compress is not None:
+                variants[number] = compress.made_of(step.compress, step.settings)
+            if step.export is not None:
+                registry.default_output(Path(), step.export, step.settings.get("dtype"))
+                registry.require_settings(step.export, step.settings)
+                if strange := sorted(step.settings.keys() - {"dtype", "tolerance", "length"}):
+                    raise RecipeError(
+                        f"export to {step.export} has no setting '{strange[0]}'; it has dtype, tolerance, length"
+                    )
+    return variants
+
+
+def _kept(recipe: Recipe) -> dict[str, Technique]:
+    """Returns the run's techniques that apply to any model: kernel stage or later, no objective and no parallelism."""
+    return {
+        name: t
+        for name, t in recipe.techniques.items()
+        if t.stage >= Stage.KERNEL and Slot.OBJECTIVE not in t.claimed() and not t.is_parallel()
+    }

@@ -1,0 +1,303 @@
+"""Steps of chains over image classifiers: width pruning, distillation and export, with accuracy, size and agreement.
+
+    chain:
+      - {compress: width, settings: {channels: 0.67}}         # fraction of the channels inside the blocks
+      - {train: 5, rate: 0.25, techniques: {distillation: {teacher: $start, mixture: 0.7}}}      # 5 epochs
+      - {export: onnx, settings: {dtype: int8}}               # or executorch; float32, or int8 calibrated on training
+      images
+
+Each step writes a folder: a model with its image processor, or an exported file, with a model card.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preheat import recipe as recipes
+from preheat.compress import compress, model_card
+from preheat.compress.atomic_folder import NewFolder
+from preheat.compress.chain import START, Chain, Step, Steps, located
+from preheat.compress.compress import Say
+from preheat.compress.export import image_classifier, verify
+from preheat.compress.export.merged_model import require
+from preheat.compress.export.registry import require_settings
+from preheat.compress.latency import in_turns
+from preheat.compress.save_load import weight_bytes
+from preheat.compress.vision import training
+from preheat.compress.vision.image_folder import calibration, read_folder
+from preheat.compress.vision.pruning import narrower
+from preheat.errors import RecipeError, RunError, nearest
+from preheat.models.image_classifiers import open_classifier, open_processor, scores
+from preheat.recipe import Recipe, Stop
+from preheat.run_dir import write_user_file
+
+__all__ = ["ImageSteps"]
+
+_NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "executorch": ("executorch", "torchao")}
+_FILES = {"onnx": "model.onnx", "executorch": "model.pte"}
+_SETTINGS = {"optimizer.lr": "lr", "optimizer.weight_decay": "weight_decay", "batch.size": "batch"}
+"""Recipe keys that a training step may set -> parameters of `training.train`."""
+
+
+class ImageSteps(Steps):
+    """Steps over the folder of an image classifier, measured on held-out images.
+
+    The summary is {path, source, data, before, variants: [{name, method, settings, what, path, after, logits}]}.
+    `before` and each `after` are {accuracy, loss, parameters, bytes, milliseconds}; `after` also has agreement: the
+    fraction of held-out images with the original model's top class. `logits` of an export: see
+    `export.verify.Difference`.
+    """
+
+    measures_exports = True
+
+    def __init__(self, source: Path, chain: Chain, out: Path, *, data: str | Path | None, seed: int, say: Say):
+        if data is None:
+            raise RecipeError("--data: is needed with an image classifier: name a folder of images by class")
+        self._source, self._out, self._seed, self._say = source, out, seed, say
+        self._model, self._processor = open_classifier(source), open_processor(source)
+        for step, place in zip(chain.steps, chain.locations, strict=True):
+            with located(place):
+                _require(step, source, self._model)
+        say("reading images")
+        self._train, self._held_out = read_folder(data, self._processor, self._model.config, seed=seed)
+        self._calibration = calibration(self._train, seed=seed)
+        self._data = (
+            f"{Path(data).resolve().name}: {len(self._train):,} images to train on, {len(self._calibration)} of them "
+            f"to calibrate, {len(self._held_out):,} held out"
+        )
+        self._before: dict[str, Any] = {}
+        # Of the step taken last: its figures, its logits of the held-out images, and what computes them.
+        self._figures: dict[str, Any] = {}
+        self._logits = torch.empty(0)
+        self._scorer: image_classifier.Scorer = _eager(self._model)
+
+    def begin(self) -> image_classifier.Scorer:
+        self._original = training.all_scores(self._model, self._held_out)
+        self._before |= training.measure(self._original, self._held_out.labels) | {
+            "parameters": self._model.num_parameters(),
+            "bytes": weight_bytes(self._source),
+        }
+        return self._scorer
+
+    def label(self, step: Step) -> str:
+        if step.compress is not None:
+            return f"{step.compress} {step.settings.get('channels', '')}".strip()
+        if step.export is not None:
+            return f"{step.export} {step.settings.get('dtype', 'float32')}"
+        return " + ".join([f"train {step.train:g} passes", *step.techniques])
+
+    def compress(self, step: Step, number: int) -> tuple[str, str]:
+        pixels = (pixels for pixels, _ in self._calibration.batches(32))
+        self._model, what = narrower(self._model, pixels, _share(step))
+        training.settle_norms(self._model, self._train)
+        return self._written(step, number), what
+
+    def train(self, step: Step, number: int) -> tuple[str, str]:
+        assert step.train is not None
+        settings = {_SETTINGS[key]: value for key, value in step.settings.items()}
+        teacher = _teacher(step, self._source, self._model)
+        settings.setdefault("lr", step.rate * training.LR)
+        seed = self._seed + number
+        loss = training.train(
+            self._model, self._train, epochs=step.train, distil=teacher, seed=seed, say=self._say, **settings
+        )
+        what = (
+            f"{step.train:g} passes over {len(self._train):,} images at a rate of {settings['lr']:g}; loss {loss:.4f}"
+        )
+        if teacher is not None:
+            count = teacher.teacher.num_parameters()
+            what += (
+                f"; {teacher.mixture:.0%} of it from a teacher of {count:,} parameters at temperature "
+                f"{teacher.temperature:g}"
+            )
+        return self._written(step, number), what
+
+    def export(self, step: Step, number: int) -> tuple[str, str]:
+        name, images = self._name(step, number), self._calibration
+        kind, tolerance = step.settings.get("dtype", "float32"), step.settings.get("tolerance")
+        write, open_file = {
+            "onnx": (image_classifier.to_onnx, image_classifier.open_onnx),
+            "executorch": (image_classifier.to_executorch, image_classifier.open_executorch),
+        }[str(step.export)]
+        with NewFolder(self._out / name) as folder:
+            file = folder / _FILES[str(step.export)]
+            pixels = images.pixels(range(len(images)))
+            difference = write(self._model, file, pixels, int8=kind == "int8", tolerance=tolerance)
+            self._processor.save_pretrained(folder)
+            self._scorer = open_file(file)
+            self._logits = torch.cat([self._scorer(self._held_out.pixels([n])) for n in range(len(self._held_out))])
+            bytes_ = file.stat().st_size
+        self._figures = {
+            "logits": {
+                "largest": difference.largest,
+                "mean": difference.mean,
+                "scale": difference.scale,
+                "agreement": difference.agreement,
+                "images": difference.tokens,
+            },
+            "after": {"parameters": self._model.num_parameters(), "bytes": bytes_},
+        }
+        return name, f"{step.export} in {kind}" + (f", ranges from {len(images)} images" if kind == "int8" else "")
+
+    def _name(self, step: Step, number: int) -> str:
+        return f"{number}-{self.label(step).replace(' + ', '-').replace(' ', '-')}"
+
+    def _written(self, step: Step, number: int) -> str:
+        """Writes the model and checks it by loading it again; the next step starts from the loaded one."""
+        name = self._name(step, number)
+        out = self._out / name
+        expected = training.all_scores(self._model, self._held_out)
+        with NewFolder(out) as folder:
+            self._model.save_pretrained(folder)
+            self._processor.save_pretrained(folder)
+            self._model = open_classifier(folder)
+            self._logits = training.all_scores(self._model, self._held_out)
+            # Equal up to rounding: the alignment of loaded weights may change a convolution's order of summation.
+            if not torch.allclose(expected, self._logits, rtol=1e-3, atol=1e-4):
+                raise RunError(
+                    f"{out}: read again, what was written gives other scores than what was made (by "
+                    f"{(expected - self._logits).abs().max():.2g})"
+                )
+            bytes_ = weight_bytes(folder)
+        self._figures = {"after": {"parameters": self._model.num_parameters(), "bytes": bytes_}}
+        self._scorer = _eager(self._model)
+        return name
+
+    def measure(self, row: dict[str, Any], what: str) -> tuple[dict[str, Any], image_classifier.Scorer]:
+        row = row | {"path": str(self._out / row["name"]), "what": what} | self._figures
+        same = self._logits.argmax(-1) == self._original.argmax(-1)
+        row["after"] |= training.measure(self._logits, self._held_out.labels)
+        row["after"]["agreement"] = float(same.double().mean())
+        return row, self._scorer
+
+    def time(self, rows: Sequence[dict[str, Any]], models: Mapping[str, Any], turns: int) -> None:
+        image = self._held_out.pixels([0])
+        timings = in_turns({name: partial(_milliseconds, scorer, image) for name, scorer in models.items()}, turns)
+        self._before["milliseconds"] = statistics.median(timings["before"])
+        for row in rows:
+            row["after"]["milliseconds"] = statistics.median(timings[row["name"]])
+
+    def summarize(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        summary = {
+            "path": rows[-1]["path"],
+            "source": str(self._source),
+            "data": self._data,
+            "before": self._before,
+            "variants": list(rows),
+        }
+        for number, row in enumerate(rows):
+            folder = self._out / row["name"]
+            write_user_file(
+                folder / "README.md", model_card.of_image_step(summary, number, folder), fix="free some room"
+            )
+        return summary
+
+
+def _require(step: Step, start: Path, model: Any) -> None:
+    """Checks a step before any work is done."""
+    if step.compress is not None:
+        _share(step)
+    elif step.export is not None:
+        if step.export not in _FILES:
+            raise RecipeError(f"export to {step.export}: image classifiers go to {' and '.join(_FILES)}")
+        if strange := sorted(step.settings.keys() - {"dtype", "tolerance"}):
+            raise RecipeError(
+                f"export to {step.export} has no setting '{strange[0]}' for an image classifier; it has "
+                "dtype, tolerance"
+            )
+        if step.settings.get("dtype", "float32") not in verify.BOUNDS["vision"]:
+            raise RecipeError(
+                f"dtype: {step.settings['dtype']}: an image classifier has {', '.join(verify.BOUNDS['vision'])}"
+            )
+        require_settings(step.export, step.settings)
+        require(step.export, *_NEEDED[step.export])
+    else:
+        if step.where_possible:
+            raise RecipeError("where_possible: is for language models; leave it out")
+        for key, value in step.settings.items():
+            if key not in _SETTINGS:
+                raise RecipeError(
+                    f"settings.{key}: an image classifier's training has no such key; {nearest(key, list(_SETTINGS))}"
+                )
+            if value == "auto":
+                raise RecipeError(f"settings.{key}: auto: an image classifier's training needs a number here")
+            # Checks the value as a recipe's.
+            recipes.override(
+                Recipe(stop=Stop(max_steps=1)), f"{key}={json.dumps(value, default=str)}", where="settings"
+            )
+        _teacher(step, start, model)
+
+
+def _share(step: Step) -> float:
+    """Returns the fraction of the channels to keep."""
+    if step.compress != "width":
+        raise RecipeError(
+            f"compress: {step.compress}: for image classifiers there is width; 8 bits are a dtype of their exports"
+        )
+    compress.made_of("width", step.settings)
+    if strange := sorted(step.settings.keys() - {"channels"}):
+        raise RecipeError(f"width has no setting '{strange[0]}' for an image classifier; it has channels")
+    if not 0 < (share := step.settings.get("channels", 1.0)) < 1:
+        raise RecipeError(f"width: channels: {share} prunes nothing; give the share that stays, as channels: 0.67")
+    return float(share)
+
+
+def _teacher(step: Step, start: Path, model: Any) -> training.Distil | None:
+    """Opens the step's teacher.
+
+    Raises:
+        RecipeError: techniques other than distillation, settings for language models, a teacher with other classes.
+    """
+    if strange := sorted(step.techniques.keys() - {"distillation"}):
+        raise RecipeError(
+            f"techniques.{strange[0]}: is for language models; an image classifier's training has distillation"
+        )
+    if not step.techniques:
+        return None
+    settings: Mapping[str, Any] = step.techniques["distillation"] or {}
+    known = {f.name for f in fields(training.Distil)}
+    if other := sorted(settings.keys() - known):
+        raise RecipeError(
+            f"techniques.distillation.{other[0]}: is for language models; here there are {', '.join(sorted(known))}"
+        )
+    if "teacher" not in settings:
+        raise RecipeError(
+            "techniques.distillation.teacher: is not stated; name the folder of an image classifier, or $start"
+        )
+    folder = start if settings["teacher"] == START else Path(settings["teacher"])
+    teacher = open_classifier(folder, knob="techniques.distillation.teacher").requires_grad_(False)
+    if teacher.config.num_labels != model.config.num_labels:
+        raise RecipeError(
+            f"techniques.distillation.teacher: {folder} tells {teacher.config.num_labels} classes apart, and "
+            f"the model {model.config.num_labels}"
+        )
+    if teacher.config.num_channels != model.config.num_channels:
+        raise RecipeError(
+            f"techniques.distillation.teacher: {folder} reads images of {teacher.config.num_channels} "
+            f"channels, and the model of {model.config.num_channels}"
+        )
+    return training.Distil(**{**settings, "teacher": teacher})
+
+
+def _eager(model: Any) -> image_classifier.Scorer:
+    def run(pixels: Tensor) -> Tensor:
+        with torch.no_grad():
+            return scores(model, pixels)
+
+    return run
+
+
+def _milliseconds(scorer: image_classifier.Scorer, image: Tensor) -> float:
+    start = time.perf_counter()
+    scorer(image)
+    return 1e3 * (time.perf_counter() - start)

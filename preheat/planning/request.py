@@ -1,0 +1,67 @@
+"""The request that every function of the planner takes: a recipe, the devices to plan it for, and their rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from preheat.core import Context, Device
+from preheat.engine.builder import context_of, world_of
+from preheat.hardware.rates import Rates
+from preheat.models import configs, hf
+from preheat.planning.speed.roofline import Roofline
+from preheat.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["Request"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A recipe to plan, and everything that its plan depends on. Decided once, by the command or the session.
+
+    A search and the fallbacks plan changed recipes of the same model on the same devices:
+    `dataclasses.replace(request, recipe=other)` keeps the configuration that was read.
+
+    Attributes:
+        vocabulary: vocabulary size of the tokenizer; None if the model decides.
+        world: number of devices; None takes the recipe's own number.
+        per_host: devices of a host.
+        rates: rates of the device: measured (`hardware.benchmark_rates.rates`), or from the catalogue; None is enough
+            for a dry run.
+        rows: number of training rows if known; `stop.epochs` needs it.
+        in_use: bytes of the device in use before the run (on a CPU by the imports).
+        source_config: the model's configuration as read, once per request; None for a new model, which has no file.
+    """
+
+    recipe: Recipe
+    device: Device
+    vocabulary: int | None = None
+    world: int | None = None
+    per_host: int = 8
+    rates: Rates | Roofline | None = None
+    rows: int | None = None
+    in_use: int = 0
+    source_config: PretrainedConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.source_config is None:
+            object.__setattr__(self, "source_config", configs.source(self.recipe))
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of the run."""
+        return self.world or world_of(self.recipe)
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """The model's configuration with the changes of the recipe and its techniques."""
+        return hf.configure(self.recipe, self.vocabulary, self.source_config)
+
+    @property
+    def context(self) -> Context:
+        """The context that the techniques' checks read; RecipeError if the mesh does not match the devices."""
+        return context_of(self.recipe, self.config, self.device, self.world)

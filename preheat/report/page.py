@@ -1,0 +1,271 @@
+"""Parts of every HTML page: frame, sections, tiles, tables, figures and legends; and reading and writing its files.
+
+Arguments called `markup` (or `content`, `drawing`) are HTML and used as they are; every other text is escaped here, so
+that no page has to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from preheat.errors import RunError
+from preheat.report.formatting import MISSING, NOT_FINITE, escape, headline, mapping, nbsp_units
+from preheat.run_dir import parse_json, write_user_file
+from preheat.sanitize import shorten
+
+__all__ = [
+    "GENERATOR",
+    "LegendEntry",
+    "bar_cell",
+    "bullets",
+    "cell",
+    "colour_key",
+    "document",
+    "failed_row",
+    "figure",
+    "group_row",
+    "header",
+    "named_row",
+    "notice",
+    "number_cell",
+    "row",
+    "section",
+    "series_colour",
+    "small",
+    "table",
+    "text_cell",
+    "tiles",
+    "two_columns",
+    "write_figures",
+    "write_page",
+]
+
+GENERATOR = '<meta name="generator" content="preheat">'
+"""Marker in the head of each page: preheat overwrites only files that contain it."""
+
+_MOST_ROWS = 400  # of a table: keeps the page small
+
+
+# --- the page and its file
+
+
+def document(title: str, body: str) -> str:
+    """Returns a self-contained HTML page with our style; its content security policy blocks external resources."""
+    css = resources.files("preheat.report").joinpath("page.css").read_text(encoding="utf-8")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+{GENERATOR}
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{escape(headline(title))}</title>
+<style>
+{css}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def write_page(page: str, path: str | Path, *, fix: str = "name another file with --html") -> Path:
+    """Writes a page to the file that the user named, unless somebody else's file is there, and returns its path.
+
+    Args:
+        fix: advice at the end of the error message.
+
+    Raises:
+        RunError: the file cannot be written, or preheat did not write it.
+    """
+    return write_user_file(path, page, marks=[GENERATOR], fix=fix)
+
+
+def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callable[[dict[str, Any]], str]) -> Path:
+    """Writes the page of a JSON file of figures next to it and returns its path.
+
+    Args:
+        command: the command that writes the file, for error messages.
+        keys: required keys, whose values must be non-empty lists or mappings.
+        draw: figures to HTML.
+
+    Raises:
+        RunError: there is no such file, it is damaged, or the page cannot be written.
+    """
+    figures = _read_figures(source, command, keys)
+    try:
+        page = draw(figures)
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        # A row lacks a key or holds a value of the wrong type.
+        kind = f"{type(error).__name__}: {shorten(str(error))}"
+        raise RunError(f"{source}: is damaged ({kind}); run {command} again") from error
+    return write_page(page, source.with_suffix(".html"), fix="make the folder writable or free some room")
+
+
+def _read_figures(source: Path, command: str, keys: Iterable[str]) -> dict[str, Any]:
+    try:
+        figures = parse_json(source.read_bytes())
+    except FileNotFoundError:
+        raise RunError(f"{source}: no such file; {command} writes it") from None
+    except ValueError as error:
+        raise RunError(f"{source}: is damaged ({shorten(str(error))}); run {command} again") from None
+    lacking = [key for key in keys if not mapping(figures).get(key)]
+    if lacking:
+        raise RunError(f"{source}: is damaged (it has no {lacking[0]}); run {command} again")
+    return mapping(figures)
+
+
+# --- blocks
+
+
+def header(eyebrow: str, title: str, verdict: str, notices: str = "") -> str:
+    """Returns the head of a page: what wrote it, its title and its answer; `notices` is HTML."""
+    return (
+        f'<header id="verdict"><p class="eyebrow">{escape(eyebrow)}</p><h1>{escape(title)}</h1>\n'
+        f'<p class="verdict">{nbsp_units(verdict)}</p>{notices}</header>'
+    )
+
+
+def notice(text: str, *, bad: bool = False) -> str:
+    """Returns a framed message below the verdict."""
+    return f'<p class="notice{" bad" if bad else ""}" role="status">{escape(text)}</p>'
+
+
+def section(name: str, title: str, content: str) -> str:
+    """Returns a section with its heading; "" without content."""
+    return f'<section id="{name}"><h2>{escape(title)}</h2>{content}</section>\n' if content else ""
+
+
+def small(text: str) -> str:
+    """Returns a paragraph of explanation."""
+    return f'<p class="small">{escape(text)}</p>'
+
+
+def bullets(items: Iterable[str]) -> str:
+    """Returns a list of HTML items."""
+    return f"<ul>{''.join(f'<li>{markup}</li>' for markup in items)}</ul>"
+
+
+def two_columns(*contents: str) -> str:
+    """Puts HTML blocks side by side where there is room; "" if all are empty."""
+    return f'<div class="two">{"".join(contents)}</div>' if any(contents) else ""
+
+
+def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
+    """Returns tiles of (label, figure, explanation); an entry whose figure is not recorded has none."""
+    shown = "".join(_tile(*entry) for entry in entries if entry[1] != MISSING)
+    return f'<dl class="tiles">{shown}</dl>' if shown else ""
+
+
+def _tile(label: str, value: str, below: str) -> str:
+    kind = ' class="bad"' if value == NOT_FINITE else ""
+    explanation = f"<dd>{nbsp_units(below)}</dd>" if below else ""
+    return f"<div><dt>{escape(label)}</dt><dd{kind}>{nbsp_units(value)}</dd>{explanation}</div>"
+
+
+# --- figures
+
+
+class LegendEntry(NamedTuple):
+    """A name in the legend of a figure, with its colour and the style of its line (line, raw or level)."""
+
+    name: str
+    colour: str
+    style: str = "line"
+
+
+def series_colour(n: int) -> str:
+    """Returns the colour of series `n`, counted from 0; there are six, which repeat."""
+    return f"series-{n % 6 + 1}"
+
+
+def figure(title: str, caption: str, drawing: str, legend: Iterable[LegendEntry] = ()) -> str:
+    """Returns a drawing with its title (may be empty), caption and legend."""
+    heading = f"<h3>{escape(title)}</h3>" if title else ""
+    items = "".join(
+        f'<li class="{style}" style="--c: var(--{colour})">{escape(name)}</li>' for name, colour, style in legend
+    )
+    listed = f'<ul class="legend">{items}</ul>' if items else ""
+    return f"<figure><figcaption>{heading}<p>{escape(caption)}</p></figcaption>{listed}{drawing}</figure>"
+
+
+# --- tables
+
+
+def table(titles: Sequence[str], rows: Iterable[str], *, text: Iterable[int] = (0,)) -> str:
+    """Returns a table that scrolls sideways on a narrow page; beyond `_MOST_ROWS` rows the middle is left out.
+
+    Args:
+        titles: of the columns; none for a table without a head.
+        rows: by `row`, `named_row`, `group_row` or `failed_row`.
+        text: the columns that hold text; the titles of all others stand on the right, as their numbers do.
+    """
+    rows, left = list(rows), set(text)
+    if len(rows) > _MOST_ROWS:
+        half = _MOST_ROWS // 2
+        left_out = f'<tr><td colspan="9" class="small">{len(rows) - 2 * half:,} rows left out</td></tr>'
+        rows = [*rows[:half], left_out, *rows[-half:]]
+    heads = "".join(
+        f'<th scope="col"{"" if n in left else _class("n")}>{escape(title)}</th>' for n, title in enumerate(titles)
+    )
+    head = f"<thead><tr>{heads}</tr></thead>" if titles else ""
+    return f'<div class="scroll"><table>{head}<tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def row(*cells: str, kind: str = "") -> str:
+    """Returns a row of a table; of kind `sum` it stands out."""
+    return f"<tr{_class(kind)}>{''.join(cells)}</tr>"
+
+
+def named_row(name: str, *cells: str) -> str:
+    """Returns a row whose first cell is the name of the row."""
+    return f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>'
+
+
+def group_row(title: str, columns: int) -> str:
+    """Returns the heading of the rows below it, across all columns."""
+    return f'<tr><th scope="rowgroup" colspan="{columns}">{escape(title)}</th></tr>'
+
+
+def failed_row(name: str, reason: str, columns: int) -> str:
+    """Returns a row that has a reason in place of its figures."""
+    return named_row(name, f'<td class="free bad" colspan="{columns - 1}">{escape(reason)}</td>')
+
+
+def cell(markup: str, kind: str = "") -> str:
+    """Returns a cell of HTML; of kind `n` it is a number, of kind `free` a text that may break anywhere."""
+    return f"<td{_class(kind)}>{markup}</td>"
+
+
+def text_cell(text: str, below: str = "") -> str:
+    """Returns a cell of free text, with a smaller line below it."""
+    return cell(nbsp_units(text) + _below(below), "free")
+
+
+def number_cell(text: str, below: str = "") -> str:
+    """Returns a cell of a number with its unit, with a smaller line below it."""
+    return cell(nbsp_units(text) + _below(below), "n")
+
+
+def bar_cell(share: float) -> str:
+    """Returns a cell with a bar that takes this share of its width."""
+    return cell(f'<span class="bar" style="width: {100 * share:.1f}%"></span>' if share > 0 else "", "track")
+
+
+def colour_key(colour: str) -> str:
+    """Returns a square of a colour, which ties a row of a table to the drawing above it."""
+    return f'<span class="key" style="--c: var(--{colour})"></span>'
+
+
+def _below(text: str) -> str:
+    return f'<br><span class="small">{nbsp_units(text)}</span>' if text else ""
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
