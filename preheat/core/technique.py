@@ -62,6 +62,7 @@ class ModelFacts:
     experts_per_token: int = 0
     expert_width: int = 0  # inner width of one expert
     expert_layers: int = 0  # layers that have experts
+    sinks: bool = False  # attention has a learned score per head without a key (gpt-oss)
     foreign_experts: bool = False  # transformers computes the experts, which techniques cannot change then
     vision: Vision | None = None  # image input; None: text only
     encoder: bool = False  # encoder-decoder; `layers` counts both

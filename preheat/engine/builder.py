@@ -95,7 +95,9 @@ def context_of(recipe: Recipe, config: Any, device: Device, world: int | None = 
             f"batch.size: {recipe.batch.size} rows cannot be shared out among {devices} devices; use {devices} or "
             "more, or fewer devices"
         )
-    return Context(recipe, hf.facts(config), device, tags, sizes)
+    facts = hf.facts(config)
+    # A sink is a token at the start of each document that all of it sees (models/sinks.py).
+    return Context(recipe, facts, device, tags | {Tag.GLOBAL_TOKENS} if facts.sinks else tags, sizes)
 
 
 def build(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -148,10 +150,24 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         experts_per_token=chosen,
         expert_width=width,
         expert_layers=moe.expert_layers(text),
+        sinks=_has_sinks(type(config)),
         foreign_experts=count > 0 and text.model_type not in moe.FAMILIES,
         vision=vision.vision_of(config),
         encoder=encoder,
     )
+
+
+@functools.cache
+def _has_sinks(kind: type) -> bool:
+    """True if the attention of the models of a configuration class uses sinks, by the code of its modules."""
+    from transformers import AutoModelForCausalLM
+
+    models = AutoModelForCausalLM._model_mapping
+    if kind not in models:
+        return False
+    classes = vars(sys.modules[models[kind].__module__]).values()
+    forwards = (inspect.unwrap(c.forward) for c in classes if isinstance(c, type) and hasattr(c, "forward"))
+    return any("sinks" in f.__code__.co_names for f in forwards if hasattr(f, "__code__"))
 
 
 @functools.cache

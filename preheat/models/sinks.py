@@ -44,12 +44,12 @@ def with_sinks(
 ) -> Tensor:
     """Attention with a learned score per head that takes part in the softmax without a value (gpt-oss).
 
-    A further token at the start of each document stands for the sink: its value is 0, its key is 0 but for one more
-    dimension, in which every query is 1. So any kernel that keeps to documents computes it, with gradients. Under a
-    window it is a global token, which only some kernels have.
+    A further token at the start of each document is the sink: its value is 0, and its key is 0 but for one more
+    dimension, in which the queries of a head have its score and all other keys have 0. So any kernel that keeps to
+    documents computes it, with gradients. Under a window it is a global token, which only some kernels have.
 
     Args:
-        q, k, v: [rows, heads, length, head_dim].
+        q, k, v: [rows, heads, length, head_dim]; k and v may have fewer heads that groups of query heads share.
         sinks: [heads].
     """
     import torch
@@ -70,14 +70,12 @@ def with_sinks(
             back[row, start : start + n] = torch.arange(first, first + n)
             start += n
     more = 8  # kernels want head dimensions in multiples of 8
-    if v.shape[1] != heads:  # grouped heads: the sinks are per query head
-        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-    ones = torch.ones_like(q[..., :1])
-    q = torch.cat([q, ones, q.new_zeros(rows, heads, length, more - 1)], dim=-1)
-    k, v = pad(k, (0, more)), pad(v, (0, width + more - v.shape[-1]))
-    key = torch.cat([k.new_zeros(heads, width), (sinks / scale).to(k.dtype)[:, None], k.new_zeros(heads, more - 1)], -1)
-    key = key[None, :, None].expand(rows, heads, 1, width + more)
-    q, k, v = torch.cat([q, pad(q[:, :, :1] * 0, (0, 0))], 2), torch.cat([k, key], 2), pad(v, (0, 0, 0, 1))
+    scores = (sinks / scale).to(q.dtype)[None, :, None, None].expand(rows, heads, length, 1)
+    q = pad(torch.cat([q, scores], dim=-1), (0, more - 1, 0, 1))
+    k, v = pad(k, (0, more)), pad(v, (0, width + more - v.shape[-1], 0, 1))
+    sink = torch.nn.functional.one_hot(torch.tensor(width), width + more).to(k.dtype)
+    sink = to_device(sink, k.device).expand(rows, k.shape[1], 1, width + more)
+    k = torch.cat([k, sink], dim=2)
     at = to_device(index, q.device)[:, None, :, None]
     q, k, v = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[-1])) for x in (q, k, v))
     out = kernel(q, k, v, replace(mask, documents=longer, global_tokens=max(mask.global_tokens, 1)), scale)

@@ -249,8 +249,9 @@ def _backward(ctx: AutogradContext, grad: Tensor | None, _: object) -> tuple[Ten
     if grad is None:
         return (None,) * 9
     # The kernel's own buffers are invisible to a dry run, so these stand for them while the fake kernel runs.
-    scratch = _scratch(*ctx.saved_tensors) if isinstance(grad, FakeTensor) else None
-    grads = varlen_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    saved = ctx.saved_tensors  # read once: a recomputed layer unpacks them once
+    scratch = _scratch(*saved) if isinstance(grad, FakeTensor) else None
+    grads = varlen_attention_backward(grad, *saved, *ctx.settings)
     del scratch
     return (*grads, *[None] * 6)
 
