@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from preheat.models.layer_sizes import largest
+from preheat.models.token_mixers import recurrent_mixers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,22 +136,32 @@ def has_bias(config: PretrainedConfig) -> bool:
 
 
 def adapted(model: nn.Module, targets: str | Sequence[str]) -> str | Sequence[str]:
-    """The target modules of adapters: `all-linear` of a model with experts means attention's linear maps, by name.
+    """The target modules of adapters: `all-linear` of a model with experts or Mamba layers, by name.
 
-    peft would look for the linear maps of feed-forward blocks in the experts, which have stacked parameters instead.
+    With experts it means the linear maps of attention and of recurrent mixers: peft would look for those of
+    feed-forward blocks in the experts, which have stacked parameters instead. The last map of a Mamba layer has no
+    adapter, because the layer's fused kernel multiplies by its weight and would leave the adapter out.
     """
-    if targets != "all-linear" or not routers(model):
+    if targets != "all-linear":
         return targets
     from torch import nn
 
+    attentions = [m for m in model.modules() if type(m).__name__.lower().endswith("attention")]
+    layers = [layer for stack in model.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
+    recurrent = [mixer for layer in layers for mixer in recurrent_mixers(layer)]
+    fused = {"out_proj"} if any("D" in mixer._parameters for mixer in recurrent) else set()
+    if not routers(model) and not fused:
+        return targets
+    modules = [*attentions, *recurrent] if routers(model) else list(model.modules())
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
     leaves = {
         leaf
-        for module in model.modules()
-        if type(module).__name__.lower().endswith("attention")
+        for module in modules
         for leaf, child in module.named_children()
-        if isinstance(child, nn.Linear) or hasattr(child, "base_layer")  # has an adapter already
+        # A module that has an adapter already counts as what it was.
+        if (isinstance(child, nn.Linear) or hasattr(child, "base_layer")) and child is not head
     }
-    return tuple(sorted(leaves))
+    return tuple(sorted(leaves - fused))
 
 
 def coefficient(config: PretrainedConfig) -> float:

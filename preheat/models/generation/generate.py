@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -171,6 +172,8 @@ def generate(
         "the model that settings.draft_model names is opened by the caller"
     )
     alone = patterned(model)
+    if _has_own_cache(model):
+        kept = None  # such a cache cannot be cut back to a prefix
     _require(model, settings, alone, cached, kept)
     rooms = [
         min(settings.max_new_tokens, positions - len(p)) if positions else settings.max_new_tokens for p in prompts
@@ -297,6 +300,8 @@ def _batches(rooms: Sequence[int], wanted: int, size: int) -> Iterator[list[int]
 
 def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool, kept: PrefixCache | None) -> None:
     """Raises RecipeError if this model does not support the settings."""
+    from preheat.models.generation.kv_cache import has_recurrent_state
+
     chosen = [
         f"sample.{name}"
         for name, plain in (
@@ -313,6 +318,11 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
             f"{chosen[0]}: this model's layers have attention patterns (block_sparse_attention, shifted_groups, "
             "sliding_window), so it reads everything again for each token and keeps no cache; leave it out"
         )
+    if chosen and _has_own_cache(model):
+        raise RecipeError(
+            f"{chosen[0]}: {model.config.model_type} has a cache of its own in transformers, which has no such setting; "
+            "leave it out"
+        )
     if model.config.is_encoder_decoder and (chosen or kept is not None):
         raise RecipeError(
             f"{(*chosen, 'chat')[0]}: an encoder-decoder reads its prompt once and writes with transformers' own "
@@ -324,11 +334,22 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
         raise RecipeError(
             "sample.compile: needs a static cache, which has room for one text, and a chat goes on and on; leave it out"
         )
+    if settings.speculates and has_recurrent_state(model.config):
+        raise RecipeError(
+            f"{chosen[0]}: layers of {model.config.model_type} keep a recurrent state, which cannot be taken back when a "
+            "proposed token is rejected; leave it out"
+        )
     if settings.window is not None and _plain_attention(model) != "sdpa":
         raise RecipeError(
             f"sample.window: {settings.window}: this model's attention (capped scores, or one of its own) takes no "
             "further window; leave it out"
         )
+
+
+def _has_own_cache(model: PreTrainedModel) -> bool:
+    """True for a model whose cache is a class of its own (MiniMax), or an argument of another name (Mamba)."""
+    names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    return not model._supports_default_dynamic_cache() or "past_key_values" not in names
 
 
 def _attention(model: PreTrainedModel, settings: Sample, alone: bool) -> str:
@@ -460,7 +481,8 @@ def _write(
         ),
     )
     more: dict[str, Any] = {}
-    if cached and not encoder:  # transformers manages the two caches of an encoder-decoder
+    # transformers manages the two caches of an encoder-decoder, and those of models with a cache of their own.
+    if cached and not encoder and not _has_own_cache(model):
         tokens = width + room - 1 if caches is None else longest  # the last token is not read
         empty = functools.partial(make_cache, model.config, settings, tokens)
         if caches is None:

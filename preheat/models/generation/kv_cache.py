@@ -30,10 +30,21 @@ if TYPE_CHECKING:
 
     from preheat.recipe import Sample
 
-__all__ = ["Int8Layer", "cache_attention", "cache_nbytes", "dequantize", "make_cache", "quantize", "room"]
+__all__ = [
+    "Int8Layer",
+    "cache_attention",
+    "cache_nbytes",
+    "dequantize",
+    "has_recurrent_state",
+    "make_cache",
+    "quantize",
+    "room",
+]
 
 _PLAIN = ("full_attention", "sliding_attention")
 """Layer types whose cache is the keys and values of tokens, and nothing else."""
+_STATEFUL = ("linear_attention", "hybrid", "hybrid_sliding")
+"""Layer types with a recurrent state, which has no tokens that could be taken out again."""
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,6 +185,11 @@ def make_cache(config: PretrainedConfig, settings: Sample, length: int) -> Cache
         else:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
     return Cache(layers=layers)
+
+
+def has_recurrent_state(config: PretrainedConfig) -> bool:
+    """True if the cache of a model has recurrent states, which cannot be cut back to earlier tokens."""
+    return not set(_STATEFUL).isdisjoint(get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0])
 
 
 _STEP = 128
