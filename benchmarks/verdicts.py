@@ -52,7 +52,7 @@ before = json.load(open(sys.argv[4]))
 for name in before["modules"]:
     with contextlib.suppress(Exception):
         importlib.import_module(name)
-Recovery._step_down = lambda self, failure: sys.exit(f"out of memory, {failure.where}")
+Recovery._step_down = lambda self, failure: sys.exit(f"out of memory, {failure.phase}")
 train(load_recipe("demo", sys.argv[5:]), out=sys.argv[2], watch=Cap("building", int(sys.argv[3]) + (before["untouched"] >> 20)))
 """
 

@@ -205,7 +205,7 @@ def conflicts() -> list[str]:
     for name, a in known.items():
         why: dict[str, list[str]] = {}
         for other, b in known.items():
-            shared = {f"slot {slot}" for slot in a.owned() & b.owned()}
+            shared = {f"slot {slot}" for slot in a.claimed() & b.claimed()}
             if other != name and (found := shared | a.conflicts & b.provided() | b.conflicts & a.provided()):
                 why.setdefault(", ".join(sorted(map(str, found))), []).append(other)
         if why:

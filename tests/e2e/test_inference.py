@@ -85,7 +85,7 @@ def test_text_is_the_same_however_it_is_kept(preheat: Command, model: str) -> No
             ("sample.prompt_lookup_tokens=4", "sample.temperature=0.5"),
             "sample.prompt_lookup_tokens: proposes tokens of greedy text",
         ),
-        (("sample.lokup=4",), "did you mean 'lookup'?"),
+        (("sample.lokup=4",), "did you mean 'prompt_lookup_tokens'?"),
     ):
         assert words in preheat.here(*ask, *(part for s in settings for part in ("--set", s)), code=2)[1]
 

@@ -57,7 +57,7 @@ def answers_of(labels: Tensor, documents: Sequence[Sequence[int]], rows: Sequenc
     Example:
         >>> import torch
         >>> answers_of(torch.tensor([[-100, 5, 6, -100, 1, 2, 3, 4]]), [[4, 4]], [0])[0]
-        Answer(row=0, begin=0, end=4, first=2, last=4, trained=2)
+        Answer(row=0, start=0, end=4, first=2, last=4, trained=2)
     """
     answers = []
     for row in rows:

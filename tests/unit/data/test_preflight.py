@@ -140,7 +140,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "answers cut": (
         [said_long(n) if n % 3 == 0 else talk(n) for n in range(20)] if (said_long := lambda n: {"messages": [U, said("assistant", f"word {n} " * 90)]}) else [],
         {},
-        r":1: is longer than a row of 128 tokens, .*check truncated; 7 of 20, also 4, 7, 10, 13 \.\.\.\); raise batch\.length",
+        r":1: is longer than a row of 128 tokens, .*check truncated; 7 of 20, also 4, 7, 10, 13 \.\.\.\); raise batch\.seq_len",
     ),
     "validation stands in training": (
         seventh("talk"),

@@ -281,7 +281,7 @@ BAD = {
     "too little": (
         GOOD,
         {"validation": 0},
-        r"training data: \d+ tokens in 1 documents do not fill one row of 16; .*batch\.length",
+        r"training data: \d+ tokens in 1 documents do not fill one row of 16; .*batch\.seq_len",
     ),
     "no validation": (GOOD, {"validation": 0.0001}, r"data\.validation 0\.0001: none of 1 documents"),
     "no training": (GOOD, {"validation": 0.9999}, r"data\.validation 0\.9999: leaves none of 1 documents"),
@@ -348,7 +348,7 @@ def test_a_prompt_that_fills_the_row_is_counted_or_refused(tmp_path, tokenizer):
     )
     assert made.counts["train"]["no_room"] == 1
     with pytest.raises(
-        DataError, match=r"the prompt alone fills a row of 16 tokens in each of 1 examples; raise batch\.length"
+        DataError, match=r"the prompt alone fills a row of 16 tokens in each of 1 examples; raise batch\.seq_len"
     ):
         run(
             tmp_path,
@@ -374,9 +374,9 @@ def test_a_document_longer_than_a_row_is_split_and_counted_or_refused(tmp_path, 
     assert split.train.tokens_total == len(split.train) * 100
     with pytest.raises(
         DataError,
-        match=rf"t\.jsonl:41: has {max(sizes)} tokens and batch\.length is 100 \(1 of \d+ documents are longer; data\.longer: refuse\)",
+        match=rf"t\.jsonl:41: has {max(sizes)} tokens and batch\.seq_len is 100 \(1 of \d+ documents are longer; data\.overlong: refuse\)",
     ):
-        run(tmp_path, source, length=100, tokenizer=tokenizer, longer="refuse")
-    run(tmp_path, source, length=max(sizes), tokenizer=tokenizer, longer="refuse")
-    with pytest.raises(RecipeError, match=r"data\.longer: refuse needs all documents read beforehand"):
+        run(tmp_path, source, length=100, tokenizer=tokenizer, overlong="refuse")
+    run(tmp_path, source, length=max(sizes), tokenizer=tokenizer, overlong="refuse")
+    with pytest.raises(RecipeError, match=r"data\.overlong: refuse needs all documents read beforehand"):
         parse(f"data: {{source: {source}, overlong: refuse, streaming: true}}\nstop: {{max_steps: 1}}")

@@ -201,7 +201,7 @@ def test_a_run_does_not_compile_unasked(stories: LoadedModel, monkeypatch: pytes
 
     def stop(*args: Any, **how: Any) -> Any:
         heard.append(args[3].compile)
-        return [SimpleNamespace(text="", ended="length") for _ in args[2]]
+        return [SimpleNamespace(text="", finish_reason="length") for _ in args[2]]
 
     monkeypatch.setattr(sample_generation, "write_texts", stop)
     monkeypatch.setattr(scoring, "generate", stop)

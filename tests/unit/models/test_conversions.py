@@ -331,7 +331,7 @@ def test_what_cannot_be_with_read_weights_is_refused(tmp_path: Path) -> None:
         from_folder(llama, tmp_path / "llama", "{grouped_queries: {num_kv_heads: 3}}")
     with pytest.raises(RecipeError, match="is for new models"):
         from_folder(llama, tmp_path / "llama", "{feed_forward: {}}")
-    with pytest.raises(RecipeError, match=r"64 positions to 128, but batch\.length is 200; use factor: 3\.13"):
+    with pytest.raises(RecipeError, match=r"64 positions to 128, but batch\.seq_len is 200; use factor: 3\.13"):
         from_folder(llama, tmp_path / "llama", "{rope_scaling: {}}", "batch: {seq_len: 200}")
     phi = transformers.Phi3ForCausalLM(transformers.Phi3Config(**SMALL, pad_token_id=0, bos_token_id=1, eos_token_id=2))
     with pytest.raises(RecipeError, match="projections are fused"):

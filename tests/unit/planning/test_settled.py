@@ -126,7 +126,7 @@ def test_a_gpu_s_micro_batch_has_8192_tokens_if_they_fit(length: int, fitting: i
     def plan(other: GradientAccumulation) -> dict[str, float]:
         return {"peak_gib": 16 / other.steps, "available_gib": fitting / 0.9}
 
-    where = context("{gradient_accumulation: {steps: 4, on_gpu: auto}}", size=16, length=length)
+    where = context("{gradient_accumulation: {steps: 4, on_gpu: auto}}", size=16, seq_len=length)
     assert GradientAccumulation(steps=4, on_gpu="auto").resolve_auto(where, plan) == GradientAccumulation(steps=steps)
 
 
