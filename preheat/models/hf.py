@@ -150,7 +150,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         experts_per_token=chosen,
         expert_width=width,
         expert_layers=moe.expert_layers(text),
-        sinks=_has_sinks(type(config)),
+        sinks=_has_sinks(config.__class__),
         foreign_experts=count > 0 and text.model_type not in moe.FAMILIES,
         vision=vision.vision_of(config),
         encoder=encoder,

@@ -320,8 +320,8 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
         )
     if chosen and _has_own_cache(model):
         raise RecipeError(
-            f"{chosen[0]}: {model.config.model_type} has a cache of its own in transformers, which has no such setting; "
-            "leave it out"
+            f"{chosen[0]}: {model.config.model_type} has a cache of its own in transformers, which has no such "
+            "setting; leave it out"
         )
     if model.config.is_encoder_decoder and (chosen or kept is not None):
         raise RecipeError(
@@ -336,8 +336,8 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
         )
     if settings.speculates and has_recurrent_state(model.config):
         raise RecipeError(
-            f"{chosen[0]}: layers of {model.config.model_type} keep a recurrent state, which cannot be taken back when a "
-            "proposed token is rejected; leave it out"
+            f"{chosen[0]}: layers of {model.config.model_type} keep a recurrent state, which cannot be taken back "
+            "when a proposed token is rejected; leave it out"
         )
     if settings.window is not None and _plain_attention(model) != "sdpa":
         raise RecipeError(

@@ -145,7 +145,7 @@ def test_a_v_comes_back_to_the_first_device() -> None:
         (
             "{pipeline_parallel: {micro_batches: 4, schedule: zero_bubble}, fsdp: {reduce: last}}",
             ["batch.size=8"],
-            "set fsdp.reshard: false",
+            "set fsdp.reshard_after_forward: false",
         ),
         (
             "{pipeline_parallel: {micro_batches: 4, schedule: zero_bubble}, chunked_loss: {}}",
