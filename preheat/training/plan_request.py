@@ -205,12 +205,14 @@ def request_of(
     import preheat.planning.plan  # noqa: F401  # count its memory as in use, as a run does
     from preheat.planning.request import Request
 
-    device, rates, used = hardware(gpu, recipe, per_host)
+    # A missing model or tokenizer is reported before this machine is benchmarked, which takes a minute.
     source_config = configs.source(recipe)
+    vocabulary = vocabulary_of(recipe, source_config)
+    device, rates, used = hardware(gpu, recipe, per_host)
     return Request(
         recipe,
         device=device,
-        vocabulary=vocabulary_of(recipe, source_config),
+        vocabulary=vocabulary,
         world=world,
         per_host=per_host,
         rates=rates,
