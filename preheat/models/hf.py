@@ -33,7 +33,7 @@ from preheat.models.module_lookup import (
 )
 from preheat.models.reference_logits import plain_logits
 from preheat.models.sinks import chunk_of, in_chunks, with_sinks
-from preheat.models.token_mixers import keep_within_documents
+from preheat.models.token_mixers import keep_within_documents, special_mixers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -133,6 +133,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
     heads = largest(text, "num_attention_heads", 0)
     count, chosen, width = moe.sizes_of(text)
     encoder = config.model_type in encoder_decoder.FAMILIES
+    sinks = _has_sinks(config.__class__)
     return ModelFacts(
         family=config.model_type,
         layers=text.num_hidden_layers + (config.num_decoder_layers if encoder else 0),
@@ -150,7 +151,8 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         experts_per_token=chosen,
         expert_width=width,
         expert_layers=moe.expert_layers(text),
-        sinks=_has_sinks(config.__class__),
+        sinks=sinks,
+        special_mixers=special_mixers(text, sinks),
         foreign_experts=count > 0 and text.model_type not in moe.FAMILIES,
         vision=vision.vision_of(config),
         encoder=encoder,

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
 from preheat.hardware.transfers import to_device
-from preheat.models.sinks import chunk_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PretrainedConfig
 
     from preheat.core import MaskSpec
 
@@ -30,12 +30,14 @@ __all__ = [
     "attentions_of",
     "keep_within_documents",
     "recurrent_mixers",
-    "require_plain_attention",
+    "special_mixers",
     "split_documents",
 ]
 
 _CACHE = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_past"})
 """Names under which a token mixer of transformers takes the cache of earlier tokens."""
+_RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
+"""transformers' types of layers with a recurrent mixer, with or without attention beside it."""
 _DOCUMENTS = "preheat_documents"
 """Attribute of a recurrent mixer while its layer runs: the document lengths of each row, None: a row is a document."""
 
@@ -90,27 +92,12 @@ def keep_within_documents(layers: Sequence[nn.Module]) -> int:
     return count
 
 
-def require_plain_attention(model: Any) -> None:
-    """Raises for a model whose layers need more of a sequence than keys and values that devices can exchange.
-
-    Raises:
-        ValueError: a layer is recurrent, attends in chunks, or has attention sinks.
-    """
-    for module in model.modules():
-        reason = (
-            "recurrent layers"
-            if hasattr(module, _DOCUMENTS)
-            else "attention sinks"
-            if "sinks" in module._parameters
-            else "attention in chunks"
-            if chunk_of(module)
-            else ""
-        )
-        if reason:
-            raise ValueError(
-                f"{model.config.model_type} has {reason} ({type(module).__name__}), which are not split across "
-                "devices yet; use data_parallel or fsdp"
-            )
+def special_mixers(text: PretrainedConfig, sinks: bool) -> str:
+    """Returns what a configuration's layers have that needs whole documents on one device; empty: plain attention."""
+    kinds = {*(getattr(text, "layer_types", None) or ())}
+    if kinds & _RECURRENT:
+        return "recurrent layers"
+    return "attention sinks" if sinks else "attention in chunks" if "chunked_attention" in kinds else ""
 
 
 def _with_documents(

@@ -219,7 +219,7 @@ class Compile(Searchable):
             return []
         device = context.device
         missing = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
-        return [missing] if missing else []
+        return context.model.mixer_problems() + ([missing] if missing else [])
 
     def acts(self) -> bool:
         return self.when == "always"
@@ -257,7 +257,7 @@ class Compile(Searchable):
         shapes = any(Slot.BATCH_SHAPE in t.claimed() for t in context.recipe.techniques.values())
         return (
             []
-            if context.model.experts or shapes
+            if context.model.experts or context.model.special_mixers or shapes
             else [replace(self, when="always", fullgraph=self.fullgraph and context.model.family in _ONE_GRAPH)]
         )
 

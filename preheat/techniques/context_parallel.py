@@ -114,7 +114,7 @@ class ContextParallel(Searchable):
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        recipe, problems = context.recipe, []
+        recipe, problems = context.recipe, context.model.mixer_problems()
         if Tag.REDUCED_GRADIENTS not in context.tags:
             problems.append(
                 "each device has gradients of its own places, and nothing adds them up; add data_parallel or fsdp"
@@ -174,9 +174,6 @@ class ContextParallel(Searchable):
         return ("ring", "it sends less") if ring < ulysses else ("ulysses", "a ring would send more")
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models.token_mixers import require_plain_attention
-
-        require_plain_attention(part)
         kind, reason = self._chosen(build)
         kernel, group = build.slot(Slot.ATTENTION_KERNEL), build.mesh.group(Axis.CONTEXT)
         try:

@@ -175,7 +175,7 @@ class PipelineParallel(Searchable):
 
     def check(self, context: Context) -> list[str]:
         recipe, tags = context.recipe, context.tags
-        count, problems = self.degree * self._each, []
+        count, problems = self.degree * self._each, context.model.mixer_problems()
         allowed = {"interleaved": "2 or more", "zero_bubble": "any", "zbv": "2"}.get(self.schedule, "1")
         fits = {"1": self._each == 1, "2": self._each == 2, "2 or more": self._each > 1, "any": True}
         if not fits[allowed]:
@@ -272,10 +272,8 @@ class PipelineParallel(Searchable):
         import torch
 
         from preheat.models import hf, pipeline_split
-        from preheat.models.token_mixers import require_plain_attention
         from preheat.ops.distributed.pipelining import ranks_of
 
-        require_plain_attention(part)
         count, stage_rank = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
         try:
             course = pipeline_split.observe(

@@ -128,7 +128,8 @@ class TensorParallel(Searchable):
             return [
                 "shares out matrices among devices, and there is one; start several with --nproc (or plan with --count)"
             ]
-        problems = tp_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
+        problems = context.model.mixer_problems()
+        problems += tp_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
         if self.regather and not self.sequence_parallel:
             problems.append(
                 "regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out"
@@ -178,10 +179,8 @@ class TensorParallel(Searchable):
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models import hf
-        from preheat.models.token_mixers import require_plain_attention
         from preheat.ops.distributed import tensor_parallel
 
-        require_plain_attention(part)
         degree = build.mesh.size(Axis.TENSOR)
         divides = all(weight.shape[0] % degree == 0 for weight in hf.ends(part))
         vocabulary = divides and Tag.CLASSIFICATION_HEAD not in build.tags

@@ -10,12 +10,13 @@ import torch
 from torch.nn import functional
 
 from preheat.core import MaskSpec
-from preheat.engine.builder import build
+from preheat.core.registry import problems_of
+from preheat.engine.builder import build, context_of
 from preheat.engine.step import gradients
 from preheat.errors import RecipeError
 from preheat.models import configs, hf, moe
 from preheat.models.sinks import in_chunks, with_sinks
-from preheat.models.token_mixers import attentions_of, recurrent_mixers, require_plain_attention, split_documents
+from preheat.models.token_mixers import attentions_of, recurrent_mixers, split_documents
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.recipe import parse
 
@@ -97,6 +98,9 @@ def test_layers_and_experts_are_read_from_modules_and_configurations_alike() -> 
                 (kind.endswith("attention") and kind != "linear_attention") or kind == "hybrid"
             ), (name, kind)
         assert len(moe.routers(model)) == moe.expert_layers(config), name
+        recurrent_layers = any(recurrent_mixers(layer) for layer in layers)
+        assert (hf.facts(config).special_mixers == "recurrent layers") == recurrent_layers, name
+        assert hf.facts(config).sinks == any("sinks" in m._parameters for m in model.modules()), name
 
 
 def test_a_document_reaches_a_recurrent_mixer_alone() -> None:
@@ -136,8 +140,11 @@ def test_chunks_are_documents_cut_from_their_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("lfm2", "recurrent layers"), ("gpt_oss", "sinks"), ("llama4_text", "chunks")]
+    ("name", "reason"), [("lfm2", "recurrent layers"), ("gpt_oss", "attention sinks"), ("llama4_text", "in chunks")]
 )
-def test_what_cannot_be_split_across_devices_is_refused(name: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        require_plain_attention(hf.build_on_meta(tiny_config(name)))
+def test_what_needs_whole_documents_is_not_split_or_compiled(name: str, reason: str) -> None:
+    for technique in ("compile: {}", "tensor_parallel: {degree: 2}", "context_parallel: {degree: 2}"):
+        recipe = parse(f"batch: {{size: 4}}\nstop: {{max_steps: 1}}\ntechniques: {{data_parallel: {{}}, {technique}}}")
+        context = context_of(recipe, tiny_config(name), DEVICE, world=2)
+        problems = [problem.text for t in recipe.techniques.values() for problem in problems_of(t, context)]
+        assert any(reason in problem for problem in problems), technique
