@@ -35,6 +35,7 @@ from preheat.engine.step import install_defaults
 from preheat.engine.transfer import Transfer
 from preheat.errors import RecipeError
 from preheat.models import configs, encoder_decoder, hf, presets, size_dial
+from preheat.models.token_mixers import missing_kernels, recurrent_mixers
 from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.ops.attention.multihead import attention_in_chunks
 from preheat.recipe import Parallel, Recipe, check
@@ -42,7 +43,7 @@ from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["alone", "build", "context_of", "peak_learning_rate", "techniques_of", "world_of"]
 
@@ -194,11 +195,25 @@ def _on_meta(recipe: Recipe, config: Any, context: Context, *, dry: bool, readin
     where = torch.device("cpu" if dry else device.kind)
     model_build = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
     model_build.mesh = Mesh.form(context.sizes, where.type)
-    model_build.parts["trained"] = [hf.build_on_meta(config, trust=recipe.model.trust_remote_code, as_stored=reading)]
+    model = hf.build_on_meta(config, trust=recipe.model.trust_remote_code, as_stored=reading)
+    model_build.parts["trained"] = [model]
+    if context.model.special_mixers == "recurrent layers":
+        _record_recurrent(model_build, model)
     model_build.weights = WeightSource(_weights_folder(recipe))
     if model_build.weights.folder and (stored := getattr(config, "quantization_config", None)):
         _stored_quantized(model_build, stored, reading)
     return model_build
+
+
+def _record_recurrent(model_build: Build, model: PreTrainedModel) -> None:
+    """Records how recurrent layers are computed."""
+    layers = list(hf.anatomy(model).layers)
+    count = sum(len(recurrent_mixers(layer)) for layer in layers)
+    device = model_build.device
+    missing = missing_kernels(layers) if device.kind == "cuda" and device.at_hand else []
+    kernels = f"; by PyTorch's operators, slower: {' and '.join(missing)} not installed" if missing else ""
+    message = f"{count} recurrent mixers run each document of a packed row apart, exact{kernels}"
+    model_build.changes["recurrent_layers"] = [Change(message, count)]
 
 
 def _record_dropout(model_build: Build, vocabulary: int | None, source: PretrainedConfig | None) -> None:

@@ -13,6 +13,7 @@ of a row as a sequence of its own: the same computation, exact for every mixer t
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "attentions_of",
     "keep_within_documents",
+    "missing_kernels",
     "recurrent_mixers",
     "special_mixers",
     "split_documents",
@@ -92,6 +94,23 @@ def keep_within_documents(layers: Sequence[nn.Module]) -> int:
     return count
 
 
+def missing_kernels(layers: Sequence[nn.Module]) -> list[str]:
+    """Returns the packages whose fused kernels the recurrent mixers would use on a GPU, as far as not installed.
+
+    Without them, and without the package `kernels`, which gets them from the hub, transformers runs its PyTorch code.
+    """
+    if importlib.util.find_spec("kernels") is not None:
+        return []
+    packages = {}
+    for mixer in (mixer for layer in layers for mixer in recurrent_mixers(layer)):
+        packages["causal-conv1d"] = "causal_conv1d"
+        if "D" in mixer._parameters:  # Mamba's skip connection
+            packages["mamba-ssm"] = "mamba_ssm"
+        elif "A_log" in mixer._parameters:  # the decay of a gated delta rule
+            packages["flash-linear-attention"] = "fla"
+    return sorted(package for package, module in packages.items() if importlib.util.find_spec(module) is None)
+
+
 def special_mixers(text: PretrainedConfig, sinks: bool) -> str:
     """Returns what a configuration's layers have that needs whole documents on one device; empty: plain attention."""
     kinds = {*(getattr(text, "layer_types", None) or ())}
@@ -120,6 +139,8 @@ def _with_documents(
 
 def _by_document(mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     documents = getattr(mixer, _DOCUMENTS, None)
+    # Mixers hand unknown arguments on to their kernels; preheat's own are for attention.
+    kwargs = {key: value for key, value in kwargs.items() if not key.startswith("preheat_")}
     if documents is None or all(len(row) == 1 for row in documents):
         return forward(*args, **kwargs)
     hidden = args[0] if args else kwargs.pop("hidden_states")
