@@ -112,7 +112,7 @@ def _layer_counts(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int 
     layers = config.get_text_config().num_hidden_layers
     # The first layers of some vision models also take features of the vision tower (DeepStack).
     fewest += vision.deep if (vision := hf.facts(config).vision) else 0
-    fewest = max(fewest, first + turn)
+    fewest = max(fewest, first + 1)
     apart = -(-apart // period) * period
     if layers < fewest + apart:
         return None
