@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_OF_NUMBERS = ("moe_layers", "mlp_only_layers", "attn_layer_indices", "kv_sharing_modes")
-"""Lists that name layers by their numbers, or restate other keys."""
-
-__all__ = ["head_dim", "largest", "layer_kinds", "of_layers"]
+__all__ = ["head_dim", "largest", "of_layers"]
 
 
 def of_layers(text: PretrainedConfig, key: str, default: Any = None) -> list[Any]:
@@ -45,28 +42,3 @@ def head_dim(text: PretrainedConfig) -> int:
         return int(stated)
     heads = largest(text, "num_attention_heads", 0)
     return int(text.hidden_size // heads) if heads else 0
-
-
-def layer_kinds(text: PretrainedConfig) -> list[tuple[Any, ...]]:
-    """Returns what distinguishes each layer from others: layers of equal kinds have modules of equal shapes.
-
-    Everything that a configuration states per layer counts (types, windows, widths), whether a layer has experts, and
-    whether it takes keys and values of another layer.
-    """
-    from preheat.models.moe import have_experts
-
-    layers: int = text.num_hidden_layers
-    # Types may be computed from other keys, and are not among the values then.
-    values = text.to_dict() | {key: getattr(text, key, None) for key in ("layer_types", "layers_block_type")}
-    listed = [
-        value
-        for key, value in sorted(values.items())
-        if isinstance(value, list | tuple) and len(value) == layers and key not in _OF_NUMBERS
-    ]
-    own: list[tuple[Any, ...]] = [()] * layers
-    if getattr(text, "is_heterogeneous", False):
-        keys = sorted(text.per_layer_attributes or ())
-        own = [tuple(getattr(layer, key, None) for key in keys) for layer in text.per_layer_config]
-    first_shared = layers - (getattr(text, "num_kv_shared_layers", None) or 0)
-    experts = have_experts(text)
-    return [(*(repr(values[n]) for values in listed), own[n], experts[n], n >= first_shared) for n in range(layers)]

@@ -17,7 +17,7 @@ from typing import Any
 
 from preheat.core import STEP, Axis, Device, Phase, Technique
 from preheat.models import hf
-from preheat.models.layer_sizes import layer_kinds
+from preheat.models.layer_kinds import layer_kinds
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.dry_run import observe, peaks
 from preheat.planning.memory.cpu_heap import hold
