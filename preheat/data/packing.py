@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class RowData(NamedTuple):
     eye: ImageProcessor | None = None
 
 
-def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
+def _mapped(file: Path, dtype: np.dtype) -> np.ndarray:
     # An empty file cannot be mapped.
     return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
 
@@ -93,7 +93,7 @@ class Tokens:
             side,
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         if self.folder is not None:
             return Tokens.open, (self.folder, self.side, self.group)
         return Tokens, (self.ids, self.offsets, self.loss_mask, self.labels, self.group, self.images)
