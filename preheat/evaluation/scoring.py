@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,6 +13,9 @@ from preheat.engine.evaluate import likeliest, token_scores
 from preheat.errors import DataError
 from preheat.models.generation.generate import generate
 from preheat.recipe import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 __all__ = ["CLASSES", "Reader", "Score", "Scorer", "batch_of"]
 
@@ -44,7 +47,7 @@ class Reader:
         length: tokens of a row.
     """
 
-    def __init__(self, tokenizer: Any, length: int):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, length: int):
         self.tokenizer, self.length = tokenizer, length
         self.encoder = Encoder(tokenizer)
 
@@ -94,7 +97,7 @@ class Scorer(Reader):
     def __init__(
         self,
         build: Build,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerFast,
         *,
         micro: int,
         length: int,
