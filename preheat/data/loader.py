@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from preheat.core.json_types import JsonObject
+    from preheat.data.packing import EvaluationRows
 
 PATIENCE = 300.0
 """Seconds without a micro-batch after which workers are killed: only a hanging network file system takes as long."""
@@ -155,7 +156,7 @@ def evaluation_rows(total: int, limit: int) -> list[int]:
     return [n * total // count for n in range(count)]
 
 
-def evaluation_batches(rows: Rows, *, micro: int, limit: int) -> Iterator[Batch]:
+def evaluation_batches(rows: EvaluationRows, *, micro: int, limit: int) -> Iterator[Batch]:
     """Yields at most `limit` rows, spread evenly over all and in order, `micro` per batch."""
     numbers = evaluation_rows(len(rows), limit)
     for first in range(0, len(numbers), micro):

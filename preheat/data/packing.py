@@ -12,14 +12,14 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from preheat.core import ExampleKind
 from preheat.data.vision_inputs import ImageProcessor, ImageRef, ImageTable, mrope_positions
 
-__all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit", "cut", "permutation"]
+__all__ = ["EvaluationRows", "IGNORED", "RowData", "Rows", "Tokens", "best_fit", "cut", "permutation"]
 
 IGNORED = -100
 """Label of positions without a loss."""
@@ -46,6 +46,17 @@ class RowData(NamedTuple):
     desirable: tuple[int, ...] = ()
     images: tuple[ImageRef, ...] = ()
     eye: ImageProcessor | None = None
+
+
+class EvaluationRows(Protocol):
+    """The part of `Rows` that an evaluation reads."""
+
+    @property
+    def truncated(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> RowData: ...
 
 
 def _mapped(file: Path, dtype: np.dtype) -> np.ndarray:

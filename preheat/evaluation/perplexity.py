@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from preheat.core.json_types import JsonObject
+    from preheat.data.packing import EvaluationRows
 
 __all__ = ["bytes_of_tokens", "measure_text", "rows_of_text", "tokens_of_text"]
 
@@ -80,7 +81,7 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
 
 
 def measure_text(
-    build: Build, rows: Rows, *, micro: int, limit: int, sizes: np.ndarray, objective: bool = False
+    build: Build, rows: EvaluationRows, *, micro: int, limit: int, sizes: np.ndarray, objective: bool = False
 ) -> Result:
     """Measures the loss of rows of text; for next-token prediction also perplexity and bits per byte.
 

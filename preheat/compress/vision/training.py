@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ LR = 4e-3
 class Distil:
     """A teacher and the weight of its loss; the fields are those of the technique `distillation`."""
 
-    teacher: Any
+    teacher: PreTrainedModel
     divergence: Literal["forward", "reverse"] = "forward"
     temperature: float = 1.0
     mixture: float = 0.5
