@@ -255,6 +255,7 @@ class Rows:
         start = index * self.length
         stop = min(start + self.length, len(self.tokens.ids))
         size = stop - start
+        # One token more than the row has: the label of its last position.
         span = np.asarray(self.tokens.ids[start : stop + 1]).astype(np.int64)
         tokens: np.ndarray = np.full(self.length, self.pad, np.int64)
         tokens[:size] = span[:size]
@@ -264,9 +265,11 @@ class Rows:
         last = int(np.searchsorted(self.tokens.offsets, stop, side="left"))  # the document of position `stop - 1`
         ends = np.asarray(self.tokens.offsets[first : last + 1])
         inside = ends[ends <= stop] - start
+        # The next token of a document's last one belongs to another document.
         labels[inside - 1] = IGNORED
         if self.tokens.loss_mask is not None:
             labels[: len(span) - 1][self.tokens.loss_mask[start + 1 : start + len(span)] == 0] = IGNORED
+        # Without duplicates: a document may end where the tokens or the row do, and none has length 0.
         cuts = dict.fromkeys([*inside.tolist(), size, self.length])
         return _row(tokens, labels, np.diff(list(cuts), prepend=0))
 

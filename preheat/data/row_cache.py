@@ -129,6 +129,7 @@ class RowCache:
             ]
         )
         record, own = self._file[row], _mark(tokens)
+        # The hash comes last, so that a process killed in between leaves a record that `missing` or `read` rejects.
         record[:_MARK], record[2 * _MARK :] = own, content
         record[_MARK : 2 * _MARK] = _mark(own, content)
 

@@ -167,6 +167,7 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
     }
     more |= {"eye": eye, "folder": raw.folder}
     classes = data.classes or raw.classes
+    # Without given names the values of the whole source are the classes, so all labels are read.
     if layout.kind == "classes" and not classes:
         column = layout.columns["label"]
         values = (row.get(column) for _, row in raw.rows([column]) if isinstance(row, Mapping))

@@ -295,6 +295,7 @@ def _sums(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 def _times(weight: float, mark: str) -> int:
     """Returns how often a document is read in an epoch; its content hash decides the fractional part of the weight."""
+    # Not the first 64 bits: they decide the side of the split (`Split.apply`).
     return int(weight) + (int(mark[16:32], 16) / 2**64 < weight % 1)
 
 

@@ -569,6 +569,7 @@ class Encoder:
         named = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
         # GPT-2's unknown token is its end of text, which does not count.
         self.unknown: int | None = tokenizer.unk_token_id if tokenizer.unk_token_id not in named else None
+        # All that decides the tokens of a document: part of the key of cached tokens.
         self.key = digest(self.backend.to_str(), self.begin, self.end)
 
     def __call__(self, documents: Sequence[Document]) -> list[list[Encoded]]:

@@ -79,6 +79,7 @@ class ImageProcessor:
                 f"data.tokenizer: has no special token under number {wrong[0]}, which stands for images in "
                 "the model's config.json; use the model's own tokenizer"
             )
+        # The pixels of one token: `merge` x `merge` patches become one.
         least = (vision.patch * vision.merge) ** 2
         size = dict(processor["size"])
         size["longest_edge"] = max(min(size["longest_edge"], pixels), least)

@@ -92,6 +92,7 @@ def _message(turn: object, where: str) -> JsonObject:
     for key in ("role", "from", "content", "value"):
         message.pop(key, None)
     message = {"role": ROLES[name], **{k: v for k, v in message.items() if v is not None}}
+    # ShareGPT's role for a call: its text is the call itself.
     if name == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
     calls = _tool_calls(message.pop("tool_calls", None), where)
