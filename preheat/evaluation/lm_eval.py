@@ -229,6 +229,7 @@ def _result(values: JsonObject, samples: Sequence[JsonObject]) -> Result:
         shown = name if filtered == "none" else key
         each = [s.get(name) for s in sorted(samples, key=lambda s: s["doc_id"]) if s.get("filter", "none") == filtered]
         rows = [float(v) for v in each if isinstance(v, int | float)]
+        # Any other function of the rows cannot be resampled from their own values.
         if rows and len(rows) == len(each) and abs(sum(rows) / len(rows) - value) < 1e-9:
             metrics[shown] = bootstrap.mean(rows)
         else:

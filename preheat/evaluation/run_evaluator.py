@@ -50,6 +50,7 @@ class RunEvaluator:
         settings = recipe.evaluate
         self.recipe, self.data, self.say = recipe, data, say
         self.tasks = find_tasks(settings.tasks, knob="evaluate.tasks")
+        # Tasks given as text are lm-eval's (`find_tasks`).
         if any(isinstance(task, str) for task in self.tasks):
             require_harness()
         head = CLASSES in {tag for t in recipe.techniques.values() for tag in t.provided()}

@@ -151,6 +151,7 @@ class Scorer(Reader):
         predicted = [0] * len(contexts)
         rows = [[*context, self.encoder.end][-self.length :] for context in contexts]
         self.truncated += sum(len(row) < len(context) + 1 for row, context in zip(rows, contexts, strict=True))
+        # Similar lengths share a batch, as in `score`.
         order = sorted(range(len(rows)), key=lambda n: len(rows[n]), reverse=True)
         for first in range(0, len(order), self.micro):
             chunk = order[first : first + self.micro]
