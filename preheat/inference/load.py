@@ -265,6 +265,7 @@ def _adapter(path: Path, base: str | None) -> LoadedModel:
     named = base or folder.base
     if named is None:
         raise RecipeError(f"adapter: {path} names no base model; name it with --base")
+    # The adapter's tokenizer comes first: training may have added tokens to the base's.
     own = any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
     try:
         opened = _folder(named, str(path) if own else named)
@@ -282,7 +283,9 @@ def _adapter(path: Path, base: str | None) -> LoadedModel:
         raise RecipeError(
             f"{knob}: {named} is compressed, and what is rounded carries no adapters; name the model it was made from"
         )
+    # Before anything is put into the model: an adapter fits only the weights that it was trained on.
     folder.on_base(named, opened.build.weights, stated=base is not None)
+    # Rounds the base as in training, since the adapter corrects the rounded weights.
     if packed := folder.written.get("nf4"):
         pack_([model.get_submodule(name) for name in packed["modules"]], double=packed["double_quantization"])
     put_in(model, folder)

@@ -151,6 +151,7 @@ def prompt_tokens(
     else:
         ids = [*beginning(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False, verbose=False)]
     if not ids:
+        # The model predicts after a token, so an empty prompt begins with the token that texts begin with or follow.
         first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if first is None:
             raise RecipeError(f"{where}: is empty, and the tokenizer has no token to begin with; write some text")
