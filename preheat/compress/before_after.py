@@ -54,6 +54,7 @@ class Baseline:
         from preheat.ops.quantization.fake_quant import unfake_
 
         model: PreTrainedModel = opened.build.trained[0]
+        # First, while adapters and fake quantization are those that the model was trained with.
         result, logits = quality(opened, texts, measured), held_logits(model, opened)
         if names_of(model):
             merge(model)
@@ -79,6 +80,7 @@ class Baseline:
         difference = verify.compare(self.logits, logits)
         same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(self.logits, logits, strict=True))
         after = quality(compressed, self.texts, self.measured)
+        # Both are timed in bf16; quantized maps keep their own formats.
         timed = model if quantized_modules(model) else _half(model)
         row = {
             "before": {**_told(self.quality), "bytes": self.bytes, "dtype": "bfloat16"},

@@ -287,6 +287,7 @@ def _compress_variant(
     del model
     say(f"{name}: opening what was written")
     reopened = load_model(folder)
+    # Exactly equal: both are computed from the same stored weights, by the same code.
     if (difference := verify.compare(logits, held_logits(reopened.build.trained[0], reopened)).largest) != 0:
         raise RunError(
             f"{folder.name}: opened again, its logits differ by up to {difference:.2g} from those of the "

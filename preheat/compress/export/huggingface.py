@@ -147,6 +147,7 @@ def write_held(
         if vision is not None and opened.build.weights.folder is not None:
             copy_processor(opened.build.weights.folder, folder)
         pipeline = pipeline_of(model.config)  # after saving, which sets config.architectures
+        # Frees the run's model before the folder is loaded.
         opened.build.parts.clear()
         del model
         notes += verify.code_in(folder) if final else []

@@ -120,6 +120,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     ends = name_ends(model, opened)
     settings = model.generation_config
     notes += [*ends.notes, *_unread_end_tokens(ends, ends_of(base_generation))]
+    # Frees the run's model before peft loads the base again, twice.
     opened.build.parts.clear()
     del model, packed
     with NewFolder(out) as folder, warnings.catch_warnings():

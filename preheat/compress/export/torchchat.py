@@ -186,6 +186,7 @@ def _weights(model: PreTrainedModel, params: JsonObject, source: Path) -> dict[s
         else:
             raise RunError(f"--to torchchat: {source}: has {name}, for which torchchat has no place; {_INSTEAD}")
     for block, maps in (("attention", ("wq", "wk", "wv", "wo")), ("feed_forward", ("w1", "w2", "w3"))):
+        # torchchat has one flag for all biases of a block.
         biased = any(f".{block}." in name and name.endswith(".bias") for name in weights)
         if biased:
             params[f"{block}_bias"] = True

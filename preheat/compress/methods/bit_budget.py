@@ -89,6 +89,7 @@ def sensitivity(
                 weight = map_weight(module).detach()
                 for n, choice in enumerate(choices):
                     change = map_weight(_quantized(name, module, choice)).detach() - weight
+                    # The unquantized map is in fp32 here, and is written in bf16.
                     if choice == "bf16":
                         change = weight.bfloat16().float() - weight
                     totals[name][n] += loss_rise(x, change, gradient.flatten(0, -2))

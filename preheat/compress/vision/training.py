@@ -82,6 +82,7 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     model.train()
     last: deque[float] = deque(maxlen=steps_per_epoch)  # losses of one epoch
+    # Dropout draws from torch's global generator, whose state the caller gets back.
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # dropout
         for step in range(steps):
