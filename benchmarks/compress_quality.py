@@ -27,10 +27,10 @@ import torch
 
 from preheat import recipe as recipes
 from preheat.compress.before_after import quality
-from preheat.compress.calibration_text import Texts, find_texts
+from preheat.compress.calibration_text import RowSubset, Texts, find_texts
 from preheat.compress.compress import read_variant
 from preheat.compress.save_load import finish, write_model
-from preheat.data import Rows, prepare
+from preheat.data import prepare
 from preheat.data.loader import collate
 from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
@@ -82,7 +82,7 @@ class Bench:
         if a.fold:
             fold, count = (int(part) for part in a.fold.split("/"))
             held = self.texts.held_out
-            self.texts = replace(self.texts, held_out=These(held, range(fold - 1, len(held), count)))
+            self.texts = replace(self.texts, held_out=RowSubset(held, range(fold - 1, len(held), count)))
         self.plain: Any = self.opened.build.trained[0]
         if names_of(self.plain):
             merge(self.plain)
@@ -131,30 +131,17 @@ class Bench:
         return model.requires_grad_(False)
 
 
-def rows_to_train_on(opened: LoadedModel, texts: Texts) -> Any:
+def rows_to_train_on(opened: LoadedModel, texts: Texts) -> RowSubset:
     """A run's training rows, in a drawn order; of a text that is named, the rows that are not held out, in its order."""
     held = texts.held_out
-    if not isinstance(held, Rows):
+    if isinstance(held, RowSubset):
         taken = set(held.numbers)
-        return These(held.rows, [n for n in range(len(held.rows)) if n not in taken])
+        return RowSubset(held.rows, [n for n in range(len(held.rows)) if n not in taken])
     recipe = opened.recipe
     data = replace(recipe.data, tokenizer=opened.tokenizer_folder)
     length = texts.calibration[0].shape[1]
     train: Any = prepare(data, length=length, seed=recipe.seed, add_tokens=recipe.model.add_tokens).train
-    return These(train, torch.randperm(len(train), generator=torch.Generator().manual_seed(recipe.seed)).tolist())
-
-
-class These:
-    """Some rows of others, by number."""
-
-    def __init__(self, rows: Any, numbers: Sequence[int]):
-        self.rows, self.numbers = rows, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def row(self, index: int) -> Any:
-        return self.rows.row(self.numbers[index])
+    return RowSubset(train, torch.randperm(len(train), generator=torch.Generator().manual_seed(recipe.seed)).tolist())
 
 
 def rise(before: Result, after: Result) -> str:

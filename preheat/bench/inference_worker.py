@@ -77,7 +77,7 @@ class InferenceWorker:
 
         file, cells = self.job["text"], self.job["cells"]
         for _, row in open_source(Data(source=file or "stdlib", layout="text")).rows():
-            text = row if isinstance(row, str) else row["text"]
+            text = row["text"] if isinstance(row, dict) else row
             self._text += self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
             if len(self._text) >= min(_TEXT, max(max(rows, _ROWS) * length for rows, length in cells)):
                 break

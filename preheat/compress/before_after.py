@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from preheat.compress.latency import speeds
 from preheat.inference.load import LoadedModel
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
     from preheat.evaluation.results import Result
 
 __all__ = ["Baseline", "held_logits", "quality"]
@@ -36,7 +39,7 @@ class Baseline:
         measured: maximum number of held-out rows to measure on.
     """
 
-    plain: Any
+    plain: PreTrainedModel
     quality: Result
     bytes: int
     dtype: torch.dtype
@@ -50,7 +53,8 @@ class Baseline:
         from preheat.ops.adapters.peft_layers import merge, names_of
         from preheat.ops.quantization.fake_quant import unfake_
 
-        model: Any = opened.build.trained[0]
+        model: PreTrainedModel = opened.build.trained[0]
+        # First, while adapters and fake quantization are those that the model was trained with.
         result, logits = quality(opened, texts, measured), held_logits(model, opened)
         if names_of(model):
             merge(model)
@@ -60,7 +64,7 @@ class Baseline:
         plain = _half(model)
         return cls(plain, result, _bytes(plain), dtype, logits, texts, measured)
 
-    def against(self, compressed: LoadedModel) -> tuple[dict[str, Any], Any]:
+    def against(self, compressed: LoadedModel) -> tuple[JsonObject, PreTrainedModel]:
         """Compares a compressed model with this one; returns the figures, and the model to time.
 
         What is not quantized is cast to bf16 in the model that is timed.
@@ -71,11 +75,12 @@ class Baseline:
         """
         from preheat.ops.quantization.serialization import quantized_modules
 
-        model: Any = compressed.build.trained[0]
+        model: PreTrainedModel = compressed.build.trained[0]
         logits = held_logits(model, compressed)
         difference = verify.compare(self.logits, logits)
         same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(self.logits, logits, strict=True))
         after = quality(compressed, self.texts, self.measured)
+        # Both are timed in bf16; quantized maps keep their own formats.
         timed = model if quantized_modules(model) else _half(model)
         row = {
             "before": {**_told(self.quality), "bytes": self.bytes, "dtype": "bfloat16"},
@@ -87,7 +92,7 @@ class Baseline:
         }
         return row, timed
 
-    def time(self, rows: Sequence[dict[str, Any]], models: Mapping[str, Any], *, turns: int) -> None:
+    def time(self, rows: Sequence[JsonObject], models: Mapping[str, PreTrainedModel], *, turns: int) -> None:
         """Times the models in alternating turns and adds the figures to `rows`, in place.
 
         Args:
@@ -108,7 +113,7 @@ class Baseline:
                     }
 
 
-def _half(model: Any) -> Any:
+def _half(model: PreTrainedModel) -> PreTrainedModel:
     """Returns a copy in bf16 without fake quantization, which would round the weights again in each forward pass."""
     from preheat.ops.quantization.fake_quant import unfake_
     from preheat.ops.quantization.serialization import to_half
@@ -119,12 +124,12 @@ def _half(model: Any) -> Any:
     return half
 
 
-def _bytes(model: Any) -> int:
+def _bytes(model: PreTrainedModel) -> int:
     """Returns the bytes of the weights; shared weights count once."""
     return sum({id(p): p.nbytes for p in model.parameters()}.values())
 
 
-def held_logits(model: Any, opened: LoadedModel) -> list[Tensor]:
+def held_logits(model: PreTrainedModel, opened: LoadedModel) -> list[Tensor]:
     """Returns the logits of a model over rows of real text."""
     from preheat.models.hf import plain_logits
 
@@ -142,7 +147,7 @@ def quality(opened: LoadedModel, texts: Texts, measured: int) -> Result:
     )
 
 
-def _told(result: Result) -> dict[str, Any]:
+def _told(result: Result) -> JsonObject:
     from preheat.evaluation.results import described
 
     data = described(result)
@@ -156,7 +161,7 @@ def _told(result: Result) -> dict[str, Any]:
     }
 
 
-def _rise(before: Result, after: Result) -> dict[str, Any]:
+def _rise(before: Result, after: Result) -> JsonObject:
     """Returns the relative rise of perplexity with its 95 % interval (paired bootstrap over the rows)."""
     from preheat.evaluation.results import compared
 

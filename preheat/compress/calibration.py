@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class Layer:
         """
 
         def collect(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
                 x: Tensor = args[0]
                 if name not in inputs:
                     width = x.shape[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from preheat.inference.load import LoadedModel
 
 if TYPE_CHECKING:
     from preheat.data import Rows
+    from preheat.data.packing import EvaluationRows, RowData
 
-__all__ = ["Texts", "find_texts"]
+__all__ = ["RowSubset", "Texts", "find_texts"]
 
 _SHARE = 5
 """Every fifth row of a text given by --data is held out for measuring."""
@@ -33,7 +34,7 @@ class Texts:
     """
 
     calibration: list[Tensor]
-    held_out: Any  # Rows or _RowSubset
+    held_out: EvaluationRows
     description: str
 
 
@@ -94,20 +95,20 @@ def _parted(all_of: Rows, rows: int, cut: int, description: str) -> Texts:
             "or lower --length"
         )
     return Texts(
-        _tokens(all_of, [others[n] for n in _spread(len(others), rows)]), _RowSubset(all_of, held_out), description
+        _tokens(all_of, [others[n] for n in _spread(len(others), rows)]), RowSubset(all_of, held_out), description
     )
 
 
-class _RowSubset:
+class RowSubset:
     """A subset of rows by index, with the part of the interface of `Rows` that an evaluation reads."""
 
-    def __init__(self, rows: Rows, numbers: Sequence[int]):
+    def __init__(self, rows: EvaluationRows, numbers: Sequence[int]):
         self.rows, self.numbers, self.truncated = rows, numbers, rows.truncated
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> RowData:
         return self.rows.row(self.numbers[index])
 
 

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
 
 from preheat import recipe as recipes
 from preheat.errors import RecipeError, nearest
@@ -26,7 +26,13 @@ from preheat.recipe.consistency import folder_name_problem
 from preheat.recipe.validate import RecipeReader
 from preheat.recipe.yaml_io import read
 
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["START", "Chain", "Step", "Steps", "load_chain", "located"]
+
+Subject = TypeVar("Subject")
+"""What is measured and timed of a kind of model: the model itself, or the function that runs it."""
 
 START = "$start"
 """A teacher in a chain file: the model that the chain begins with."""
@@ -127,7 +133,7 @@ def located(place: str) -> Iterator[None]:
         raise RecipeError(f"{place}: {error}") from None
 
 
-class Steps(ABC):
+class Steps(ABC, Generic[Subject]):
     """Runs and measures the steps of a chain for one kind of model.
 
     The constructor opens the model and checks every step, so that most errors appear before any work is done. The
@@ -138,7 +144,7 @@ class Steps(ABC):
     """True if an exported file is measured as models are; False if its writer compares it with its model."""
 
     @abstractmethod
-    def begin(self) -> Any:
+    def begin(self) -> Subject:
         """Measures the model that the chain begins with, and returns it for `time`."""
 
     @abstractmethod
@@ -161,7 +167,7 @@ class Steps(ABC):
     def export(self, step: Step, number: int) -> tuple[str, str]: ...
 
     @abstractmethod
-    def measure(self, row: dict[str, Any], what: str) -> tuple[dict[str, Any], Any]:
+    def measure(self, row: JsonObject, what: str) -> tuple[JsonObject, Subject]:
         """Compares what the last step wrote with the model that the chain began with.
 
         Args:
@@ -173,9 +179,9 @@ class Steps(ABC):
         """
 
     @abstractmethod
-    def time(self, rows: Sequence[dict[str, Any]], models: Mapping[str, Any], turns: int) -> None:
+    def time(self, rows: Sequence[JsonObject], models: Mapping[str, Subject], turns: int) -> None:
         """Times the models, "before" and those of `rows` by name, and adds the figures to `rows`, in place."""
 
     @abstractmethod
-    def summarize(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def summarize(self, rows: Sequence[JsonObject]) -> JsonObject:
         """Returns the contents of compress.json; writes the model cards that need the figures of all steps."""

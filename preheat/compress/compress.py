@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat.compress import model_card, save_load
 from preheat.compress.atomic_folder import NewFolder, require_new
@@ -24,6 +24,11 @@ from preheat.models.hf import require_decoder_only
 from preheat.recipe.validate import RecipeReader
 from preheat.run_dir import Reader, to_json
 from preheat.sanitize import quoted, shorten
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["Variant", "compress", "made_of", "once", "read_variant", "read_variants", "summed", "trained_for"]
 
@@ -93,12 +98,12 @@ def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
     return read_variants([text], None, overrides)[0]
 
 
-def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+def _parsed(text: str) -> tuple[str, JsonObject]:
     name, *pairs = re.split(r",(?![^\[]*\])", text)  # commas inside a list do not separate
     return name, dict(_setting(pair, f"--method {text}") for pair in pairs)
 
 
-def _setting(pair: str, where: str) -> tuple[str, Any]:
+def _setting(pair: str, where: str) -> tuple[str, object]:
     from preheat.recipe.yaml_io import compose
 
     key, equals, raw = pair.partition("=")
@@ -109,7 +114,7 @@ def _setting(pair: str, where: str) -> tuple[str, Any]:
     return key.strip(), compose(raw, f"--set {shorten(pair)}", numbered=False)[0]
 
 
-def made_of(name: str, values: Mapping[str, Any]) -> Variant:
+def made_of(name: str, values: Mapping[str, object]) -> Variant:
     """Builds a method from its name and settings.
 
     Raises:
@@ -125,7 +130,7 @@ def made_of(name: str, values: Mapping[str, Any]) -> Variant:
     return Variant(label, method)
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return "".join(
         c if c.isalnum() or c in "._" else "-" for c in (",".join(value) if isinstance(value, list) else str(value))
     )
@@ -161,7 +166,7 @@ def compress(
     notes: Sequence[str] = (),
     page: Page = lambda folder: None,
     say: Say = lambda message: None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Compresses a model by each of the variants; starts from fp32 weights with adapters merged.
 
     One variant is written to the folder `out`, several to subfolders by name. Each is written under a temporary name,
@@ -238,13 +243,13 @@ def once(notes: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(filter(None, notes)))
 
 
-def _require(opened: LoadedModel, variants: Sequence[Variant], source: Any) -> None:
+def _require(opened: LoadedModel, variants: Sequence[Variant], source: str | Path) -> None:
     from preheat.models.conversions.architecture import beyond_transformers
     from preheat.models.hf import head
     from preheat.ops.classification_head import ClassHead
     from preheat.ops.quantization.serialization import is_compressed
 
-    model: Any = opened.build.trained[0]
+    model: PreTrainedModel = opened.build.trained[0]
     if isinstance(head(model), ClassHead):
         raise RecipeError(
             f"{source}: has a head over classes, for which there is no perplexity to measure; compress the "
@@ -268,13 +273,13 @@ def _require(opened: LoadedModel, variants: Sequence[Variant], source: Any) -> N
 
 def _compress_variant(
     variant: Variant, opened: LoadedModel, before: Baseline, folder: Path, say: Say
-) -> tuple[dict[str, Any], Any]:
+) -> tuple[JsonObject, PreTrainedModel]:
     """Applies one variant, writes and reopens it, and compares; returns its figures, and the model to time."""
     from preheat.ops.quantization.serialization import quantized_modules
 
     name, method = variant.name, variant.method
     say(f"{name}: compressing")
-    model: Any = copy.deepcopy(opened.build.trained[0])
+    model: PreTrainedModel = copy.deepcopy(opened.build.trained[0])
     change = method.apply(model, before.texts.calibration if method.reads_rows else [])
     notes = save_load.write_model(model, opened, folder, method=name, dtype=before.dtype)
     notes += verify.code_in(folder)
@@ -282,6 +287,7 @@ def _compress_variant(
     del model
     say(f"{name}: opening what was written")
     reopened = load_model(folder)
+    # Exactly equal: both are computed from the same stored weights, by the same code.
     if (difference := verify.compare(logits, held_logits(reopened.build.trained[0], reopened)).largest) != 0:
         raise RunError(
             f"{folder.name}: opened again, its logits differ by up to {difference:.2g} from those of the "
@@ -304,7 +310,7 @@ def _compress_variant(
     return row, timed
 
 
-def _chosen(figures: Sequence[dict[str, Any]], within: float) -> tuple[str, str]:
+def _chosen(figures: Sequence[JsonObject], within: float) -> tuple[str, str]:
     """Returns the name of the variant to use, and why."""
     near = [v for v in figures if v["perplexity_rise"] <= within]
     if near:
@@ -314,9 +320,7 @@ def _chosen(figures: Sequence[dict[str, Any]], within: float) -> tuple[str, str]
     return best["name"], f"none is within {within:.0%}: the one with the least perplexity"
 
 
-def summed(
-    path: Path, figures: Sequence[dict[str, Any]], choice: tuple[str, str], source: str, texts: Texts
-) -> dict[str, Any]:
+def summed(path: Path, figures: Sequence[JsonObject], choice: tuple[str, str], source: str, texts: Texts) -> JsonObject:
     """Summarizes the results as data: the figures of the chosen variant at the top level, then all variants.
 
     Args:

@@ -6,11 +6,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.compress.atomic_folder import home_of
 from preheat.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["Front", "front_matter", "pipeline_of"]
 
@@ -47,7 +52,7 @@ def front_matter(
     if recipe is not None:
         pretrained = recipe.model.path is not None and recipe.model.weights == "pretrained"
         base, relation = recipe.model.path if pretrained else None, "adapter" if relation == "adapter" else "finetune"
-    values: dict[str, Any] = {"library_name": library, "pipeline_tag": pipeline}
+    values: JsonObject = {"library_name": library, "pipeline_tag": pipeline}
     omitted, note = [], ""
     if base is None:
         omitted.append("base_model: it was trained from new weights")
@@ -68,7 +73,7 @@ def front_matter(
     return Front(f"---\n{text}---", f"Left out above: {'; '.join(omitted)}." if omitted else "")
 
 
-def pipeline_of(config: Any) -> str:
+def pipeline_of(config: PretrainedConfig) -> str:
     """Returns the hub's name of the task for a language model's configuration."""
     if any(name.endswith("SequenceClassification") for name in config.architectures or ()):
         return "text-classification"
@@ -84,7 +89,7 @@ def _hub_name(base: str) -> str | None:
     return base if _HUB.fullmatch(base) and not Path(base).exists() else None
 
 
-def _license_of(base: str | None) -> dict[str, Any]:
+def _license_of(base: str | None) -> JsonObject:
     """Returns the license fields of the card in the base's folder."""
     import yaml
 

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from preheat.models.layerwise import plainly
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 __all__ = ["Speed", "in_turns", "speeds"]
 
@@ -37,7 +38,9 @@ class Speed:
     high: float
 
 
-def speeds(models: Mapping[str, Any], prompt: Tensor, *, tokens: int = 32, turns: int = 5) -> dict[str, Speed]:
+def speeds(
+    models: Mapping[str, PreTrainedModel], prompt: Tensor, *, tokens: int = 32, turns: int = 5
+) -> dict[str, Speed]:
     """Times greedy decoding of each model with its own forward and a KV cache; the first turn is warmup.
 
     Args:
@@ -51,7 +54,7 @@ def speeds(models: Mapping[str, Any], prompt: Tensor, *, tokens: int = 32, turns
         161.2
     """
 
-    def timing(model: Any) -> tuple[float, float]:
+    def timing(model: PreTrainedModel) -> tuple[float, float]:
         with plainly(model):
             return _once(model, prompt, tokens)
 
@@ -70,7 +73,7 @@ def in_turns(runs: Mapping[str, Callable[[], Timing]], turns: int) -> dict[str, 
     return timings
 
 
-def _once(model: Any, prompt: Tensor, tokens: int) -> tuple[float, float]:
+def _once(model: PreTrainedModel, prompt: Tensor, tokens: int) -> tuple[float, float]:
     """Returns the seconds to the first token, and tokens per second after it."""
     import torch
     from transformers import DynamicCache

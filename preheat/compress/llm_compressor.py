@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ from preheat.errors import RunError
 from preheat.hardware.child_processes import ended_by, tethered
 from preheat.ops.quantization.grids import Groups
 from preheat.run_dir import to_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["QuantizedWeights", "python_of", "run", "unpacked"]
 
@@ -41,11 +46,11 @@ class QuantizedWeights:
         version: of llm-compressor.
     """
 
-    maps: Mapping[str, Any]
+    maps: Mapping[str, Groups | tuple[Tensor, Tensor]]
     version: str
 
 
-def run(model: Any, rows: Sequence[Tensor], request: Mapping[str, Any], python: str | None) -> QuantizedWeights:
+def run(model: PreTrainedModel, rows: Sequence[Tensor], request: JsonObject, python: str | None) -> QuantizedWeights:
     """Returns the codes of the requested linear maps; copies llm-compressor's values into all other weights, in place.
 
     Args:
@@ -97,13 +102,13 @@ def python_of(python: str | None) -> tuple[str, str]:
     return executable, f"python: {named} has no llm-compressor; {_INSTALL}" if check.returncode else ""
 
 
-def _read(folder: Path, model: Any, request: Mapping[str, Any]) -> QuantizedWeights:
+def _read(folder: Path, model: PreTrainedModel, request: JsonObject) -> QuantizedWeights:
     from safetensors.torch import load_file
 
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= load_file(file)
-    maps: dict[str, Any] = {}
+    maps: dict[str, Groups | tuple[Tensor, Tensor]] = {}
     for name in request["maps"]:
         parts = {kind: stored.pop(f"{name}.weight_{kind}", None) for kind in ("packed", "scale", "shape")}
         if parts["packed"] is None or parts["scale"] is None:

@@ -29,12 +29,14 @@ def main(folder: Path) -> None:
         IntermediatesCache.pin_memory = lambda self, index: None
     request: dict[str, Any] = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
     maps: dict[str, int | None] = request["maps"]
-    groups: dict[str, Any] = {}
+    groups: dict[str, dict[str, object]] = {}
     for size in dict.fromkeys(maps.values()):
         granularity = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
         weights = {"num_bits": request["bits"], "type": "int", "symmetric": True, **granularity}
         groups[f"of_{size}"] = {"targets": [name for name, group in maps.items() if group == size], "weights": weights}
-    modifiers: list[Any] = [AWQModifier()] if request["by"].startswith("awq") else []
+    modifiers: list[AWQModifier | GPTQModifier | QuantizationModifier] = (
+        [AWQModifier()] if request["by"].startswith("awq") else []
+    )
     # "static": quantizes columns in the order of activation size, and stores them in their original order.
     modifiers.append(
         GPTQModifier(config_groups=groups, actorder="static")
@@ -43,7 +45,8 @@ def main(folder: Path) -> None:
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16, local_files_only=True)
     rows = [torch.tensor(row) for row in request["rows"]]
-    data: Any = DataLoader([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows], batch_size=1)  # type: ignore[arg-type]
+    examples = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
+    data: DataLoader[dict[str, torch.Tensor]] = DataLoader(examples, batch_size=1)  # type: ignore[arg-type]
     # oneshot requires a tokenizer, although the rows are token ids already.
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"": 0})))
     llmcompressor.oneshot(

@@ -5,9 +5,9 @@ Each kind of card hands its sections to `_card`, which adds the front matter and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.compress.front_matter import front_matter
@@ -16,6 +16,7 @@ from preheat.run_dir import Reader
 
 if TYPE_CHECKING:
     from preheat.compress.calibration_text import Texts
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["of_compressed", "of_image_step", "version_of", "write_export"]
 
@@ -70,7 +71,7 @@ def _table(rows: Sequence[Sequence[str]], rule: str = "---") -> str:
 
 
 def of_compressed(
-    row: Mapping[str, Any], *, source: str, texts: Texts, reads: bool, quantized: bool, said: Sequence[str] = ()
+    row: JsonObject, *, source: str, texts: Texts, reads: bool, quantized: bool, said: Sequence[str] = ()
 ) -> str:
     """Returns the card of a compressed model: method, source, data and measurements.
 
@@ -141,7 +142,7 @@ def of_compressed(
     )
 
 
-def of_image_step(summary: Mapping[str, Any], number: int, folder: Path) -> str:
+def of_image_step(summary: JsonObject, number: int, folder: Path) -> str:
     """Returns the card of one step of an image classifier's chain: method, source, images and measurements.
 
     Args:
@@ -205,7 +206,7 @@ def of_image_step(summary: Mapping[str, Any], number: int, folder: Path) -> str:
 def write_export(
     folder: Path,
     run: str | Path,
-    summary: Mapping[str, Any],
+    summary: JsonObject,
     *,
     title: str,
     use: str,
@@ -250,7 +251,7 @@ def version_of(package: str) -> str:
     return f"{package} {preheat.__version__ if package == 'preheat' else version(package)}"
 
 
-def _origin(run: Path, summary: Mapping[str, Any]) -> list[str]:
+def _origin(run: Path, summary: JsonObject) -> list[str]:
     merged = f", {summary['merged']} adapters merged" if summary.get("merged") else ""
     run = run.parent.parent if run.parent.name == "checkpoints" else run
     if not (run / "recipe.yaml").is_file():
@@ -296,7 +297,7 @@ def _measured(reader: Reader) -> list[str]:
     return lines
 
 
-def _compared(summary: Mapping[str, Any]) -> str:
+def _compared(summary: JsonObject) -> str:
     """Returns a table with `verify.figures`."""
     before, after = summary["before"]["perplexity"], summary["after"]["perplexity"]
     rows = [

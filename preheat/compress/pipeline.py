@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.compress.atomic_folder import require_new
 from preheat.compress.chain import Chain, Steps, located
@@ -12,6 +12,9 @@ from preheat.compress.text_steps import TextSteps
 from preheat.compress.vision.steps import ImageSteps
 from preheat.models.image_classifiers import is_classifier
 from preheat.run_dir import to_json, write_user_file
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["run_chain"]
 
@@ -27,7 +30,7 @@ def run_chain(
     seed: int = 0,
     page: Page = lambda folder: None,
     say: Say = lambda message: None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Runs a chain on a trained model and writes a subfolder for each step: a model, a run or an export.
 
     `out` and the finished steps are kept if a later step fails.
@@ -63,7 +66,7 @@ def run_chain(
     else:
         steps = TextSteps(source, chain, out, data=None if data is None else str(data), measured=measured, say=say)
     models = {"before": steps.begin()}
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for number, (step, path) in enumerate(zip(chain.steps, chain.locations, strict=True), 1):
         progress, label = f"step {number} of {len(chain.steps)}", steps.label(step)
         say(f"{progress}: {label}")

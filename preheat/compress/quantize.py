@@ -164,11 +164,12 @@ def keep_high(model: PreTrainedModel, excluded: set[str], high: str, *, tied: bo
     for name in sorted(excluded - set(first)):
         if high == "int8":
             put_in(model, name, Int8Linear.of(model.get_submodule(name)))
-    looked_up: Any = embedding(model)
+    looked_up = embedding(model)
     if type(looked_up) is nn.Embedding and not in_half & {*first, *(last if tied else ())}:
         put_in(model, first[0], Int8Embedding.of(looked_up))
         ends: Any = (embedding(model), head(model))
         if tied and isinstance(ends[1], Int8Linear) and ends[1].input_scales is None:
+            # As in the model, the head shares the embedding's tensors, so that they are stored once.
             ends[1].codes, ends[1].scales = ends[0].codes, ends[0].scales
 
 

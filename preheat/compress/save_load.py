@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from preheat.inference.load import LoadedModel
 
 __all__ = ["finish", "weight_bytes", "write_model"]
@@ -15,7 +17,7 @@ __all__ = ["finish", "weight_bytes", "write_model"]
 WEIGHTS = "model.safetensors"
 
 
-def finish(model: Any) -> bool:
+def finish(model: PreTrainedModel) -> bool:
     """Casts everything that is not quantized to bf16, in place, if anything is quantized; returns True if so."""
     from preheat.ops.quantization.serialization import quantized_modules, to_half
 
@@ -25,7 +27,9 @@ def finish(model: Any) -> bool:
     return quantized
 
 
-def write_model(model: Any, opened: LoadedModel, folder: Path, *, method: str, dtype: torch.dtype) -> list[str]:
+def write_model(
+    model: PreTrainedModel, opened: LoadedModel, folder: Path, *, method: str, dtype: torch.dtype
+) -> list[str]:
     """Writes a model to a folder that `open_model` can open; the model is left with the saved weights, in place.
 
     A quantized model has its other weights in bf16. Without quantized weights, the folder is an ordinary transformers

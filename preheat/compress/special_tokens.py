@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat import remote_code
 from preheat.compress.export.verify import TEXTS
@@ -16,6 +16,9 @@ from preheat.inference.text_generation import find_template, turn_ends
 from preheat.model_folder import beginning
 from preheat.models.generation.config import ends_of, read_generation
 from preheat.sanitize import quoted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 __all__ = ["EndTokens", "end_texts", "name_ends", "require_same_tokens"]
 
@@ -33,7 +36,7 @@ class EndTokens:
         string: the string that ends an answer if no token does; else ''.
     """
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerFast
     tokens: list[int]
     end_of_turn: int | None
     notes: list[str]
@@ -41,7 +44,7 @@ class EndTokens:
     string: str = ""
 
 
-def name_ends(model: Any, opened: LoadedModel) -> EndTokens:
+def name_ends(model: PreTrainedModel, opened: LoadedModel) -> EndTokens:
     """Sets BOS, EOS and padding tokens in the config and the generation settings, in place.
 
     Values stated by the base are kept; a new model gets the tokenizer's. Generation also stops at the tokenizer's own
@@ -74,7 +77,7 @@ def name_ends(model: Any, opened: LoadedModel) -> EndTokens:
     return EndTokens(tokenizer, ends, turn, notes + turn_notes, opened.template is not None, string)
 
 
-def _end_turns(opened: LoadedModel) -> tuple[Any, int | None, str, list[str]]:
+def _end_turns(opened: LoadedModel) -> tuple[PreTrainedTokenizerFast, int | None, str, list[str]]:
     """Returns a tokenizer whose EOS ends a chat turn, the token and else the string that ends a turn, and notes."""
     tokenizer = copy.deepcopy(opened.tokenizer)
     if opened.template is None:
@@ -112,13 +115,13 @@ def _end_turns(opened: LoadedModel) -> tuple[Any, int | None, str, list[str]]:
     return ending, turn, "", []
 
 
-def _behaviour(tokenizer: Any, template: Template) -> list[Any]:
+def _behaviour(tokenizer: PreTrainedTokenizerFast, template: Template) -> list[list[int] | str]:
     """Returns how texts are tokenized and a chat is rendered; a new EOS token must not change either."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]
     return [tokenizer.encode(text) for text in TEXTS] + [template.prompt(chat)]
 
 
-def end_texts(tokenizer: Any) -> Any:
+def end_texts(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """Returns a copy of a tokenizer that appends EOS to each text, as in a classifier's training data.
 
     Raises:
@@ -148,17 +151,17 @@ def end_texts(tokenizer: Any) -> Any:
     return changed
 
 
-def _ended(changed: Any, plain: Any) -> bool:
+def _ended(changed: PreTrainedTokenizerFast, plain: PreTrainedTokenizerFast) -> bool:
     """Returns True if texts are encoded as in training: BOS if the tokenizer adds one, plain tokens, EOS."""
     return all(changed.encode(text) == _document(plain, text) for text in TEXTS)
 
 
-def _document(tokenizer: Any, text: str) -> list[int]:
+def _document(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Returns a text's tokens as a training document."""
     return [*beginning(tokenizer), *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
-def require_same_tokens(tokenizer: Any, folder: Path) -> None:
+def require_same_tokens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Checks that transformers loads the same tokenizer from the saved folder.
 
     Raises:

@@ -21,8 +21,10 @@ from preheat.ops.pruning_scores import added, blocks, highest, influence, moment
 from preheat.ops.pruning_scores import refit as fitted_map
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
     "Importance",
@@ -65,7 +67,7 @@ class _Mean:
     """A running mean over tokens."""
 
     def __init__(self) -> None:
-        self.total: Any = 0.0
+        self.total: Any = 0.0  # a tensor once something is added
         self.tokens = 0
 
     def add(self, value: Tensor, tokens: int) -> None:
@@ -90,13 +92,13 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = 
         RecipeError: another family.
     """
     sizes = slicing.sizes_of(model.config)
-    hooks: list[Any] = []
+    hooks: list[tuple[nn.Module, Callable[[Tensor, Tensor], object]]] = []
 
-    def watch(units: int) -> tuple[_Mean, Any]:
+    def watch(units: int) -> tuple[_Mean, Callable[[Tensor, Tensor], object]]:
         mean = _Mean()  # 1 unit: the full Gram matrix of all inputs
         return mean, lambda before, after: mean.add(moments(before.float(), 1 if products else units), 1)
 
-    parts: dict[str, list[tuple[str, _Mean, Any]]] = {"heads": [], "channels": []}
+    parts: dict[str, list[tuple[str, _Mean, nn.Module]]] = {"heads": [], "channels": []}
     units = {"heads": sizes.heads, "channels": sizes.channels}
     for what, count in units.items():
         for _, name, module in slicing.readers(model, what):
@@ -140,10 +142,12 @@ def influences(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
     return torch.stack([mean.value() for mean in means]).cpu()
 
 
-def _influence_hooks(model: PreTrainedModel) -> tuple[list[_Mean], list[Any]]:
+def _influence_hooks(
+    model: PreTrainedModel,
+) -> tuple[list[_Mean], list[tuple[nn.Module, Callable[[Tensor, Tensor], object]]]]:
     means = [_Mean() for _ in anatomy(model).layers]
 
-    def record(mean: _Mean) -> Any:
+    def record(mean: _Mean) -> Callable[[Tensor, Tensor], object]:
         return lambda before, after: mean.add(
             influence(before.float(), after.float()) * before.shape[-2], before.shape[-2]
         )
@@ -226,7 +230,13 @@ def heads_at_once(current: Sizes) -> int:
 
 
 def sizes_for_fractions(
-    current: Sizes, config: Any, *, heads: float = 1.0, channels: float = 1.0, hidden: float = 1.0, multiple: int = 8
+    current: Sizes,
+    config: PretrainedConfig,
+    *,
+    heads: float = 1.0,
+    channels: float = 1.0,
+    hidden: float = 1.0,
+    multiple: int = 8,
 ) -> Sizes:
     """Returns the sizes nearest to the given fractions: heads in key-value groups, channels and hidden dimensions in
     multiples.

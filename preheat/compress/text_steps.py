@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.compress import compress
@@ -26,10 +26,15 @@ from preheat.recipe import Model, Recipe, Sample, Stop
 from preheat.recipe.validate import RecipeReader
 from preheat.training.plan_request import plan_here
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["TextSteps"]
 
 
-class TextSteps(Steps):
+class TextSteps(Steps["PreTrainedModel"]):
     """Steps over a run or a language model's folder.
 
     Attributes:
@@ -67,12 +72,12 @@ class TextSteps(Steps):
         self.tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.seq_len or None
         self.rate = peak_learning_rate(opened.build)
         self.notes: list[str] = []
-        self.exports: list[dict[str, Any]] = []
+        self.exports: list[JsonObject] = []
         self._opened = opened
         self._step_of_source = opened.step
         self._require_possible(opened.build.device.kind)
 
-    def begin(self) -> Any:
+    def begin(self) -> PreTrainedModel:
         chain = self._chain
         self._say("writing the model that it begins with")
         huggingface.write(self._source, self.start)  # creates `out`, or leaves nothing behind
@@ -129,14 +134,14 @@ class TextSteps(Steps):
         names = ", ".join(name for name in step.techniques if name not in skipped) or "no further technique"
         return name, f"trained {result['steps']} steps with {names}; loss {result['validation_loss']:.4f}"
 
-    def measure(self, row: dict[str, Any], what: str) -> tuple[dict[str, Any], Any]:
+    def measure(self, row: JsonObject, what: str) -> tuple[JsonObject, PreTrainedModel]:
         figures, timed = self._before.against(load_model(self.place))
         return figures | row | {"what": what, "bytes": figures["after"]["bytes"]}, timed
 
-    def time(self, rows: Sequence[dict[str, Any]], models: Mapping[str, Any], turns: int) -> None:
+    def time(self, rows: Sequence[JsonObject], models: Mapping[str, PreTrainedModel], turns: int) -> None:
         self._before.time(rows, models, turns=turns)
 
-    def summarize(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def summarize(self, rows: Sequence[JsonObject]) -> JsonObject:
         choice = (rows[-1]["name"], "the last step of the chain")
         summary = compress.summed(self.place, rows, choice, str(self._source), self.texts)
         notes = compress.once([unfinished(self._source, self._step_of_source), *self.notes])
@@ -179,7 +184,7 @@ class TextSteps(Steps):
             else:
                 return recipe, skipped
 
-    def _recipe(self, step: Step, techniques: Mapping[str, Any]) -> Recipe:
+    def _recipe(self, step: Step, techniques: Mapping[str, object]) -> Recipe:
         reader = RecipeReader("chain", {})
         added = reader.techniques(techniques)
         reader.refuse()

@@ -14,11 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.errors import DataError
 from preheat.hardware.link_rates import make_private
 from preheat.run_dir import to_json
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["entry", "read_entry"]
 
@@ -31,10 +34,10 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def read_entry(folder: Path) -> dict[str, Any] | None:
+def read_entry(folder: Path) -> JsonObject | None:
     """Returns an entry's {"files", "values"}, or None if the entry is absent or any byte of it has changed."""
     try:
-        content: dict[str, Any] = json.loads((folder / "entry.json").read_bytes())
+        content: JsonObject = json.loads((folder / "entry.json").read_bytes())
         intact = content["seal"] == _seal(content["files"], content["values"])
         return (
             content
@@ -45,11 +48,11 @@ def read_entry(folder: Path) -> dict[str, Any] | None:
         return None  # missing, truncated or not written by us
 
 
-def _seal(files: dict[str, str], values: dict[str, Any]) -> str:
+def _seal(files: dict[str, str], values: JsonObject) -> str:
     return hashlib.blake2b(json.dumps([files, values], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def entry(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+def entry(root: Path, name: str, build: Callable[[Path], JsonObject]) -> tuple[Path, JsonObject]:
     """Returns the folder of an entry and its content; on a miss, `build(folder)` writes the files and returns the
     values.
 

@@ -46,6 +46,7 @@ def growing_order(ranked: np.ndarray, pool: Callable[[int], int], seed: int) -> 
             row = int(ranked[entered])
             heapq.heappush(heap, (int(keys[row]), row))
             entered += 1
+        # Every row of the pool was read: the next pass begins, in an order of its own.
         if not heap:
             turn += 1
             keys = _keys(len(ranked), seed, turn)

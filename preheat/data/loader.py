@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -36,8 +36,18 @@ from preheat.data.vision_inputs import gathered
 from preheat.errors import DataError, RunError
 from preheat.hardware.child_processes import ended_by
 
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    import numpy as np
+
+    from preheat.core.json_types import JsonObject
+    from preheat.data.packing import EvaluationRows
+
 PATIENCE = 300.0
 """Seconds without a micro-batch after which workers are killed: only a hanging network file system takes as long."""
+
+Item = TypeVar("Item")
 
 __all__ = [
     "batches",
@@ -128,7 +138,7 @@ def batches(
     def micro_batch() -> Batch:
         batch = _unless_error(loaded.next(lambda: requested[0].rows))
         requested.popleft()
-        return batch  # type: ignore[no-any-return]
+        return batch
 
     with closing(_Loader(_Keyed(rows), keys(), workers, prefetch, pin)) as loaded:
         for current in shapes():
@@ -146,7 +156,7 @@ def evaluation_rows(total: int, limit: int) -> list[int]:
     return [n * total // count for n in range(count)]
 
 
-def evaluation_batches(rows: Rows, *, micro: int, limit: int) -> Iterator[Batch]:
+def evaluation_batches(rows: EvaluationRows, *, micro: int, limit: int) -> Iterator[Batch]:
     """Yields at most `limit` rows, spread evenly over all and in order, `micro` per batch."""
     numbers = evaluation_rows(len(rows), limit)
     for first in range(0, len(numbers), micro):
@@ -159,7 +169,7 @@ def sample_rows(total: int, seed: int, first: int, count: int) -> tuple[int, ...
 
 
 @functools.lru_cache(maxsize=2)  # two, since a batch may span two epochs
-def _epoch(total: int, seed: int, epoch: int) -> Any:
+def _epoch(total: int, seed: int, epoch: int) -> np.ndarray:
     return permutation(total, seed, epoch)
 
 
@@ -269,7 +279,7 @@ def weight_of(
     return sum(map(len, desirable)) if desirable else int((labels != IGNORED).sum())
 
 
-class _Keyed(Dataset[Any]):
+class _Keyed(Dataset[_Pinnable | DataError]):
     """Map-style dataset of micro-batches, indexed by their `_Part`."""
 
     def __init__(self, rows: Rows):
@@ -282,7 +292,7 @@ class _Keyed(Dataset[Any]):
             return error  # as a value: DataLoader would wrap an exception of a worker in its traceback
 
 
-class _Stream(IterableDataset[Any]):
+class _Stream(IterableDataset[tuple[int, RowData] | DataError]):
     def __init__(self, rows: StreamRows, committed: int):
         self.rows, self.committed = rows, committed
 
@@ -293,11 +303,11 @@ class _Stream(IterableDataset[Any]):
             yield error  # as a value: DataLoader would wrap an exception of a worker in its traceback
 
 
-class _Loader:
+class _Loader(Generic[Item]):
     """A DataLoader's iterator, with a watchdog for its workers."""
 
-    def __init__(self, dataset: Any, keys: Iterator[Any] | None, workers: int, prefetch: int, pin: bool):
-        settings: dict[str, Any] = {}
+    def __init__(self, dataset: Dataset[Item], keys: Iterator[_Part] | None, workers: int, prefetch: int, pin: bool):
+        settings: JsonObject = {}
         if workers:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["torch", __name__])
@@ -312,7 +322,7 @@ class _Loader:
         # DataLoader warns of more workers than cores; that is the user's choice.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-            self.loader: DataLoader[Any] | None = DataLoader(
+            self.loader: DataLoader[Item] | None = DataLoader(
                 dataset,
                 batch_size=None,
                 sampler=keys,
@@ -322,16 +332,17 @@ class _Loader:
                 generator=torch.Generator(),  # else each start would draw from the generator of the training
                 **settings,
             )
-            self.iterator: Any = iter(self.loader)  # starts the workers
+            # Starts the workers. Any, since the iterator's class, which depends on `workers`, is private.
+            self.iterator: Any = iter(self.loader)
         # torch has no public name for them, and none at all without workers.
-        self.workers: list[Any] = list(getattr(self.iterator, "_workers", ()))
+        self.workers: list[BaseProcess] = list(getattr(self.iterator, "_workers", ()))
         self.waits: float | None = None  # time.monotonic() since which `next` waits
         self.hung = False
         self._over = threading.Event()
         if workers:
             threading.Thread(target=self._watch, daemon=True).start()
 
-    def next(self, rows: Callable[[], Sequence[int]] = tuple) -> Any:
+    def next(self, rows: Callable[[], Sequence[int]] = tuple) -> Item:
         """Returns the next item.
 
         Args:
@@ -398,13 +409,13 @@ def _blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _unless_error(value: Any) -> Any:
+def _unless_error(value: Item | DataError) -> Item:
     if isinstance(value, DataError):
         raise value
     return value
 
 
-def _as_it_is(value: Any) -> Any:
+def _as_it_is(value: Item) -> Item:
     return value
 
 

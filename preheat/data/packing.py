@@ -12,14 +12,14 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from preheat.core import ExampleKind
 from preheat.data.vision_inputs import ImageProcessor, ImageRef, ImageTable, mrope_positions
 
-__all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit", "cut", "permutation"]
+__all__ = ["EvaluationRows", "IGNORED", "RowData", "Rows", "Tokens", "best_fit", "cut", "permutation"]
 
 IGNORED = -100
 """Label of positions without a loss."""
@@ -48,7 +48,18 @@ class RowData(NamedTuple):
     eye: ImageProcessor | None = None
 
 
-def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
+class EvaluationRows(Protocol):
+    """The part of `Rows` that an evaluation reads."""
+
+    @property
+    def truncated(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> RowData: ...
+
+
+def _mapped(file: Path, dtype: np.dtype) -> np.ndarray:
     # An empty file cannot be mapped.
     return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
 
@@ -93,7 +104,7 @@ class Tokens:
             side,
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         if self.folder is not None:
             return Tokens.open, (self.folder, self.side, self.group)
         return Tokens, (self.ids, self.offsets, self.loss_mask, self.labels, self.group, self.images)
@@ -244,6 +255,7 @@ class Rows:
         start = index * self.length
         stop = min(start + self.length, len(self.tokens.ids))
         size = stop - start
+        # One token more than the row has: the label of its last position.
         span = np.asarray(self.tokens.ids[start : stop + 1]).astype(np.int64)
         tokens: np.ndarray = np.full(self.length, self.pad, np.int64)
         tokens[:size] = span[:size]
@@ -253,9 +265,11 @@ class Rows:
         last = int(np.searchsorted(self.tokens.offsets, stop, side="left"))  # the document of position `stop - 1`
         ends = np.asarray(self.tokens.offsets[first : last + 1])
         inside = ends[ends <= stop] - start
+        # The next token of a document's last one belongs to another document.
         labels[inside - 1] = IGNORED
         if self.tokens.loss_mask is not None:
             labels[: len(span) - 1][self.tokens.loss_mask[start + 1 : start + len(span)] == 0] = IGNORED
+        # Without duplicates: a document may end where the tokens or the row do, and none has length 0.
         cuts = dict.fromkeys([*inside.tolist(), size, self.length])
         return _row(tokens, labels, np.diff(list(cuts), prepend=0))
 

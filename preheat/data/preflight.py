@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from preheat.errors import DataError, RecipeError, nearest
 from preheat.sanitize import shorten
@@ -116,11 +116,19 @@ def refuse_unknown(settings: Mapping[str, str]) -> None:
         raise RecipeError("data.preflight.embedding: cannot be a warning: the step that reads such a token would fail")
 
 
+class Finding(TypedDict):
+    """How often a check failed, of how many (None: of all rows read), and the first [where, message] pairs."""
+
+    count: int
+    of: int | None
+    rows: list[list[str]]
+
+
 @dataclass
 class Findings:
-    """Findings of the checks: {check: {"count", "of", "rows": [[where, message], ...]}}."""
+    """Findings of the checks, by check."""
 
-    by_check: dict[str, dict[str, Any]] = field(default_factory=dict)
+    by_check: dict[str, Finding] = field(default_factory=dict)
 
     def add(self, check: str, where: str, message: str, count: int = 1, of: int | None = None) -> None:
         """Adds a finding. `of` is the total that `count` refers to, by default `judge`'s number of rows."""
@@ -132,15 +140,15 @@ class Findings:
             entry["rows"].append([where, message])
 
 
-def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def merged(one: Mapping[str, Finding], other: Mapping[str, Finding]) -> dict[str, Finding]:
     """Merges two findings of the same rows."""
-    total = {name: dict(entry) for name, entry in one.items()}
+    total = {name: entry.copy() for name, entry in one.items()}
     for name, entry in other.items():
         if name in total:
             rows = [*total[name]["rows"], *entry["rows"]][:SHOWN]
             total[name] = {"count": total[name]["count"] + entry["count"], "of": entry["of"], "rows": rows}
         else:
-            total[name] = dict(entry)
+            total[name] = entry.copy()
     return total
 
 
@@ -156,7 +164,7 @@ class Verdict(NamedTuple):
             raise DataError("\n".join(self.blocked))
 
 
-def judge(found: Mapping[str, Mapping[str, Any]], settings: Mapping[str, str], rows: int) -> Verdict:
+def judge(found: Mapping[str, Finding], settings: Mapping[str, str], rows: int) -> Verdict:
     """Divides findings into errors and warnings by a recipe's `data.preflight`.
 
     Args:
@@ -173,7 +181,7 @@ def judge(found: Mapping[str, Mapping[str, Any]], settings: Mapping[str, str], r
     blocked, warned = [], []
     for name in (n for n in CHECKS if n in found):
         check, entry = CHECKS[name], found[name]
-        if name == "template_end" and found.get("template", {}).get("count", 0) >= rows:
+        if name == "template_end" and (found["template"]["count"] if "template" in found else 0) >= rows:
             continue  # a template that renders no row also ends no turn: report one fault
         count, of = entry["count"], entry["of"] or rows
         below = count <= check.above * of if check.above else False

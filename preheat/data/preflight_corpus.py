@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from preheat.data.chat.template import Message, Template, TrainOn
+from preheat.data.chat.template import Template, TrainOn
 from preheat.data.document import Document, TextSpan
 from preheat.data.packing import Rows
 from preheat.data.preflight import Findings
@@ -23,6 +23,10 @@ from preheat.data.tokenize_corpus import Stream
 from preheat.data.tokenizer import Encoder
 from preheat.errors import DataError
 from preheat.sanitize import quoted
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+    from preheat.data.chat.messages import Message, Tools
 
 __all__ = [
     "cut_answers",
@@ -87,14 +91,14 @@ def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Finding
 class _Noting(Template):
     """A template that records the conversations it renders as training rows."""
 
-    given: list[tuple[Sequence[Message], Any, TrainOn]] = field(default_factory=list)
+    given: list[tuple[Sequence[Message], Tools, TrainOn]] = field(default_factory=list)
 
     @classmethod
     def of(cls, template: Template) -> _Noting:
         return cls(template.text, template.name, template.variables, template.special, template.with_tools)
 
     def spans(
-        self, messages: Sequence[Message], tools: Any = None, train_on: TrainOn = "assistant"
+        self, messages: Sequence[Message], tools: Tools = None, train_on: TrainOn = "assistant"
     ) -> tuple[TextSpan, ...]:
         self.given.append((messages, tools, train_on))
         return super().spans(messages, tools, train_on)
@@ -153,7 +157,7 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
     return ""
 
 
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _shared(one: Sequence[object], other: Sequence[object]) -> int:
     """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
@@ -187,7 +191,7 @@ def _unlike(encoder: Encoder, prompt: Sequence[int], ids: Sequence[int]) -> str:
 
 
 def check_tokens(
-    values: Mapping[str, Any],
+    values: JsonObject,
     findings: Findings,
     encoder: Encoder,
     streams: Sequence[Stream],

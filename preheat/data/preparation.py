@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -37,6 +37,8 @@ from preheat.recipe import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["PreparedData", "prepare"]
 
@@ -72,7 +74,7 @@ class PreparedData:
     train: Rows | StreamRows
     validation: Rows
     source: str
-    counts: dict[str, Any]
+    counts: JsonObject
     fingerprint: str
     layout: Layout
     classes: tuple[str, ...] = ()
@@ -80,7 +82,7 @@ class PreparedData:
     blocked: list[str] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """Returns the content of the run's data.json."""
         template = self.layout.template
         return {
@@ -110,7 +112,7 @@ def prepare(
     partial: bool = False,
     knob: str = "data.source",
     vision: Vision | None = None,
-    processor: Mapping[str, Any] | None = None,
+    processor: JsonObject | None = None,
 ) -> PreparedData:
     """Reads, tokenizes, checks and packs the data of a recipe.
 
@@ -226,8 +228,8 @@ class _Packed:
     """
 
     folder: Path
-    values: dict[str, Any]
-    files: dict[str, Any]
+    values: JsonObject
+    files: dict[str, str]
     streams: list[Stream]
     findings: Findings
     rows: dict[str, Rows]
@@ -238,7 +240,7 @@ def _open_sources(
     model_tokenizer: str | None,
     add_tokens: Sequence[str],
     vision: Vision | None,
-    processor: Mapping[str, Any] | None,
+    processor: JsonObject | None,
     knob: str,
 ) -> _Opened:
     """Opens the tokenizer and all sources, and rejects settings that do not suit their layouts.
@@ -268,7 +270,7 @@ def _open_sources(
 
 
 def _image_processor(
-    data: Data, tokenizer: PreTrainedTokenizerFast | None, vision: Vision, processor: Mapping[str, Any] | None
+    data: Data, tokenizer: PreTrainedTokenizerFast | None, vision: Vision, processor: JsonObject | None
 ) -> ImageProcessor:
     if tokenizer is None:
         raise DataError("data.tokenizer: a model that reads images has tokens for them; use its own tokenizer")
@@ -326,7 +328,7 @@ def _tokenize_and_pack(
     streams = streams_of(opened.sources, opened.validation, encoding.split)
     entry_name = f"tokens-{digest(encoding.content, encoder.key, ends)}"
 
-    def build(folder: Path) -> dict[str, Any]:
+    def build(folder: Path) -> JsonObject:
         return tokenize(folder, root / f".partial-{entry_name}", streams, encoder, ends, say, opened.images)
 
     folder, content_entry = entry(root, entry_name, build)
@@ -350,7 +352,7 @@ def _check_rows(
     embedding: int | None,
     refuse: bool,
     knob: str,
-) -> tuple[Verdict, dict[str, Any]]:
+) -> tuple[Verdict, dict[str, np.ndarray]]:
     """Judges the tokens by `data.preflight`; returns the verdict and the examples of each side that lose an answer.
 
     Raises:
@@ -437,7 +439,7 @@ def _trained(
                 yield mark, document.text
         say("training the tokenizer", 0, None)
 
-    def build(folder: Path) -> dict[str, Any]:
+    def build(folder: Path) -> JsonObject:
         save_tokenizer(train_tokenizer(documents(), vocabulary=vocabulary), folder)
         return {}
 
@@ -447,7 +449,7 @@ def _trained(
 
 
 def _refuse_empty(
-    sources: Sequence[Source], validation_source: Source | None, share: float, values: dict[str, Any]
+    sources: Sequence[Source], validation_source: Source | None, share: float, values: JsonObject
 ) -> None:
     documents, dropped = values["documents"], values["dropped"]
     description = "; ".join(source.description for source in sources)
@@ -486,7 +488,7 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
         )
 
 
-def _counts(rows: Rows) -> dict[str, Any]:
+def _counts(rows: Rows) -> JsonObject:
     return {
         "documents": len(rows.tokens.offsets) // rows.tokens.group,
         "tokens": len(rows.tokens.ids),

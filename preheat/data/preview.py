@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +12,11 @@ from preheat.data.preflight_corpus import locate_documents
 from preheat.data.preparation import PreparedData
 from preheat.errors import DataError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["preview"]
 
 BINS = 12
@@ -19,7 +24,7 @@ _ORDERS = 100
 """Ratio of the longest to the shortest example from which the bars are logarithmic."""
 
 
-def preview(prepared: PreparedData, *, rows: int, seed: int) -> dict[str, Any]:
+def preview(prepared: PreparedData, *, rows: int, seed: int) -> JsonObject:
     """Returns the output of `preheat data` as plain values.
 
     Args:
@@ -50,7 +55,7 @@ def preview(prepared: PreparedData, *, rows: int, seed: int) -> dict[str, Any]:
     }
 
 
-def _lengths(sizes: np.ndarray, length: int) -> dict[str, Any]:
+def _lengths(sizes: np.ndarray, length: int) -> JsonObject:
     """Returns statistics of tokens per example, and a histogram whose last bar holds all longer than 1.5 rows."""
     top = min(int(sizes.max()), round(1.5 * length))
     least = min(max(int(sizes.min()), 1), top)
@@ -82,7 +87,7 @@ def _wheres(prepared: PreparedData, rows: Rows, order: list[int]) -> dict[int, s
     return {n: by_place[place] for n, place in zip(numbers, wanted, strict=True)}
 
 
-def _example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, str]) -> dict[str, Any]:
+def _example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, str]) -> JsonObject:
     row, numbers = rows.row(index), rows.contents(index)[0].tolist()
     documents, at = [], 0
     for number, size in zip(numbers, row.documents, strict=False):  # not strict: the last length may be padding
@@ -113,15 +118,15 @@ def _shortened(text: str, rows: Rows) -> str:
     return re.sub(f"(?:{re.escape(mark)})+", lambda match: f"[image: {len(match[0]) // len(mark)} tokens]", text)
 
 
-def _spans(tokenizer: Any, tokens: list[int], marks: list[bool]) -> list[list[Any]]:
+def _spans(tokenizer: PreTrainedTokenizerFast, tokens: list[int], marks: list[bool]) -> list[tuple[str, bool, int]]:
     """Returns [text, trained, tokens] of each run of equal marks; the text is what the run adds when decoded."""
-    spans: list[list[Any]] = []
+    spans: list[tuple[str, bool, int]] = []
     borders = [n for n in range(1, len(tokens)) if marks[n] != marks[n - 1]]
     before, start = "", 0
     for stop in [*borders, len(tokens)]:
         text = tokenizer.decode(tokens[:stop])
         # A character may span tokens of both runs: it goes to the later one.
         text = text if stop == len(tokens) else text.rstrip("\ufffd")
-        spans.append([text[len(before) :], marks[start], stop - start])
+        spans.append((text[len(before) :], marks[start], stop - start))
         before, start = text, stop
     return spans

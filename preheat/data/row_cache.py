@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class RowCache:
         folder: Path,
         *,
         rows: int,
-        of: Mapping[str, Any],
+        of: Mapping[str, object],
         arrays: Mapping[str, tuple[tuple[int, ...], str]],
         knob: str,
     ):
@@ -129,6 +129,7 @@ class RowCache:
             ]
         )
         record, own = self._file[row], _mark(tokens)
+        # The hash comes last, so that a process killed in between leaves a record that `missing` or `read` rejects.
         record[:_MARK], record[2 * _MARK :] = own, content
         record[_MARK : 2 * _MARK] = _mark(own, content)
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.data.chat.template import special_tokens, template_for
 from preheat.data.document import Document
@@ -26,7 +26,10 @@ from preheat.recipe import Data
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
     from transformers import PreTrainedTokenizerFast
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["Source", "digest", "open_source"]
 
@@ -51,7 +54,7 @@ class Source:
     description: str
     layout: Layout
     key: Callable[[], str]
-    rows: Callable[[], Iterator[tuple[str, Any]]]
+    rows: Callable[[], Iterator[tuple[str, object]]]
     count: int | None = None
     weight: float = 1.0
     left: str = ""
@@ -74,7 +77,7 @@ class _Raw:
 
     description: str
     key: Callable[[], str]
-    rows: Callable[[Sequence[str] | None], Iterator[tuple[str, Any]]]
+    rows: Callable[[Sequence[str] | None], Iterator[tuple[str, object]]]
     names: list[str] | None = None
     """Names of the fields, if known before any row is read."""
     count: int | None = None
@@ -156,7 +159,7 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
             raise
         lacking = f"{raw.description}: the rows are conversations ({layout.description}); {error}"
     special = template.special if template else special_tokens(tokenizer)
-    more: dict[str, Any] = {
+    more: JsonObject = {
         "template": template,
         "lacking": lacking,
         "wraps": data.template is not None,
@@ -164,6 +167,7 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
     }
     more |= {"eye": eye, "folder": raw.folder}
     classes = data.classes or raw.classes
+    # Without given names the values of the whole source are the classes, so all labels are read.
     if layout.kind == "classes" and not classes:
         column = layout.columns["label"]
         values = (row.get(column) for _, row in raw.rows([column]) if isinstance(row, Mapping))
@@ -309,7 +313,7 @@ def _broken() -> tuple[type[BaseException], ...]:
     return (*kinds, datasets.exceptions.DatasetsError, pyarrow.ArrowException)
 
 
-def _rows(rows: Any, where: str) -> Iterator[tuple[str, Any]]:
+def _rows(rows: Iterable[object], where: str) -> Iterator[tuple[str, object]]:
     number, read = 0, iter(rows)
     while True:
         try:
@@ -322,7 +326,9 @@ def _rows(rows: Any, where: str) -> Iterator[tuple[str, Any]]:
         yield f"{where}: row {number}", row
 
 
-def _split(dataset: Any, data: Data, where: str) -> Any:
+def _split(
+    dataset: Dataset | DatasetDict | IterableDataset | IterableDatasetDict, data: Data, where: str
+) -> Dataset | IterableDataset:
     import datasets
 
     if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
@@ -334,12 +340,12 @@ def _split(dataset: Any, data: Data, where: str) -> Any:
     return dataset
 
 
-def _from_dataset(dataset: Any, data: Data, where: str) -> _Raw:
+def _from_dataset(dataset: Dataset | IterableDataset, data: Data, where: str) -> _Raw:
     import datasets
 
     names: list[str] | None = list(dataset.column_names) if dataset.column_names else None
 
-    def rows(columns: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
+    def rows(columns: Sequence[str] | None) -> Iterator[tuple[str, object]]:
         # Unused columns, such as images and audio, are not decoded.
         chosen = (
             dataset.select_columns([n for n in names if n in columns]) if names and columns is not None else dataset
@@ -371,7 +377,7 @@ def _is_format(name: str) -> bool:
     """Returns True if `datasets` takes the name for a file format (text, json, csv, ...) and not for a dataset."""
     from datasets import packaged_modules
 
-    known: Mapping[str, Any] = packaged_modules._PACKAGED_DATASETS_MODULES
+    known: Mapping[str, object] = packaged_modules._PACKAGED_DATASETS_MODULES
     return name in known
 
 

@@ -68,6 +68,7 @@ class Split:
                 findings.add("validation", document.where, "stands in the data to validate on too")
                 dropped["also in validation"] += 1
                 continue
+            # The first 64 bits of a hash are a uniform number, so a document's side is independent of all others.
             yield ("validation" if int(mark[:16], 16) < self.share * 2**64 else "train"), mark, document
 
 

@@ -66,6 +66,7 @@ class StreamRows:
                     if number >= committed:
                         yield number, rows.row(index)
                     number += 1
+            # An epoch without a row: the next ones would have none either, and this would never return.
             if number == began:
                 raise DataError(
                     f"data.source {self.data.source}: the training documents do not fill one row of "

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,12 @@ from preheat.data.vision_inputs import ImageProcessor, ImageTable
 from preheat.errors import PreheatError
 from preheat.hardware.link_rates import make_private
 from preheat.run_dir import to_json, write_atomic
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from preheat.core.json_types import JsonObject
+    from preheat.data.preflight import Finding
 
 __all__ = ["SIDES", "Progress", "Stream", "streams_of", "tokenize"]
 
@@ -75,10 +81,10 @@ class _Tally:
     stream: int = 0
     rows: int = 0
     """Rows read of this stream."""
-    sources: list[dict[str, Any]] = field(default_factory=list)
-    findings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sources: list[JsonObject] = field(default_factory=list)
+    findings: dict[str, Finding] = field(default_factory=dict)
     """Findings of the checks in rows."""
-    shown: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shown: dict[str, Finding] = field(default_factory=dict)
     """Findings of the checks in tokens."""
     group: int = 1
     masked: bool = False
@@ -99,7 +105,7 @@ class _Portion(NamedTuple):
     encoded: Future[list[list[Encoded]]]
     rows: int
     dropped: Counter[str]
-    findings: dict[str, dict[str, Any]]
+    findings: dict[str, Finding]
 
 
 def tokenize(
@@ -110,7 +116,7 @@ def tokenize(
     ends: Sequence[int],
     say: Progress,
     eye: ImageProcessor | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Writes the tokens of both sides into `folder` for `Tokens.open`, and returns the counts.
 
     Args:
@@ -208,10 +214,10 @@ class _Writer:
         self._count(about, rows, dropped, findings.by_check)
         say("tokenizing", rows, rows)
 
-    def _count(self, about: dict[str, Any], rows: int, dropped: Counter[str], findings: dict[str, Any]) -> None:
+    def _count(self, about: JsonObject, rows: int, dropped: Counter[str], findings: dict[str, Finding]) -> None:
         self.tally.rows, about["read"], about["dropped"], self.tally.findings = rows, rows, dict(dropped), findings
 
-    def _write(self, stream: Stream, portion: _Portion, about: dict[str, Any]) -> None:
+    def _write(self, stream: Stream, portion: _Portion, about: JsonObject) -> None:
         documents = portion.documents
         flat = [e for sequences in portion.encoded.result() for e in sequences]
         tally, group = self.tally, len(flat) // len(documents)
@@ -289,13 +295,14 @@ def _sums(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 def _times(weight: float, mark: str) -> int:
     """Returns how often a document is read in an epoch; its content hash decides the fractional part of the weight."""
+    # Not the first 64 bits: they decide the side of the split (`Split.apply`).
     return int(weight) + (int(mark[16:32], 16) / 2**64 < weight % 1)
 
 
-def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProcessor | None) -> dict[str, Any]:
+def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProcessor | None) -> JsonObject:
     """Moves the files into `folder` in the form of `Tokens.open`, and returns the values of the cache entry."""
 
-    def read(side: Side, kind: str, of: Any) -> np.ndarray:
+    def read(side: Side, kind: str, of: DTypeLike) -> np.ndarray:
         return np.fromfile(work / f"{side}.{kind}", of)
 
     findings, documents, duplicates = merged(tally.findings, tally.shown), {}, {}

@@ -7,9 +7,9 @@ import functools
 import heapq
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from preheat import remote_code
 from preheat.core.schema import TOKENIZER_FILES
@@ -23,7 +23,12 @@ from preheat.run_dir import to_json
 from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from collections.abc import Hashable
+
+    from tokenizers import Encoding, Tokenizer
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = [
     "END",
@@ -99,7 +104,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def _read(knob: str, name: str, runs: bool) -> Any:
+def _read(knob: str, name: str, runs: bool) -> PreTrainedTokenizerBase:
     """Loads a tokenizer with transformers, by the class that splits text as its tokenizer.json does.
 
     Args:
@@ -107,7 +112,7 @@ def _read(knob: str, name: str, runs: bool) -> Any:
     """
     import transformers
 
-    reader: Any = transformers.PreTrainedTokenizerFast if read_as_it_is(name) else transformers.AutoTokenizer
+    reader = transformers.PreTrainedTokenizerFast if read_as_it_is(name) else transformers.AutoTokenizer
     try:
         return reader.from_pretrained(name, trust_remote_code=runs)
     except _unreadable() as error:
@@ -169,7 +174,7 @@ def _unlike_by_class(name: str, file: Path, _changed: tuple[tuple[int, int, int]
     reference, reasons = Tokenizer.from_file(str(file)), list[str]()
     for reader in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
         try:
-            rebuilt: Any = reader.from_pretrained(name, trust_remote_code=False)
+            rebuilt: PreTrainedTokenizerBase = reader.from_pretrained(name, trust_remote_code=False)
         except _unreadable() as error:
             reasons.append(f"transformers cannot read it by its class: {fault(error, 200)}")
             continue
@@ -194,7 +199,7 @@ def rebuilt_by_transformers(folder: str | Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        rebuilt: Any = transformers.AutoTokenizer.from_pretrained(
+        rebuilt: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
     except _unreadable() as error:
@@ -294,7 +299,7 @@ def _look_at(knob: str, path: Path) -> None:
             raise DataError(f"{companion}: {problem}; put back the model's own")
 
 
-def _unusable(settings: Mapping[str, Any]) -> str | None:
+def _unusable(settings: JsonObject) -> str | None:
     """Returns the problem of a setting that transformers accepts and fails on later, or None."""
     for key, value in settings.items():
         token = value.get("content") if isinstance(value, dict) else value
@@ -364,7 +369,7 @@ def unlike_folders(own: str, other: str, *, knob: str, add_tokens: tuple[str, ..
 
 # A search compares them for each candidate, and a large tokenizer takes a second to load.
 @functools.lru_cache(maxsize=32)
-def _unlike_folders(own: str, other: str, knob: str, add_tokens: tuple[str, ...], _changed: Any) -> str | None:
+def _unlike_folders(own: str, other: str, knob: str, add_tokens: tuple[str, ...], _changed: Hashable) -> str | None:
     return unlike(load_tokenizer(own, add_tokens=add_tokens), load_tokenizer(other, knob=knob))
 
 
@@ -426,12 +431,12 @@ def unlike(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> str | None
     return None
 
 
-def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _first_difference(one: Sequence[object], other: Sequence[object]) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
-def _unlike_backends(reference: Any, built: Any) -> str | None:
+def _unlike_backends(reference: Tokenizer, built: PreTrainedTokenizerBase) -> str | None:
     """Returns the difference between tokenizer.json and the tokenizer built by transformers; extra special tokens are
     allowed.
 
@@ -458,7 +463,9 @@ def _unlike_backends(reference: Any, built: Any) -> str | None:
     return None
 
 
-def _unlike_encodings(reference: Any, other: Any, one: Sequence[Any], two: Sequence[Any]) -> str | None:
+def _unlike_encodings(
+    reference: Tokenizer, other: Tokenizer, one: Sequence[Encoding], two: Sequence[Encoding]
+) -> str | None:
     """Returns the first difference between two encodings of the same texts, in ids or in decoded text, or None."""
     for a, b in zip(one, two, strict=True):
         if a.ids != b.ids:
@@ -472,7 +479,7 @@ def _unlike_encodings(reference: Any, other: Any, one: Sequence[Any], two: Seque
     return None
 
 
-def token_bytes(tokenizer: Any) -> list[bytes]:
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     """Returns the bytes of each token by id; special tokens have none.
 
     Example:
@@ -562,6 +569,7 @@ class Encoder:
         named = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
         # GPT-2's unknown token is its end of text, which does not count.
         self.unknown: int | None = tokenizer.unk_token_id if tokenizer.unk_token_id not in named else None
+        # All that decides the tokens of a document: part of the key of cached tokens.
         self.key = digest(self.backend.to_str(), self.begin, self.end)
 
     def __call__(self, documents: Sequence[Document]) -> list[list[Encoded]]:
@@ -582,7 +590,7 @@ class Encoder:
         encoding = self.backend.encode("".join(piece.text for piece in sequence), add_special_tokens=False)
         return self._finish(document, sequence, encoding).tokens
 
-    def _finish(self, document: Document, sequence: tuple[TextSpan, ...], encoding: Any) -> Encoded:
+    def _finish(self, document: Document, sequence: tuple[TextSpan, ...], encoding: Encoding) -> Encoded:
         tokens: list[int] = encoding.ids
         begin, end = ([], []) if document.complete else (self.begin, [self.end])
         if len(sequence) == 1 and sequence[0].trained:
@@ -608,7 +616,7 @@ class Encoder:
         return cast("list[int]", self.backend.encode(text, add_special_tokens=False).ids)
 
 
-def _tokens_of(sequence: tuple[TextSpan, ...], encoding: Any) -> list[int] | None:
+def _tokens_of(sequence: tuple[TextSpan, ...], encoding: Encoding) -> list[int] | None:
     """Returns the number of tokens of each span, or None if a token crosses two of them."""
     counts, at, begun = [], 0, 0
     total = sum(len(piece.text) for piece in sequence)
@@ -621,7 +629,7 @@ def _tokens_of(sequence: tuple[TextSpan, ...], encoding: Any) -> list[int] | Non
             upto += 1
         if first is None:
             first = len(encoding.ids)
-        elif encoding.token_to_chars(first)[0] < at:
+        elif (place := encoding.token_to_chars(first)) is not None and place[0] < at:
             return None
         counts.append(first - begun)
         begun = first

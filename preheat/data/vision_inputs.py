@@ -11,18 +11,26 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from preheat.core import Images, Vision
-from preheat.data.chat.messages import PLACE, Unreadable
+from preheat.data.chat.messages import PLACE, Message, Unreadable
 from preheat.data.rows.file_readers import kind_of
 from preheat.errors import DataError
 from preheat.run_dir import to_json
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["ImageProcessor", "ImageRef", "ImageTable", "gathered", "mrope_positions", "resolve_images"]
 
@@ -51,11 +59,13 @@ class ImageProcessor:
     """
 
     vision: Vision
-    processor: Mapping[str, Any] = field(hash=False)
+    processor: JsonObject = field(hash=False)
     marks: tuple[str, str, str]
 
     @classmethod
-    def of(cls, vision: Vision, processor: Mapping[str, Any], pixels: int, tokenizer: Any) -> ImageProcessor:
+    def of(
+        cls, vision: Vision, processor: JsonObject, pixels: int, tokenizer: PreTrainedTokenizerFast
+    ) -> ImageProcessor:
         """Returns a processor that scales images down to at most `pixels`.
 
         Raises:
@@ -69,6 +79,7 @@ class ImageProcessor:
                 f"data.tokenizer: has no special token under number {wrong[0]}, which stands for images in "
                 "the model's config.json; use the model's own tokenizer"
             )
+        # The pixels of one token: `merge` x `merge` patches become one.
         least = (vision.patch * vision.merge) ** 2
         size = dict(processor["size"])
         size["longest_edge"] = max(min(size["longest_edge"], pixels), least)
@@ -79,11 +90,11 @@ class ImageProcessor:
         """Returns everything that decides the number of tokens of an image, as a cache key."""
         return json.dumps(asdict(self), sort_keys=True)
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self) -> JsonObject:
         return asdict(self)
 
     @classmethod
-    def load(cls, values: Mapping[str, Any]) -> ImageProcessor:
+    def load(cls, values: JsonObject) -> ImageProcessor:
         return cls(Vision(**values["vision"]), values["processor"], tuple(values["marks"]))
 
     def text(self, picture: ImageRef) -> str:
@@ -132,15 +143,15 @@ class ImageProcessor:
         return np.asarray(features["pixel_values"], dtype=np.float32)
 
     @functools.cached_property
-    def _processor(self) -> Any:
+    def _processor(self) -> Qwen2VLImageProcessorPil:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         return Qwen2VLImageProcessorPil(**self.processor)
 
 
 def resolve_images(
-    talk: Sequence[Mapping[str, Any]], files: Sequence[Any] | None, eye: ImageProcessor | None, folder: Path
-) -> tuple[list[Mapping[str, Any]], tuple[ImageRef, ...]]:
+    talk: Sequence[Message], files: Sequence[object] | None, eye: ImageProcessor | None, folder: Path
+) -> tuple[list[Message], tuple[ImageRef, ...]]:
     """Replaces the placeholders of a conversation by the text of the images' tokens; also returns the images in order.
 
     Args:
@@ -170,7 +181,7 @@ def resolve_images(
             f"has {images} image{'s' * (images != 1)} and {places} place{'s' * (places != 1)} for one "
             "(<image>, or a part of type image)",
         )
-    left, messages, pictures = list(files or ()), list[Mapping[str, Any]](), list[ImageRef]()
+    left, messages, pictures = list(files or ()), list[Message](), list[ImageRef]()
     for n, (message, text, listed) in enumerate(zip(talk, texts, own, strict=True), 1):
         if mark := next((mark for mark in eye.marks if mark in text), None):
             raise Unreadable(
@@ -187,7 +198,7 @@ def resolve_images(
     return messages, tuple(pictures)
 
 
-def _file(name: Any, folder: Path) -> Path:
+def _file(name: object, folder: Path) -> Path:
     if not isinstance(name, str) or not name:
         raise Unreadable("images", f"an image is {kind_of(name)}, not the path of a file")
     if re.match(r"(https?|data):", name):
@@ -195,7 +206,7 @@ def _file(name: Any, folder: Path) -> Path:
     return folder / name.removeprefix("file://")
 
 
-def _decoded(path: Path) -> Any:
+def _decoded(path: Path) -> Image:
     """Decodes an image as RGB, rotated by its EXIF orientation."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -304,7 +315,7 @@ def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vi
     return positions
 
 
-def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Any) -> Images:
+def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Tensor) -> Images:
     """Reads the images of a micro-batch from their files; without images it returns a blank one without a position.
 
     Args:

@@ -46,6 +46,7 @@ class Metric:
 
 
 def _divided(sums: np.ndarray) -> np.ndarray:
+    # 0 / 0 gives NaN, which `_middle` leaves out.
     with np.errstate(invalid="ignore", divide="ignore"):
         return sums[..., 0] / sums[..., 1]
 
@@ -122,6 +123,7 @@ def draws(metric: Metric, *, resamples: int = RESAMPLES, seed: int = 0) -> np.nd
 
 
 def _middle(values: np.ndarray) -> tuple[float, float] | None:
+    # A resample may hold no row that counts, which has no ratio.
     values = values[~np.isnan(values)]
     if not len(values):
         return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat import remote_code
 from preheat.data.rows.file_readers import expanded
@@ -18,13 +18,22 @@ from preheat.evaluation.results import Result
 from preheat.evaluation.scoring import Scorer
 from preheat.recipe.yaml_io import nodes, read_text
 
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from yaml import Node
+
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["measure_by_harness", "model_for_harness", "require_harness"]
 
 WRITTEN = 256
 """Maximum tokens of an answer if the task sets none (lm-eval's own default)."""
 
 
-def require_harness() -> Any:
+def require_harness() -> ModuleType:
     """Imports lm-eval and returns it.
 
     Raises:
@@ -41,7 +50,7 @@ def require_harness() -> Any:
     return lm_eval
 
 
-def model_for_harness(scorer: Scorer) -> Any:
+def model_for_harness(scorer: Scorer) -> TemplateLM:
     """Returns the build as a model of lm-eval; `scorer` answers its requests, with the same precision and memory."""
     require_harness()
     from lm_eval.api.model import TemplateLM
@@ -66,7 +75,7 @@ def model_for_harness(scorer: Scorer) -> Any:
         def tokenizer_name(self) -> str:
             return str(scorer.tokenizer.name_or_path).replace("/", "__")
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
             has_bos = bool(scorer.tokenizer.bos_token) and string.startswith(scorer.tokenizer.bos_token)
             return scorer.encode(
                 string, complete=add_special_tokens is False or (add_special_tokens is None and has_bos)
@@ -82,11 +91,13 @@ def model_for_harness(scorer: Scorer) -> Any:
                 )
             )
 
-        def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        def _loglikelihood_tokens(
+            self, requests: Sequence[tuple[object, list[int], list[int]]], **_: object
+        ) -> list[tuple[float, bool]]:
             pairs = [(context, continuation) for _, context, continuation in requests]
             return [(score.loglikelihood, score.greedy) for score in scorer.score(pairs)]
 
-        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
             from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
             sums = []
@@ -100,7 +111,7 @@ def model_for_harness(scorer: Scorer) -> Any:
                 sums.append(sum(score.loglikelihood for score in scorer.score(pairs)))
             return sums
 
-        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
             answers = []
             for request in requests:
                 context, settings = request.args
@@ -183,7 +194,7 @@ def _task_of(file: Path) -> str:
     return task
 
 
-def _code_of(node: Any) -> list[str]:
+def _code_of(node: Node | None) -> list[str]:
     """Lists the code that lm-eval would run for a task's file: its functions, and included files, which may have
     more."""
     import yaml
@@ -209,7 +220,7 @@ def _near(task: str, known: list[str]) -> str:
     )
 
 
-def _result(values: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> Result:
+def _result(values: JsonObject, samples: Sequence[JsonObject]) -> Result:
     metrics, alone = {}, {}
     for key, value in values.items():
         name, _, filtered = key.partition(",")
@@ -218,6 +229,7 @@ def _result(values: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> 
         shown = name if filtered == "none" else key
         each = [s.get(name) for s in sorted(samples, key=lambda s: s["doc_id"]) if s.get("filter", "none") == filtered]
         rows = [float(v) for v in each if isinstance(v, int | float)]
+        # Any other function of the rows cannot be resampled from their own values.
         if rows and len(rows) == len(each) and abs(sum(rows) / len(rows) - value) < 1e-9:
             metrics[shown] = bootstrap.mean(rows)
         else:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from preheat.evaluation.results import Part, Result
 from preheat.evaluation.scoring import CLASSES, Reader, Scorer, batch_of
 from preheat.evaluation.tasks import LengthTask
 from preheat.models.conversions import architecture
+
+if TYPE_CHECKING:
+    from preheat.evaluation.scoring import Score
 
 __all__ = ["Questions", "measure_length", "questions_of", "reach_of"]
 
@@ -172,7 +175,7 @@ def measure_length(questions: Questions, scorer: Scorer) -> Result:
         scores = iter(scorer.score(flat))
     cells = [[next(scores) for _ in cell] for cell in questions.questions]
 
-    def loss(cell: Sequence[Any]) -> bootstrap.Metric:
+    def loss(cell: Sequence[Score]) -> bootstrap.Metric:
         return bootstrap.ratio([-s.loglikelihood for s in cell], [float(s.tokens) for s in cell], higher=False)
 
     if task.kind == "continuation":

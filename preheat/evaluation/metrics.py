@@ -106,6 +106,7 @@ def number_in(text: str, scale: str = "") -> float | None:
     if unit not in SCALES:
         return None
     value = float(match["digits"].replace(",", ""))
+    # One parenthesis alone is no accounting notation, so this is no number.
     if bool(match["open"]) != bool(match["close"]):
         return None
     negative = bool(match["open"] or match["inner"]) or match["sign"] in ("-", "−", "–")
@@ -120,6 +121,7 @@ def scaled(text: str, scale: str = "") -> str:
         (True, 'fixedprice type')
     """
     value = number_in(text, scale)
+    # `#` marks a number, which no normalised text contains; `+ 0.0` makes -0.0 equal to 0.0.
     return normalised(text) if value is None else f"#{round(value, 4) + 0.0:.10g}"
 
 

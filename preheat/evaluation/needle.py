@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["RetrievalQuestion", "key_value_prompt", "phrase_prompt", "word_tokens"]
 
@@ -27,7 +30,7 @@ class RetrievalQuestion(NamedTuple):
     answer: list[int]
 
 
-def word_tokens(tokenizer: Any) -> list[int]:
+def word_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns the IDs of tokens that consist of letters and digits, most of them after a space.
 
     Example:

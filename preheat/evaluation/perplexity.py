@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +21,12 @@ from preheat.evaluation import bootstrap
 from preheat.evaluation.results import Result
 from preheat.evaluation.scoring import CLASSES
 from preheat.recipe import Data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from preheat.core.json_types import JsonObject
+    from preheat.data.packing import EvaluationRows
 
 __all__ = ["bytes_of_tokens", "measure_text", "rows_of_text", "tokens_of_text"]
 
@@ -44,7 +50,7 @@ def rows_of_text(
     """
     path = expanded(knob, source)
     plain = path.suffix in TEXT or path.is_dir()
-    fields: dict[str, Any] = (
+    fields: JsonObject = (
         {"layout": "text", "columns": {}, "prompt": None, "completion": None, "classes": ()} if plain else {}
     )
     # Evaluation texts are read as they are; `preheat data` reports their problems.
@@ -64,7 +70,7 @@ def tokens_of_text(data: Data, source: str, knob: str, *, seed: int, tokenizer: 
     ).tokens
 
 
-def bytes_of_tokens(tokenizer: Any) -> np.ndarray:
+def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     """Returns the number of bytes of text of each token, [vocabulary]; 0 for special tokens.
 
     Example:
@@ -75,7 +81,7 @@ def bytes_of_tokens(tokenizer: Any) -> np.ndarray:
 
 
 def measure_text(
-    build: Build, rows: Rows, *, micro: int, limit: int, sizes: np.ndarray, objective: bool = False
+    build: Build, rows: EvaluationRows, *, micro: int, limit: int, sizes: np.ndarray, objective: bool = False
 ) -> Result:
     """Measures the loss of rows of text; for next-token prediction also perplexity and bits per byte.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,15 @@ from preheat.errors import DataError, RecipeError
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
 from preheat.sanitize import quoted, shorten
 
+if TYPE_CHECKING:
+    from jinja2.environment import TemplateExpression
+    from transformers import PreTrainedTokenizerFast
+
+    from preheat.data.rows.schemas import Fields
+
+Compiled = TypeVar("Compiled")
+Value = TypeVar("Value")
+
 __all__ = ["Item", "Row", "items_of", "read_rows"]
 
 
@@ -22,7 +31,7 @@ class Row(NamedTuple):
     """One row and its location, for messages."""
 
     where: str
-    values: Mapping[str, Any]
+    values: Fields
 
 
 def read_rows(source: str, *, subset: str | None = None, split: str = "test", each: str | None = None) -> list[Row]:
@@ -55,7 +64,7 @@ def read_rows(source: str, *, subset: str | None = None, split: str = "test", ea
     return rows
 
 
-def _row(where: str, value: Any) -> Row:
+def _row(where: str, value: object) -> Row:
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: is {kind_of(value)}, not an object with fields")
     return Row(where, {str(k): v for k, v in value.items()})
@@ -127,11 +136,11 @@ class _Language:
     def template(self, key: str) -> Callable[[Row], str]:
         return self._guarded(key, self.environment.from_string, lambda template, values: template.render(values))
 
-    def expression(self, key: str) -> Callable[[Row], Any]:
-        def make(text: str) -> Any:
+    def expression(self, key: str) -> Callable[[Row], object]:
+        def make(text: str) -> TemplateExpression:
             return self.environment.compile_expression(text, undefined_to_none=False)
 
-        def take(compiled: Any, values: Mapping[str, Any]) -> Any:
+        def take(compiled: TemplateExpression, values: Fields) -> object:
             from jinja2 import StrictUndefined
 
             value = compiled(values)
@@ -140,8 +149,8 @@ class _Language:
         return self._guarded(key, make, take)
 
     def _guarded(
-        self, key: str, make: Callable[[str], Any], take: Callable[[Any, Mapping[str, Any]], Any]
-    ) -> Callable[[Row], Any]:
+        self, key: str, make: Callable[[str], Compiled], take: Callable[[Compiled, Fields], Value]
+    ) -> Callable[[Row], Value]:
         from jinja2 import TemplateError, TemplateSyntaxError
 
         text, name = getattr(self.task, key), self.task.name
@@ -154,7 +163,7 @@ class _Language:
                 message = shorten(error.message or "", 200)
                 raise RecipeError(f"{where}: line {error.lineno}: {message} in {quoted(text, 200)}") from None
 
-        def run(row: Row) -> Any:
+        def run(row: Row) -> Value:
             with limited(where):
                 try:
                     return take(compiled, row.values)
@@ -168,7 +177,9 @@ class _Language:
         return run
 
 
-def items_of(task: Task, tokenizer: Any, *, limit: int | None = None, head: bool = False) -> list[Item]:
+def items_of(
+    task: Task, tokenizer: PreTrainedTokenizerFast, *, limit: int | None = None, head: bool = False
+) -> list[Item]:
     """Returns the questions of a task, in the order of its rows.
 
     Args:
@@ -236,7 +247,7 @@ def _chosen(task: Task, rows: list[Row]) -> list[Row]:
     return rows
 
 
-def _classes(task: Task, rows: Sequence[Row], gold: Callable[[Row], Any]) -> tuple[str, ...]:
+def _classes(task: Task, rows: Sequence[Row], gold: Callable[[Row], object]) -> tuple[str, ...]:
     if isinstance(task.choices, tuple):
         return task.choices
     if isinstance(task.choices, str):
@@ -247,7 +258,7 @@ def _classes(task: Task, rows: Sequence[Row], gold: Callable[[Row], Any]) -> tup
     return classes
 
 
-def _item(task: Task, row: Row, context: str, complete: bool, gold: Any, choices: Any, scale: Any) -> Item:
+def _item(task: Task, row: Row, context: str, complete: bool, gold: object, choices: object, scale: object) -> Item:
     if gold is None or gold == "" or gold == []:
         raise DataError(f"{row.where}: has no gold (task {task.name}, gold: {task.gold})")
     delimiter = "" if task.chat else task.delimiter
@@ -270,17 +281,17 @@ def _item(task: Task, row: Row, context: str, complete: bool, gold: Any, choices
     return Item(row.where, context, complete, tuple(delimiter + text for text in texts), texts, number)
 
 
-def _number_of(gold: Any, texts: tuple[str, ...], *, by_number: bool) -> int | None:
+def _number_of(gold: object, texts: tuple[str, ...], *, by_number: bool) -> int | None:
     if isinstance(gold, int) and not isinstance(gold, bool) and by_number:
         return gold if 0 <= gold < len(texts) else None
     if str(gold) in texts:
         return texts.index(str(gold))
-    if by_number and str(gold).isdecimal() and int(gold) < len(texts):  # CSV files have only text
-        return int(gold)
+    if by_number and str(gold).isdecimal() and int(str(gold)) < len(texts):  # CSV files have only text
+        return int(str(gold))
     return None
 
 
-def _context(task: Task, before: Sequence[tuple[str, str]], prompt: str, tokenizer: Any) -> str:
+def _context(task: Task, before: Sequence[tuple[str, str]], prompt: str, tokenizer: PreTrainedTokenizerFast) -> str:
     if not task.chat:
         return task.separator.join([*(question + task.delimiter + answer for question, answer in before), prompt])
     turns = [{"role": "system", "content": task.system}] if task.system is not None else []
@@ -289,7 +300,7 @@ def _context(task: Task, before: Sequence[tuple[str, str]], prompt: str, tokeniz
     return _templated([*turns, {"role": "user", "content": prompt}], tokenizer, task)
 
 
-def _templated(turns: list[dict[str, str]], tokenizer: Any, task: Task) -> str:
+def _templated(turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, task: Task) -> str:
     """Renders a chat; the only use of the chat template in evaluation."""
     if not tokenizer.chat_template:
         raise RecipeError(f"task {task.name}: chat: the tokenizer has no chat template; remove chat: true")

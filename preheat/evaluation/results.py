@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from preheat.evaluation.bootstrap import KINDS, Metric, difference, interval
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["Part", "Result", "comparable", "compared", "described", "serialize", "deserialize"]
 
@@ -50,7 +53,7 @@ class Result:
     parts: Sequence[Part] = ()
 
 
-def described(result: Result, *, seed: int = 0) -> dict[str, Any]:
+def described(result: Result, *, seed: int = 0) -> JsonObject:
     """Returns a result as plain values.
 
     Returns:
@@ -70,7 +73,7 @@ def described(result: Result, *, seed: int = 0) -> dict[str, Any]:
     return {**summary, "parts": parts} if parts else summary
 
 
-def compared(before: Result, after: Result, *, seed: int = 0) -> dict[str, Any]:
+def compared(before: Result, after: Result, *, seed: int = 0) -> JsonObject:
     """Returns {paired, metrics: {name: {value, low, high}}} of after - before.
 
     If the rows differ (e.g. with another tokenizer), losses and perplexities per token are not comparable and left out.
@@ -118,10 +121,10 @@ def comparable(before: Result, after: Result | None) -> bool:
     return parts and all(alike(metric, after.metrics.get(name)) for name, metric in before.metrics.items())
 
 
-def serialize(result: Result) -> dict[str, Any]:
+def serialize(result: Result) -> JsonObject:
     """Serializes a result with its rows as plain values; `deserialize` reads it back."""
 
-    def plain(metric: Metric) -> dict[str, Any]:
+    def plain(metric: Metric) -> JsonObject:
         return {"kind": metric.kind, "higher": metric.higher, "rows": metric.rows.tolist()}
 
     metrics = {name: plain(metric) for name, metric in result.metrics.items()}
@@ -130,10 +133,10 @@ def serialize(result: Result) -> dict[str, Any]:
     return {**same, "alone": dict(result.alone), "metrics": metrics, "parts": parts}
 
 
-def deserialize(values: Mapping[str, Any]) -> Result:
+def deserialize(values: JsonObject) -> Result:
     """Reads a result that `serialize` wrote."""
 
-    def metric(m: Mapping[str, Any]) -> Metric:
+    def metric(m: JsonObject) -> Metric:
         return Metric(np.array(m["rows"], np.float64), m["kind"], m["higher"])
 
     metrics = {name: metric(m) for name, m in values["metrics"].items()}

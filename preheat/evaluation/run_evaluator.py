@@ -7,7 +7,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat import run_dir as runs
 from preheat.core import Build, Slot
@@ -25,6 +25,10 @@ from preheat.recipe import Recipe
 from preheat.run_dir import Writer
 from preheat.sanitize import shorten
 
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+    from preheat.data.preparation import PreparedData
+
 __all__ = ["RunEvaluator", "differences"]
 
 BEFORE, SUMMARY = "before.json", "evaluation.json"
@@ -34,20 +38,23 @@ class RunEvaluator:
     """Evaluates a run. Texts and tasks are read in the constructor, so that their errors appear before training.
 
     Args:
-        data: the run's data (preheat.data.PreparedData).
+        data: the run's data.
 
     Raises:
         RecipeError, DataError: a task or text does not exist, or its rows are invalid.
     """
 
-    def __init__(self, recipe: Recipe, data: Any, say: Callable[[str, float, float | None], None] | None = None):
+    def __init__(
+        self, recipe: Recipe, data: PreparedData, say: Callable[[str, float, float | None], None] | None = None
+    ):
         settings = recipe.evaluate
         self.recipe, self.data, self.say = recipe, data, say
         self.tasks = find_tasks(settings.tasks, knob="evaluate.tasks")
+        # Tasks given as text are lm-eval's (`find_tasks`).
         if any(isinstance(task, str) for task in self.tasks):
             require_harness()
         head = CLASSES in {tag for t in recipe.techniques.values() for tag in t.provided()}
-        options: dict[str, Any] = {"limit": settings.rows, "head": head}
+        options: JsonObject = {"limit": settings.rows, "head": head}
         self.items = {t.name: items_of(t, data.tokenizer, **options) for t in self.tasks if isinstance(t, Task)}
         if not head:
             for items in self.items.values():
@@ -56,7 +63,7 @@ class RunEvaluator:
         length, self.forgetting = recipe.batch.seq_len, None
         with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
             write_tokenizer(data.tokenizer, Path(folder))
-            reading: dict[str, Any] = {"seed": recipe.seed, "tokenizer": folder}
+            reading: JsonObject = {"seed": recipe.seed, "tokenizer": folder}
             if settings.forgetting is not None:
                 self.forgetting = rows_of_text(
                     recipe.data, settings.forgetting, knob="evaluate.forgetting", length=length, partial=True, **reading
@@ -83,8 +90,8 @@ class RunEvaluator:
         nothing = Measured(math.nan, 0, {})
         if not texts and not tasks:
             return nothing
-        losses: dict[str, Any] = {f"{name}_loss": result.metrics["loss"].value for name, result in texts.items()}
-        line: dict[str, Any] = {"step": step, **losses}
+        losses: JsonObject = {f"{name}_loss": result.metrics["loss"].value for name, result in texts.items()}
+        line: JsonObject = {"step": step, **losses}
         if "validation" in texts:
             line["tokens"] = texts["validation"].tokens
             line |= {f"validation_{name}": value for name, value in texts["validation"].alone.items()}
@@ -96,7 +103,7 @@ class RunEvaluator:
         results = {"texts": texts, "tasks": tasks}
         if step == 0:
             writer.json(BEFORE, {part: {name: serialize(r) for name, r in of.items()} for part, of in results.items()})
-        summary: dict[str, Any] = {"step": step, "after": _values(results)}
+        summary: JsonObject = {"step": step, "after": _values(results)}
         # With several processes, only rank 0 reads and writes the run's folder.
         run = runs.Reader(writer.path) if step and (writer.path / "recipe.yaml").is_file() else None
         if run is not None and (values := run.before):
@@ -120,7 +127,7 @@ class RunEvaluator:
         ).micro  # the shape of the last steps: evaluation rows always have full length
         micro = min(build.recipe.evaluate.micro_batch_size or micro, micro)
         texts = {}
-        options: dict[str, Any] = {"micro": micro, "limit": settings.rows, "sizes": self.sizes}
+        options: JsonObject = {"micro": micro, "limit": settings.rows, "sizes": self.sizes}
         if self.data.validation is not None and len(self.data.validation):
             texts["validation"] = measure_text(build, self.data.validation, objective=True, **options)
         if self.forgetting is not None:
@@ -138,13 +145,11 @@ class RunEvaluator:
         return texts, tasks
 
 
-def _values(results: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
+def _values(results: Mapping[str, Mapping[str, Result]]) -> JsonObject:
     return {part: {name: described(result) for name, result in of.items()} for part, of in results.items()}
 
 
-def differences(
-    before: Mapping[str, Mapping[str, Result]], after: Mapping[str, Mapping[str, Result]]
-) -> dict[str, Any]:
+def differences(before: Mapping[str, Mapping[str, Result]], after: Mapping[str, Mapping[str, Result]]) -> JsonObject:
     """Returns after - before for results that are in both: {texts, tasks: {name: {paired, metrics}}}."""
     return {
         part: {

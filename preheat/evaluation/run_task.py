@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -46,7 +45,7 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
     """Measures questions that `items_of` has returned; arguments and errors as in `measure_task`."""
     before = scorer.truncated
     values: dict[str, Metric]
-    written: list[Any]
+    written: list[int] | list[list[Score]] | list[str]
     if CLASSES in scorer.build.tags:
         written = _classes(task, items, scorer)
         gold = [item.gold for item in items]

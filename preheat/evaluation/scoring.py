@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,6 +13,9 @@ from preheat.engine.evaluate import likeliest, token_scores
 from preheat.errors import DataError
 from preheat.models.generation.generate import generate
 from preheat.recipe import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 __all__ = ["CLASSES", "Reader", "Score", "Scorer", "batch_of"]
 
@@ -44,7 +47,7 @@ class Reader:
         length: tokens of a row.
     """
 
-    def __init__(self, tokenizer: Any, length: int):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, length: int):
         self.tokenizer, self.length = tokenizer, length
         self.encoder = Encoder(tokenizer)
 
@@ -94,7 +97,7 @@ class Scorer(Reader):
     def __init__(
         self,
         build: Build,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerFast,
         *,
         micro: int,
         length: int,
@@ -148,6 +151,7 @@ class Scorer(Reader):
         predicted = [0] * len(contexts)
         rows = [[*context, self.encoder.end][-self.length :] for context in contexts]
         self.truncated += sum(len(row) < len(context) + 1 for row, context in zip(rows, contexts, strict=True))
+        # Similar lengths share a batch, as in `score`.
         order = sorted(range(len(rows)), key=lambda n: len(rows[n]), reverse=True)
         for first in range(0, len(order), self.micro):
             chunk = order[first : first + self.micro]

@@ -7,13 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from preheat.core.field_types import Count, NonNegativeInt
 from preheat.data.rows.file_readers import expanded
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.validate import RecipeReader
 from preheat.recipe.yaml_io import compose, read
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["BUILT_IN", "OF_LENGTH", "LengthTask", "Task", "built_in", "find_tasks", "load_task"]
 
@@ -160,7 +163,7 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | L
     if settings and isinstance(values, dict):
         values |= {key: compose(value, f"{path.stem}, {key}", numbered=False)[0] for key, value in settings.items()}
     task = _read(values, str(path), lines)
-    files: dict[str, Any] = {}
+    files: JsonObject = {}
     for key in ("data", "keys"):
         name = getattr(task, key, None)
         if name and key not in (settings or {}) and (path.parent / name).is_file():
@@ -168,7 +171,7 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | L
     return replace(task, name=task.name or path.stem, **files)
 
 
-def _read(values: Any, name: str, lines: Any) -> Task | LengthTask:
+def _read(values: object, name: str, lines: Mapping[tuple[str, ...], int]) -> Task | LengthTask:
     reader = RecipeReader(name, lines)
     of_length = isinstance(values, Mapping) and values.get("kind") in OF_LENGTH
     task: Task | LengthTask | None = reader.flat(LengthTask if of_length else Task, values, ())

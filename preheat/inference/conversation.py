@@ -107,6 +107,7 @@ class Conversation:
                 on_text=tell,
                 kept=self._kept,
             )
+        # The user stopped the reply: the text so far stays in the conversation.
         except KeyboardInterrupt:
             self._answered("".join(parts))
             raise
@@ -122,6 +123,7 @@ class Conversation:
     def _fit(self) -> tuple[int, int]:
         """Drops the oldest turns until a reply fits. Returns the prompt's tokens and the number of messages dropped."""
         positions = self.opened.build.model.positions
+        # A long reply may be cut rather than drop the conversation: at most a quarter of the positions is kept free.
         room = min(self.settings.max_new_tokens, max(1, positions // 4))
         dropped = 0
         while True:
@@ -136,5 +138,6 @@ class Conversation:
                         "positions; say it in fewer words"
                     )
                 return count, dropped
+            # Up to the next question of the user, so that the conversation still begins with one.
             del self.turns[:later]
             dropped += later

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat import recipe as recipes
 from preheat import remote_code
@@ -21,6 +21,11 @@ from preheat.models.weights import WeightSource
 from preheat.recipe import Model, Recipe, Sample, Stop
 from preheat.run_dir import Reader
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from preheat.ops.adapters.peft_io import AdapterFolder
+
 __all__ = ["LoadedModel", "load_draft_model", "load_model", "require_model"]
 
 
@@ -28,18 +33,18 @@ __all__ = ["LoadedModel", "load_draft_model", "load_model", "require_model"]
 class LoadedModel:
     recipe: Recipe
     build: Build
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerFast
     step: int | None
     """Of the checkpoint; None for a model's or an adapter's folder."""
     tokenizer_folder: str
     """The folder that the tokenizer was read from."""
-    adapter: Any = None
-    """ops.adapters.peft_io.AdapterFolder, if an adapter was loaded."""
+    adapter: AdapterFolder | None = None
+    """The adapter's folder, if an adapter was loaded."""
     template: str | None = None
     """Name of the chat template that the run was trained with (its tokenizer has it); None for plain text."""
     classes: tuple[str, ...] = ()
     """Class names of the run's data, in the order of the head's rows."""
-    _drafts: dict[str, Any] = field(default_factory=dict)
+    _drafts: dict[str, PreTrainedModel] = field(default_factory=dict)
     """Draft models loaded so far, by path."""
 
     def write(self, prompts: Sequence[Prompt], settings: Sample | None = None, **kwargs: Any) -> list[Written]:
@@ -100,7 +105,7 @@ def _open(path: Path, base: str | None, step: int | None, at_start: bool) -> Loa
     return _folder(str(path), str(path))
 
 
-def load_draft_model(path: str, tokenizer: Any) -> Any:
+def load_draft_model(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Loads the draft model of another model, whose tokenizer is given.
 
     Raises:
@@ -123,7 +128,7 @@ def load_draft_model(path: str, tokenizer: Any) -> Any:
             f"{odd!r} is {token_ids[1]} there and {token_ids[0]} here), and a draft proposes tokens: "
             "use a smaller model of the same family, or sample.prompt_lookup_tokens, which needs none"
         )
-    model: Any = draft.build.trained[0]
+    model: PreTrainedModel = draft.build.trained[0]
     if patterned(model):
         raise RecipeError(
             f"sample.draft_model: {path}: its layers have attention patterns, so it reads everything again for each "
@@ -260,6 +265,7 @@ def _adapter(path: Path, base: str | None) -> LoadedModel:
     named = base or folder.base
     if named is None:
         raise RecipeError(f"adapter: {path} names no base model; name it with --base")
+    # The adapter's tokenizer comes first: training may have added tokens to the base's.
     own = any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
     try:
         opened = _folder(named, str(path) if own else named)
@@ -277,7 +283,9 @@ def _adapter(path: Path, base: str | None) -> LoadedModel:
         raise RecipeError(
             f"{knob}: {named} is compressed, and what is rounded carries no adapters; name the model it was made from"
         )
+    # Before anything is put into the model: an adapter fits only the weights that it was trained on.
     folder.on_base(named, opened.build.weights, stated=base is not None)
+    # Rounds the base as in training, since the adapter corrects the rounded weights.
     if packed := folder.written.get("nf4"):
         pack_([model.get_submodule(name) for name in packed["modules"]], double=packed["double_quantization"])
     put_in(model, folder)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.data.chat.builtin_templates import SUGGESTIONS
 from preheat.errors import DataError, RecipeError
@@ -13,9 +13,10 @@ from preheat.models.generation.generate import PrefixCache, Timed, Written, gene
 from preheat.recipe import Sample
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from preheat.core import Build
+    from preheat.data.chat.messages import Message
     from preheat.data.chat.template import Template
     from preheat.data.rows.formats import Layout
 
@@ -35,11 +36,11 @@ class Tokens:
     text: str
 
 
-Prompt = str | Sequence[Mapping[str, Any]] | Tokens
+Prompt = str | Sequence["Message"] | Tokens
 """A text, the messages of a chat, or tokens."""
 
 
-def find_template(setting: str | None, tokenizer: Any, *, model: str) -> Template:
+def find_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, model: str) -> Template:
     """The chat template of that name or file, or the tokenizer's own.
 
     Raises:
@@ -66,7 +67,7 @@ def chat_template(layout: Layout) -> Template | None:
 
 def write_texts(
     build: Build,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerFast,
     prompts: Sequence[Prompt],
     settings: Sample | None = None,
     *,
@@ -101,7 +102,7 @@ def write_texts(
         tokens, strings = turn_ends(template, tokenizer)
         stop, settings = stop | tokens, replace(settings, stop=(*settings.stop, *strings))
     assert draft is not None or settings.draft_model is None, "whoever names a draft opens it (opened.open_draft)"
-    model: Any = build.trained[0]
+    model: PreTrainedModel = build.trained[0]
     return generate(
         model,
         tokenizer,
@@ -119,7 +120,12 @@ def write_texts(
 
 
 def prompt_tokens(
-    tokenizer: Any, prompt: Prompt, template: Template | None = None, *, positions: int = 0, where: str = "--prompt"
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: Prompt,
+    template: Template | None = None,
+    *,
+    positions: int = 0,
+    where: str = "--prompt",
 ) -> list[int]:
     """Tokenizes a prompt; returns at least one token.
 
@@ -145,6 +151,7 @@ def prompt_tokens(
     else:
         ids = [*beginning(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False, verbose=False)]
     if not ids:
+        # The model predicts after a token, so an empty prompt begins with the token that texts begin with or follow.
         first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if first is None:
             raise RecipeError(f"{where}: is empty, and the tokenizer has no token to begin with; write some text")
@@ -154,7 +161,7 @@ def prompt_tokens(
     return ids
 
 
-def turn_ends(template: Template, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
+def turn_ends(template: Template, tokenizer: PreTrainedTokenizerFast) -> tuple[frozenset[int], tuple[str, ...]]:
     """The end of an assistant's turn: a token, or a string if the template's mark is not a special token."""
     if template.end_of_turn is not None:
         return frozenset({tokenizer.convert_tokens_to_ids(template.end_of_turn)}), ()

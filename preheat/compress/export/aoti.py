@@ -12,7 +12,7 @@ import shutil
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from preheat.compress.export.trace import Logits, trace
 from preheat.errors import RunError
 from preheat.models.hf import facts
 
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["compile_package", "replay", "write"]
 
 _LOAD = """\
@@ -38,7 +41,7 @@ logits = model(row, torch.ones_like(row))"""
 
 def write(
     run: str | Path, out: str | Path, *, dtype: str = "float32", tolerance: float | None = None, base: str | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Writes `out`/model.pt2, tokenizer, configuration and a model card.
 
     Args:

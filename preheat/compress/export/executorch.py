@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,11 @@ from preheat.compress.export.merged_model import plain, require
 from preheat.compress.export.trace import refused
 from preheat.errors import RecipeError
 from preheat.models.hf import facts, head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["lower", "quantize", "replay", "write"]
 
@@ -48,7 +53,7 @@ def write(
     tolerance: float | None = None,
     base: str | None = None,
     length: int | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Writes `out`/model.pte, tokenizer, configuration and a model card.
 
     Args:
@@ -104,7 +109,7 @@ def write(
     return summary
 
 
-def quantize(model: Any) -> list[str]:
+def quantize(model: PreTrainedModel) -> list[str]:
     """Quantizes all linear maps except the head to 4-bit groups with 8-bit activations per token, in place.
 
     Returns:
@@ -125,7 +130,7 @@ def quantize(model: Any) -> list[str]:
             return False
         return True
 
-    int4: Any = torch.int4  # type: ignore[attr-defined]
+    int4: torch.dtype = torch.int4  # type: ignore[attr-defined]
     quantize_(
         model,
         Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(GROUP)),
@@ -135,7 +140,7 @@ def quantize(model: Any) -> list[str]:
     return skipped
 
 
-def lower(model: Any, file: Path, length: int, *, quantized: bool = False) -> None:
+def lower(model: PreTrainedModel, file: Path, length: int, *, quantized: bool = False) -> None:
     """Exports a model with a static cache of `length` positions and lowers it to XNNPACK.
 
     Raises:
@@ -152,7 +157,7 @@ def lower(model: Any, file: Path, length: int, *, quantized: bool = False) -> No
     model.set_attn_implementation("sdpa")
     model.config.use_cache = model.generation_config.use_cache = True
     model.generation_config.cache_implementation = "static"
-    module: Any = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=length)
+    module = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=length)
     ids = torch.zeros(1, 3, dtype=torch.int64)
     tokens = torch.export.Dim("tokens", min=1, max=length - 1)
     partitioners = (

@@ -25,7 +25,14 @@ from preheat.errors import RunError
 from preheat.hardware.child_processes import tethered
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import numpy as np
+    from gguf import GGUFValueType, GGUFWriter
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["write"]
 
@@ -38,7 +45,7 @@ _HINT = "use --dtype q8_0 or f16, or raise --tolerance"
 
 def write(
     run: str | Path, out: str | Path, *, dtype: str = "f16", tolerance: float | None = None, base: str | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Writes `out`/NAME-DTYPE.gguf and a model card.
 
     Args:
@@ -105,7 +112,7 @@ def write(
     return summary
 
 
-def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None) -> dict[str, Any]:
+def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None) -> JsonObject:
     """Compares logprobs with llama.cpp's, if it is installed."""
     if not llama_cpp.installed():
         return {}
@@ -156,7 +163,7 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
     for title, data in _tensors(plain.model, architecture, gguf, factors):
         kind = _type(title, data, dtype)
         encoded = gguf.quants.quantize(data, gguf.GGMLQuantizationType[kind])
-        if kind == "F16" and not bool(_finite(encoded)):
+        if kind == "F16" and not _finite(encoded):
             raise RunError(f"--dtype {dtype}: {title} has values beyond f16's 65,504; use --dtype bf16 or f32")
         writer.add_tensor(title, encoded, raw_dtype=gguf.GGMLQuantizationType[kind])
         types[kind] = types.get(kind, 0) + 1
@@ -171,12 +178,14 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
     return types
 
 
-def _writer(file: Path, architecture: str) -> Any:
+def _writer(file: Path, architecture: str) -> GGUFWriter:
     """Returns a gguf writer that also writes empty lists: llama.cpp requires merges even of a tokenizer without any."""
     import gguf
 
     class Writer(gguf.GGUFWriter):
-        def _pack_val(self, val: Any, vtype: Any, add_vtype: bool, sub_type: Any = None) -> bytes:
+        def _pack_val(
+            self, val: Any, vtype: GGUFValueType, add_vtype: bool, sub_type: GGUFValueType | None = None
+        ) -> bytes:
             if vtype != gguf.GGUFValueType.ARRAY or len(val):
                 return super()._pack_val(val, vtype, add_vtype, sub_type)
             return self._pack("I", vtype) * add_vtype + self._pack("I", sub_type) + self._pack("Q", 0)
@@ -184,13 +193,13 @@ def _writer(file: Path, architecture: str) -> Any:
     return Writer(file, architecture)
 
 
-def _finite(data: np.ndarray) -> Any:
+def _finite(data: np.ndarray) -> bool:
     import numpy as np
 
-    return np.isfinite(data).all()
+    return bool(np.isfinite(data).all())
 
 
-def _architecture(config: Any) -> str:
+def _architecture(config: PretrainedConfig) -> str:
     """Returns llama.cpp's name of the family.
 
     Raises:
@@ -218,11 +227,11 @@ def _architecture(config: Any) -> str:
     return _ARCHITECTURES[family]
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _add_sizes(writer: Any, config: Any, gguf: Any) -> None:
+def _add_sizes(writer: GGUFWriter, config: PretrainedConfig, gguf: ModuleType) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -239,7 +248,7 @@ def _add_sizes(writer: Any, config: Any, gguf: Any) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
-def _add_rope(writer: Any, model: Any, gguf: Any) -> Any:
+def _add_rope(writer: GGUFWriter, model: PreTrainedModel, gguf: ModuleType) -> np.ndarray | None:
     """Adds the rotary embedding; returns the divisors of its frequencies, [head_dim / 2], if the scaling needs them."""
     config = model.config
     rope = config.rope_parameters
@@ -272,13 +281,15 @@ def _add_rope(writer: Any, model: Any, gguf: Any) -> Any:
     raise RunError(f"--to gguf: rotary scaling {name} has no place there; linear, yarn and llama3 have; use --to hf")
 
 
-def _arange(size: int) -> Any:
+def _arange(size: int) -> Tensor:
     import torch
 
     return torch.arange(0, size, 2, dtype=torch.float64) / size
 
 
-def _tensors(model: Any, architecture: str, gguf: Any, factors: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(
+    model: PreTrainedModel, architecture: str, gguf: ModuleType, factors: np.ndarray | None
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yields every tensor of the file in fp32, with llama.cpp's names and layout."""
     config = model.config
     names = gguf.get_tensor_name_map(
@@ -303,7 +314,7 @@ def _tensors(model: Any, architecture: str, gguf: Any, factors: Any) -> Iterator
         yield "rope_freqs.weight", factors
 
 
-def _interleaved(rows: Any, heads: int) -> Any:
+def _interleaved(rows: Tensor, heads: int) -> Tensor:
     """Permutes rows of q or k, [heads * head_dim, ...]: rotary pairs (i, i + head_dim / 2) become (2 i, 2 i + 1)."""
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import struct
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +15,15 @@ from preheat.compress.export.merged_model import Plain
 from preheat.errors import RunError
 from preheat.sanitize import shorten
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["compare", "load", "tokenizer_of", "types_of"]
 
 
-def compare(plain: Plain, file: Path) -> tuple[verify.Difference, Any]:
+def compare(plain: Plain, file: Path) -> tuple[verify.Difference, PreTrainedModel]:
     """Compares logits and tokenization of the file with the model's; also returns the loaded model.
 
     Raises:
@@ -29,7 +34,7 @@ def compare(plain: Plain, file: Path) -> tuple[verify.Difference, Any]:
     return verify.compare(plain.reference_logits, verify.logits(model, plain.rows), plain.rows), model
 
 
-def load(file: Path) -> tuple[Any, Any]:
+def load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Loads transformers' model in fp32 and its tokenizer from the file alone.
 
     Raises:
@@ -47,7 +52,9 @@ def load(file: Path) -> tuple[Any, Any]:
         ) from None
     options = {"gguf_file": file.name, "local_files_only": True}
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar without an option to turn it off
-        model: Any = AutoModelForCausalLM.from_pretrained(file.parent, config=config, dtype=torch.float32, **options)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            file.parent, config=config, dtype=torch.float32, **options
+        )
     if "rope_freqs.weight" in names:
         factors = load_gguf_state_dict(GgufHeader.from_file(str(file)))["rope_freqs.weight"][...]
         with torch.no_grad():
@@ -55,14 +62,14 @@ def load(file: Path) -> tuple[Any, Any]:
     return model, tokenizer_of(file)
 
 
-def tokenizer_of(file: Path) -> Any:
+def tokenizer_of(file: Path) -> PreTrainedTokenizerFast:
     """Loads transformers' tokenizer from the file's metadata."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
 
 
-def _config(metadata: dict[str, Any], tensors: set[str]) -> Any:
+def _config(metadata: JsonObject, tensors: set[str]) -> PretrainedConfig:
     """Builds the configuration from a file's metadata: transformers' table of keys, and some that it lacks.
 
     These are qwen3's head size, rope scaling, soft caps and biases. `AutoConfig` is not used, because it also parses
@@ -111,7 +118,7 @@ def types_of(file: Path) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
-def _same_tokens(wanted: Any, loaded: Any, file: Path) -> None:
+def _same_tokens(wanted: PreTrainedTokenizerFast, loaded: PreTrainedTokenizerFast, file: Path) -> None:
     for name in ("bos_token_id", "eos_token_id", "chat_template"):
         if getattr(wanted, name) != getattr(loaded, name):
             raise RunError(

@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.errors import RunError
 from preheat.model_folder import beginning
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+    from transformers import PreTrainedTokenizerFast
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["add_vocabulary", "ends_left", "scores_of"]
 
@@ -28,7 +34,9 @@ _PRE_TOKENIZERS = {  # split regex of a tokenizer.json -> llama.cpp's name of th
 _SPACE = "▁"
 
 
-def add_vocabulary(writer: Any, tokenizer: Any, rows: int, ends: list[int], turn: int | None = None) -> None:
+def add_vocabulary(
+    writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, rows: int, ends: list[int], turn: int | None = None
+) -> None:
     """Adds a tokenizer's metadata to a `gguf.GGUFWriter`.
 
     Args:
@@ -93,7 +101,7 @@ def ends_left(eos: int, ends: list[int], turn: int | None) -> tuple[int | None, 
     return eot, others[0] if others else None, others[1:]
 
 
-def _add_marks(writer: Any, tokenizer: Any, ends: list[int], turn: int | None) -> None:
+def _add_marks(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, ends: list[int], turn: int | None) -> None:
     """Adds the special tokens, the flags for adding BOS and EOS, and the chat template."""
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
@@ -130,14 +138,14 @@ def scores_of(tokens: list[str], merges: list[list[str]], normal: list[bool]) ->
     return [-float(ranks.get(token, len(merges) + n)) + 0.0 if normal[n] else 0.0 for n, token in enumerate(tokens)]
 
 
-def _parts(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
+def _parts(step: JsonObject | None, inner: str) -> list[JsonObject]:
     """Returns the steps of a normalizer or pre-tokenizer; sequences are flattened."""
     if step is None:
         return []
     return [part for one in step[inner] for part in _parts(one, inner)] if step["type"] == "Sequence" else [step]
 
 
-def _prefixed(serialized: dict[str, Any]) -> bool:
+def _prefixed(serialized: JsonObject) -> bool:
     """Returns True if the tokenizer adds a space before the text."""
     parts = _parts(serialized["normalizer"], "normalizers") + _parts(serialized["pre_tokenizer"], "pretokenizers")
     spaces = [
@@ -154,7 +162,7 @@ def _prefixed(serialized: dict[str, Any]) -> bool:
     )
 
 
-def _rule(serialized: dict[str, Any]) -> str:
+def _rule(serialized: JsonObject) -> str:
     """Returns llama.cpp's name of a byte-level tokenizer's pre-tokenizer."""
     parts = _parts(serialized["pre_tokenizer"], "pretokenizers")
     levels = [part for part in parts if part["type"] == "ByteLevel"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ from preheat.errors import DataError, RecipeError
 from preheat.inference.load import LoadedModel
 from preheat.models.hf import plain_logits
 from preheat.sanitize import shorten
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["SAMPLES", "HeldOutText", "held_out_text"]
 
@@ -45,7 +50,7 @@ class HeldOutText:
     documents: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unfinished: str = ""
 
-    def perplexities(self, difference: Difference, replay: Replay | None, *, longest: int = 0) -> dict[str, Any]:
+    def perplexities(self, difference: Difference, replay: Replay | None, *, longest: int = 0) -> JsonObject:
         """Returns {before, after, perplexity_of, unfinished} for a writer's result.
 
         Args:
@@ -64,7 +69,7 @@ class HeldOutText:
         perplexities = {"before": {"perplexity": before}, "after": {"perplexity": after}, "perplexity_of": description}
         return {**perplexities, "unfinished": self.unfinished}
 
-    def by(self, model: Any, difference: Difference) -> dict[str, Any]:
+    def by(self, model: PreTrainedModel, difference: Difference) -> JsonObject:
         """Returns `told` for a transformers model."""
         return self.perplexities(difference, lambda rows: [plain_logits(model, row) for row in rows])
 

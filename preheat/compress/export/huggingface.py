@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +28,11 @@ from preheat.ops.quantization.fake_quant import unfake_
 from preheat.ops.quantization.serialization import is_compressed
 from preheat.run_dir import Reader
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["write", "write_held"]
 
 _UNROUNDED = (
@@ -51,7 +56,7 @@ def write(
     dtype: torch.dtype | None = None,
     tolerance: float | None = None,
     base: str | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """As `write_held`, without the held-out text in its result."""
     return write_held(run, out, dtype=dtype, tolerance=tolerance, base=base)[0]
 
@@ -64,7 +69,7 @@ def write_held(
     tolerance: float | None = None,
     base: str | None = None,
     final: bool = True,
-) -> tuple[dict[str, Any], HeldOutText]:
+) -> tuple[JsonObject, HeldOutText]:
     """Writes `out` from a run's newest complete checkpoint, or from an adapter's folder and its base.
 
     Adapters are merged in fp32 into the base they were trained on; a 4-bit base is dequantized first. The folder is
@@ -91,7 +96,7 @@ def write_held(
     out = Path(out)
     require_new(out, run)
     opened = load_model(run, base=base)
-    model: Any = opened.build.trained[0]
+    model: PreTrainedModel = opened.build.trained[0]
     if beyond := beyond_transformers(model):
         raise RunError(
             f"{run}: has {' and '.join(beyond)}, which no class of transformers can load; evaluate and "
@@ -109,7 +114,7 @@ def write_held(
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
     rows = verify.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
     vision = opened.build.model.vision
-    reader: Any = getattr(transformers, auto_class(model.config))
+    reader = getattr(transformers, auto_class(model.config))
     classifies = isinstance(head(model), ClassHead)
     pad = _pad(opened.tokenizer, run) if classifies else None
     if pad is not None:  # transformers' classifiers read the last non-padding token
@@ -142,6 +147,7 @@ def write_held(
         if vision is not None and opened.build.weights.folder is not None:
             copy_processor(opened.build.weights.folder, folder)
         pipeline = pipeline_of(model.config)  # after saving, which sets config.architectures
+        # Frees the run's model before the folder is loaded.
         opened.build.parts.clear()
         del model
         notes += verify.code_in(folder) if final else []
@@ -188,14 +194,14 @@ def write_held(
     return summary, held_text
 
 
-def _pad(tokenizer: Any, run: str | Path) -> int:
+def _pad(tokenizer: PreTrainedTokenizerFast, run: str | Path) -> int:
     try:
         return pad_for(tokenizer)
     except ValueError as error:
         raise RunError(f"{run}: cannot be exported: {error}") from None
 
 
-def _classifier(model: Any, pad: int, run: str | Path) -> Any:
+def _classifier(model: PreTrainedModel, pad: int, run: str | Path) -> PreTrainedModel:
     """Returns transformers' classifier of the family, with the names of the run's classes."""
     try:
         classifier = as_sequence_classifier(model, pad=pad)

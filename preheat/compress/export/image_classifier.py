@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from preheat.compress.export import trace, verify
 from preheat.compress.export.merged_model import require
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedModel
 
 __all__ = ["Scorer", "open_executorch", "open_onnx", "replay_executorch", "replay_onnx", "to_executorch", "to_onnx"]
 
@@ -26,7 +30,7 @@ Scorer = Callable[[Tensor], Tensor]
 class _Scores(nn.Module):
     """Maps pixel_values [batch, channels, height, width] to logits [batch, classes]."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model.eval()
 
@@ -35,7 +39,7 @@ class _Scores(nn.Module):
 
 
 def to_onnx(
-    model: Any, file: str | Path, images: Tensor, *, int8: bool = False, tolerance: float | None = None
+    model: PreTrainedModel, file: str | Path, images: Tensor, *, int8: bool = False, tolerance: float | None = None
 ) -> verify.Difference:
     """Writes `file` (.onnx) with a dynamic batch size: input pixel_values, output logits.
 
@@ -76,7 +80,7 @@ def _calibrated(unquantized: Path, file: Path, images: Tensor) -> None:
         def __init__(self) -> None:
             self.left = iter(images.split(8))
 
-        def get_next(self) -> dict[str, Any] | None:
+        def get_next(self) -> dict[str, np.ndarray] | None:
             batch = next(self.left, None)
             return None if batch is None else {"pixel_values": batch.numpy()}
 
@@ -115,7 +119,7 @@ def replay_onnx(file: str | Path, images: Tensor) -> Tensor:
 
 
 def to_executorch(
-    model: Any, file: str | Path, images: Tensor, *, int8: bool = False, tolerance: float | None = None
+    model: PreTrainedModel, file: str | Path, images: Tensor, *, int8: bool = False, tolerance: float | None = None
 ) -> verify.Difference:
     """Writes `file` (.pte) on XNNPACK for one image at a time; arguments, result and errors as in `to_onnx`."""
     require("executorch", "executorch", "torchao")

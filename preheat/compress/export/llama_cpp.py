@@ -10,13 +10,17 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from preheat.compress.export import verify
 from preheat.errors import RunError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+    from xllamacpp import Server
 
 __all__ = ["compare", "installed"]
 
@@ -30,7 +34,9 @@ def installed() -> bool:
     return importlib.util.find_spec("xllamacpp") is not None
 
 
-def compare(file: Path, tokenizer: Any, rows: list[Tensor], wanted: list[Tensor]) -> verify.Difference:
+def compare(
+    file: Path, tokenizer: PreTrainedTokenizerFast, rows: list[Tensor], wanted: list[Tensor]
+) -> verify.Difference:
     """Runs the file on the CPU and compares logprobs.
 
     Args:
@@ -49,7 +55,9 @@ def compare(file: Path, tokenizer: Any, rows: list[Tensor], wanted: list[Tensor]
     return verify.compare([expected for expected, _ in pairs], [computed for _, computed in pairs])
 
 
-def _run(file: Path, tokenizer: Any, rows: list[Tensor], wanted: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _run(
+    file: Path, tokenizer: PreTrainedTokenizerFast, rows: list[Tensor], wanted: list[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
     """Returns logprobs of the same tokens by the model and by llama.cpp, [1, 1, tokens] each."""
     import xllamacpp
 
@@ -91,7 +99,7 @@ def _silent() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _next(server: Any, ids: list[int], letter: int) -> dict[int, float]:
+def _next(server: Server, ids: list[int], letter: int) -> dict[int, float]:
     """Returns the logprobs of the most likely next tokens.
 
     Args:
@@ -106,7 +114,7 @@ def _next(server: Any, ids: list[int], letter: int) -> dict[int, float]:
     return {token["id"]: token["logprob"] for token in tokens}
 
 
-def _same_tokens(server: Any, tokenizer: Any, file: Path) -> None:
+def _same_tokens(server: Server, tokenizer: PreTrainedTokenizerFast, file: Path) -> None:
     for text in verify.TEXTS:
         body = json.dumps({"content": text, "add_special": True}).encode()
         request = urllib.request.Request(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from preheat.compress.export import huggingface, verify
 from preheat.compress.export.held_out_text import HeldOutText, Replay
 from preheat.errors import RunError
 from preheat.models.hf import facts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["Plain", "plain", "require"]
 
@@ -43,8 +48,8 @@ class Plain:
 
     source: Path
     folder: Path
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
     rows: list[Tensor]
     reference_logits: list[Tensor]
     merged: int
@@ -86,7 +91,7 @@ class Plain:
 
     def finish(
         self, out: Path, file: Path, dtype: str, replay: Replay, bound: verify.Bound, *, reader: str
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Compares a written file with the model and copies the settings beside it; returns the writer's result.
 
         Args:
@@ -139,7 +144,7 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
             folder, local_files_only=True, trust_remote_code=remote_code.allowed()
         ).is_encoder_decoder:
             raise RunError(f"{run}: is an encoder-decoder, and this format is for decoder-only models; use --to hf")
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=remote_code.allowed()
         )
         tokenizer = AutoTokenizer.from_pretrained(

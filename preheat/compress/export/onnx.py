@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain, require
 from preheat.compress.export.trace import REDUCE_RANGE, Logits, to_onnx, trace
 from preheat.models.hf import facts
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["quantize", "replay", "write"]
 
@@ -35,7 +38,7 @@ logits, = session.run(None, {"input_ids": row, "attention_mask": numpy.ones_like
 
 def write(
     run: str | Path, out: str | Path, *, dtype: str = "float32", tolerance: float | None = None, base: str | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Writes `out`/model.onnx (weights in model.onnx.data), tokenizer, configuration and a model card.
 
     Args:

@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,12 @@ from preheat.ops.quantization.nf4 import PackedMap, dequantize, quantize, tables
 from preheat.run_dir import to_json
 from preheat.sanitize import shorten
 
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["write"]
 
 _NF4 = (
@@ -47,7 +53,7 @@ _MERGED = 1e-3
 _PISSA = "pissa changed its base: written as a plain LoRA of twice the rank for the base as it stands"
 
 
-def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -> dict[str, Any]:
+def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -> JsonObject:
     """Writes the adapter of a run's newest complete checkpoint as a PEFT folder, without its base.
 
     LoRA on experts is written as peft's parameter adapters. `PeftModel.from_pretrained(base, out)` must reproduce the
@@ -70,7 +76,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     out = Path(out)
     require_new(out, run)
     opened = load_model(run)
-    model: Any = opened.build.trained[0]
+    model: PreTrainedModel = opened.build.trained[0]
     require_decoder_only(model, "preheat export --to peft")
     names = names_of(model)
     base = _base(opened, names, run)
@@ -114,6 +120,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     ends = name_ends(model, opened)
     settings = model.generation_config
     notes += [*ends.notes, *_unread_end_tokens(ends, ends_of(base_generation))]
+    # Frees the run's model before peft loads the base again, twice.
     opened.build.parts.clear()
     del model, packed
     with NewFolder(out) as folder, warnings.catch_warnings():
@@ -124,7 +131,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         warnings.filterwarnings("ignore", message=r"The following rank_pattern keys .*experts", category=RuntimeWarning)
         # peft reads an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        adapted: Any = peft.get_peft_model(_loaded(source, base, load_options), config)
+        adapted: PeftModel = peft.get_peft_model(_loaded(source, base, load_options), config)
         with torch.no_grad():
             for name, tensors in values.items():
                 for key, target in adapter_tensors(adapted.get_submodule(f"base_model.model.{name}")):
@@ -136,7 +143,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         require_same_tokens(ends.tokenizer, folder)
         settings.save_pretrained(folder)
         (folder / BASE).write_text(to_json(written, indent=1), encoding="utf-8")
-        reloaded: Any = peft.PeftModel.from_pretrained(_loaded(source, base, load_options), folder)
+        reloaded: PeftModel = peft.PeftModel.from_pretrained(_loaded(source, base, load_options), folder)
         if half:
             unrounded_half = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows))
             if _round_base(reloaded.get_base_model(), half):
@@ -155,7 +162,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             "if the run held the base in less precision, as with bf16_weights, peft cannot reproduce that: "
             "write --to hf",
         )
-        summary: dict[str, Any] = {
+        summary: JsonObject = {
             "path": str(out),
             "bytes": verify.size(folder),
             "base": base,
@@ -225,7 +232,7 @@ def _unread_end_tokens(ends: EndTokens, base_ends: list[int]) -> list[str]:
     ]
 
 
-def _merged_otherwise(model: Any, wanted: list[Tensor], rows: list[Tensor]) -> list[str]:
+def _merged_otherwise(model: PeftModel, wanted: list[Tensor], rows: list[Tensor]) -> list[str]:
     """Returns a note if peft's own merge gives a different model.
 
     This happens if an adapter on the embedding also affects a head that shares its weight.
@@ -276,7 +283,7 @@ def _short(names: list[str], model: nn.Module) -> set[str]:
     )
 
 
-def _pairs(model: nn.Module, config: Any) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+def _pairs(model: nn.Module, config: LoraConfig) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
     """Returns the LoRA pairs of experts in peft's layout, by module and stack; adds them to `config`, in place."""
     adapted = {id(module) for module in adapted_experts(model)}
     pairs = {}
@@ -303,7 +310,7 @@ def _put_pairs(model: nn.Module, pairs: dict[tuple[str, str], tuple[Tensor, Tens
             module.lora_B["default"].weight.copy_(lora_b)
 
 
-def _loaded(source: str, name: str, read: dict[str, Any]) -> Any:
+def _loaded(source: str, name: str, read: JsonObject) -> PreTrainedModel:
     """Loads the base, with the adapter's name for it: the path it is read from may differ (a link, the hub's cache)."""
     from transformers import AutoModelForCausalLM
 
@@ -312,7 +319,7 @@ def _loaded(source: str, name: str, read: dict[str, Any]) -> Any:
     return model
 
 
-def _as_lora(tensors: dict[str, Tensor], weight: Tensor, rest: Tensor, config: Any) -> dict[str, Tensor]:
+def _as_lora(tensors: dict[str, Tensor], weight: Tensor, rest: Tensor, config: LoraConfig) -> dict[str, Tensor]:
     """Converts a trained PiSSA to a LoRA on the original weight W: B A - B0 A0, where s B0 A0 = W - rest.
 
     W - rest has rank r up to rounding, so slightly more than r random combinations of its columns span it. Computed in

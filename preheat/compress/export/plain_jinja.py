@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from preheat.data.chat.render_limits import limited
-from preheat.data.chat.template import Message, Template
+from preheat.data.chat.template import Template
 from preheat.errors import DataError
+
+if TYPE_CHECKING:
+    from preheat.data.chat.messages import Message
 
 __all__ = ["bare", "render"]
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.compress.atomic_folder import home_of
 from preheat.errors import RecipeError, RunError, nearest
 from preheat.run_dir import Reader
 from preheat.sanitize import quoted, shorten
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["FORMATS", "default_output", "require_settings", "write"]
 
@@ -45,7 +50,7 @@ def _dtype_of(to: str, dtype: str | None) -> str | None:
     return dtype or FORMATS[to]
 
 
-def require_settings(to: str, settings: Mapping[str, Any]) -> None:
+def require_settings(to: str, settings: Mapping[str, object]) -> None:
     """Raises RecipeError for invalid settings of an export step: wrong type, or not supported by the format."""
     tolerance, length = settings.get("tolerance"), settings.get("length")
     if tolerance is not None and (
@@ -93,7 +98,7 @@ def write(
     tolerance: float | None = None,
     base: str | None = None,
     length: int | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Writes a model in a format, reads it back and compares the logits: see the writers.
 
     Args:
@@ -127,6 +132,6 @@ def write(
     assert kind is not None
     if to == "executorch":
         return executorch.write(run, out, dtype=kind, length=length, tolerance=tolerance, base=base)
-    writers: dict[str, Any] = {"gguf": gguf, "onnx": onnx, "aoti": aoti, "vllm": vllm, "torchchat": torchchat}
-    summary: dict[str, Any] = writers[to].write(run, out, dtype=kind, tolerance=tolerance, base=base)
+    writers: dict[str, ModuleType] = {"gguf": gguf, "onnx": onnx, "aoti": aoti, "vllm": vllm, "torchchat": torchchat}
+    summary: JsonObject = writers[to].write(run, out, dtype=kind, tolerance=tolerance, base=base)
     return summary

@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ from preheat.data.chat.template import load_template
 from preheat.errors import RunError
 from preheat.model_folder import beginning, listed
 from preheat.run_dir import to_json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["read", "write"]
 
@@ -67,7 +72,7 @@ def write(
     dtype: str = "bfloat16",
     tolerance: float | None = None,
     base: str | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Writes `out`/model.pth, params.json, tokenizer and a model card.
 
     Args:
@@ -116,7 +121,7 @@ def write(
     return summary
 
 
-def _params(config: Any, source: Path) -> dict[str, Any]:
+def _params(config: PretrainedConfig, source: Path) -> JsonObject:
     """Returns torchchat's TransformerArgs for a configuration.
 
     Raises:
@@ -164,7 +169,7 @@ def _params(config: Any, source: Path) -> dict[str, Any]:
     return params
 
 
-def _weights(model: Any, params: dict[str, Any], source: Path) -> dict[str, Tensor]:
+def _weights(model: PreTrainedModel, params: JsonObject, source: Path) -> dict[str, Tensor]:
     """Returns the weights by torchchat's names; records in `params` which blocks have biases.
 
     If only some maps of a block have biases, the others get zeros, which changes nothing.
@@ -181,6 +186,7 @@ def _weights(model: Any, params: dict[str, Any], source: Path) -> dict[str, Tens
         else:
             raise RunError(f"--to torchchat: {source}: has {name}, for which torchchat has no place; {_INSTEAD}")
     for block, maps in (("attention", ("wq", "wk", "wv", "wo")), ("feed_forward", ("w1", "w2", "w3"))):
+        # torchchat has one flag for all biases of a block.
         biased = any(f".{block}." in name and name.endswith(".bias") for name in weights)
         if biased:
             params[f"{block}_bias"] = True
@@ -247,7 +253,7 @@ def read(folder: Path, rows: list[Tensor]) -> list[Tensor]:
         return [_logits(row, weights, params) for row in rows]
 
 
-def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: Mapping[str, Any]) -> Tensor:
+def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: JsonObject) -> Tensor:
     width, heads, kv_heads = params["dim"], params["n_heads"], params["n_local_heads"]
     size, length = width // heads, tokens.shape[1]
 
@@ -279,7 +285,7 @@ def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: Mapping[str, 
     return functional.linear(norm(x, "norm.weight"), head)
 
 
-def _frequencies(size: int, params: Mapping[str, Any]) -> Tensor:
+def _frequencies(size: int, params: JsonObject) -> Tensor:
     """Returns radians per position, [size / 2]; Llama 3.1's scaling slows low frequencies, and blends in between."""
     frequencies = 1.0 / params["rope_base"] ** (torch.arange(0, size, 2).float() / size)
     if (scaling := params.get("rope_scaling")) is None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from preheat.errors import RunError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["REDUCE_RANGE", "Logits", "refused", "to_onnx", "trace"]
 
@@ -26,7 +29,7 @@ class Logits(nn.Module):
     Padding (0 in the mask) must be on the right: positions are counted from the left.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         super().__init__()
         model.set_attn_implementation("sdpa")
         model.config.use_cache = False

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +15,11 @@ from preheat.errors import RunError
 from preheat.models.hf import plain_logits
 from preheat.ops.adapters.peft_layers import parameter_counts
 from preheat.ops.quantization.nf4 import PackedMap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = [
     "BOUNDS",
@@ -130,7 +135,7 @@ EXACT = 1 << 29
 """Largest number of weights that are cast to fp64: 4 GiB."""
 
 
-def rows(tokenizer: Any, positions: int, extra: list[int]) -> list[Tensor]:
+def rows(tokenizer: PreTrainedTokenizerFast, positions: int, extra: list[int]) -> list[Tensor]:
     """Tokenizes the sample texts, one row [1, n] each; `extra` tokens (added to the model) get their own row."""
     limit = min(_LENGTH, positions or _LENGTH)
     encoded = [tokenizer.encode(text)[:limit] for text in TEXTS]
@@ -152,7 +157,9 @@ def code_in(folder: Path) -> list[str]:
     )
 
 
-def logits(model: Any, tokens: list[Tensor], image_rows: Sequence[Mapping[str, Tensor]] = ()) -> list[Tensor]:
+def logits(
+    model: PreTrainedModel, tokens: list[Tensor], image_rows: Sequence[Mapping[str, Tensor]] = ()
+) -> list[Tensor]:
     """Computes logits with transformers' own attention, on the CPU; the model is left in fp32, in place.
 
     Models of up to `EXACT` weights compute in fp64, larger ones in fp32 with its rounding errors: at a logit of 16
@@ -271,7 +278,7 @@ def bound_of(format: str, dtype: str, tolerance: float | None) -> Bound:
     return BOUNDS[format][dtype] if tolerance is None else Bound(tolerance)
 
 
-def figures(difference: Difference, bound: Bound) -> dict[str, Any]:
+def figures(difference: Difference, bound: Bound) -> JsonObject:
     """Returns a comparison's figures for a writer's result; `HeldOutText.perplexities` returns the perplexities."""
     return {
         "max_logit_difference": difference.largest,

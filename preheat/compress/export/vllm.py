@@ -12,7 +12,7 @@ import contextlib
 import io
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,6 +24,11 @@ from preheat.compress.export.merged_model import plain, require
 from preheat.errors import RunError
 from preheat.models.hf import head
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["pack", "write"]
 
 GROUP = 32  # weights that share a scale
@@ -31,7 +36,7 @@ GROUP = 32  # weights that share a scale
 
 def write(
     run: str | Path, out: str | Path, *, dtype: str = "int8", tolerance: float | None = None, base: str | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Writes `out` with the weights, configuration, tokenizer and a model card.
 
     Args:
@@ -84,7 +89,7 @@ def write(
     return summary
 
 
-def pack(model: Any, bits: int, folder: Path) -> list[str]:
+def pack(model: PreTrainedModel, bits: int, folder: Path) -> list[str]:
     """Quantizes all linear maps except the head in place, and writes weights and configuration.
 
     Returns:
@@ -99,7 +104,9 @@ def pack(model: Any, bits: int, folder: Path) -> list[str]:
     )
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    maps: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    maps: dict[str, nn.Linear] = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     head_name = next(name for name, module in maps.items() if module is head(model))
     granularity = {"strategy": "group", "group_size": GROUP} if bits == 4 else {"strategy": "channel"}
     skipped = [name for name, module in maps.items() if bits == 4 and module.in_features % GROUP and name != head_name]
@@ -116,7 +123,7 @@ def pack(model: Any, bits: int, folder: Path) -> list[str]:
                 continue
             blocks = module.weight.unflatten(1, (-1, GROUP if bits == 4 else module.in_features))
             scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), weights)
-            module.weight_scale.copy_(scale)
+            module.weight_scale.copy_(scale)  # type: ignore[operator]  # added by `apply_quantization_config`
     compressor = ModelCompressor.from_pretrained_model(model)
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar without an option to turn it off
         compressor.compress_model(model)
@@ -125,7 +132,7 @@ def pack(model: Any, bits: int, folder: Path) -> list[str]:
     return skipped
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path) -> PreTrainedModel:
     """Loads transformers' model with weights dequantized by compressed-tensors."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 

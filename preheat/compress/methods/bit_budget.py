@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.compress.quantize import High, group_for, keep_high, weights_and_bits
 from preheat.compress.registry import Method
@@ -45,7 +45,7 @@ def _grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
     return group_for(name, module, "auto", "bit_budget"), choice == CHOICES[1]
 
 
-def _quantized(name: str, module: nn.Module, choice: str) -> Any:
+def _quantized(name: str, module: nn.Module, choice: str) -> nn.Module:
     """Returns the map quantized as one of the choices; the map itself for bf16."""
     from preheat.ops.quantization.linear import Int4Linear, Int8Linear
 
@@ -89,6 +89,7 @@ def sensitivity(
                 weight = map_weight(module).detach()
                 for n, choice in enumerate(choices):
                     change = map_weight(_quantized(name, module, choice)).detach() - weight
+                    # The unquantized map is in fp32 here, and is written in bf16.
                     if choice == "bf16":
                         change = weight.bfloat16().float() - weight
                     totals[name][n] += loss_rise(x, change, gradient.flatten(0, -2))

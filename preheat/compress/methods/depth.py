@@ -73,6 +73,7 @@ def prune_depth(
     remaining = highest(scores, wanted)
     before = model.num_parameters()
     smaller = slicing.smaller(model, slicing.KeptIndices(layers=remaining))
+    # Before the model is changed, since this compares with it.
     structured_pruning.require_skipped(model, smaller, remaining, rows)
     slicing.become(model, smaller)
     removed = sorted(set(range(count)) - set(remaining.tolist()))

@@ -88,6 +88,7 @@ def prune_by_lottery(
             if times[-1] > latency:
                 continue
         with plainly(smaller):
+            # The index decides between equal losses: `Sizes` has no order.
             candidates.append((loss(smaller, rows), len(candidates), sizes))
     if not candidates:
         raise RecipeError(

@@ -10,12 +10,15 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from preheat.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor, PretrainedConfig
 
 __all__ = ["Images", "calibration", "read_folder"]
 
@@ -39,7 +42,7 @@ class Images:
 
     files: tuple[Path, ...]
     labels: Tensor
-    processor: Any
+    processor: BaseImageProcessor
     mode: str
     _decoded: dict[Path, Tensor] = field(default_factory=dict, repr=False)
 
@@ -83,7 +86,7 @@ class Images:
 
 
 def read_folder(
-    folder: str | Path, processor: Any, config: Any, *, held_out: float = 0.2, seed: int = 0
+    folder: str | Path, processor: BaseImageProcessor, config: PretrainedConfig, *, held_out: float = 0.2, seed: int = 0
 ) -> tuple[Images, Images]:
     """Returns the training and held-out images of a folder.
 
@@ -154,7 +157,7 @@ def _listed(root: Path) -> dict[str, list[Path]]:
     return files
 
 
-def _rows_of(by_class: dict[str, list[Path]], config: Any, root: Path) -> dict[str, int]:
+def _rows_of(by_class: dict[str, list[Path]], config: PretrainedConfig, root: Path) -> dict[str, int]:
     """Returns the row of the head for each class."""
     known = {str(name): int(row) for name, row in config.label2id.items()}
     if set(known) == {f"LABEL_{n}" for n in range(len(known))}:

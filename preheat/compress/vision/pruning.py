@@ -48,7 +48,7 @@ def narrower(model: PreTrainedModel, batches: Iterable[Tensor], channels: float)
     """
     config, description = narrow_config(model.config, channels)
     with torch.random.fork_rng():  # random initialization; all values are replaced below
-        small: Any = type(model)(config).eval()
+        small: PreTrainedModel = type(model)(config).eval()
     widths = {name: matrix(reader).shape[1] for name, reader in readers(small).items()}
     blocks = {name: reader for name, reader in readers(model).items() if matrix(reader).shape[1] != widths[name]}
     if not blocks:

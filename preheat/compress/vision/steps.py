@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -41,6 +41,11 @@ from preheat.models.image_classifiers import open_classifier, open_processor, sc
 from preheat.recipe import Recipe, Stop
 from preheat.run_dir import write_user_file
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["ImageSteps"]
 
 _NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "executorch": ("executorch", "torchao")}
@@ -49,7 +54,7 @@ _SETTINGS = {"optimizer.lr": "lr", "optimizer.weight_decay": "weight_decay", "ba
 """Recipe keys that a training step may set -> parameters of `training.train`."""
 
 
-class ImageSteps(Steps):
+class ImageSteps(Steps[image_classifier.Scorer]):
     """Steps over the folder of an image classifier, measured on held-out images.
 
     The summary is {path, source, data, before, variants: [{name, method, settings, what, path, after, logits}]}.
@@ -75,9 +80,9 @@ class ImageSteps(Steps):
             f"{Path(data).resolve().name}: {len(self._train):,} images to train on, {len(self._calibration)} of them "
             f"to calibrate, {len(self._held_out):,} held out"
         )
-        self._before: dict[str, Any] = {}
+        self._before: JsonObject = {}
         # Of the step taken last: its figures, its logits of the held-out images, and what computes them.
-        self._figures: dict[str, Any] = {}
+        self._figures: JsonObject = {}
         self._logits = torch.empty(0)
         self._scorer: image_classifier.Scorer = _eager(self._model)
 
@@ -173,21 +178,21 @@ class ImageSteps(Steps):
         self._scorer = _eager(self._model)
         return name
 
-    def measure(self, row: dict[str, Any], what: str) -> tuple[dict[str, Any], image_classifier.Scorer]:
+    def measure(self, row: JsonObject, what: str) -> tuple[JsonObject, image_classifier.Scorer]:
         row = row | {"path": str(self._out / row["name"]), "what": what} | self._figures
         same = self._logits.argmax(-1) == self._original.argmax(-1)
         row["after"] |= training.measure(self._logits, self._held_out.labels)
         row["after"]["agreement"] = float(same.double().mean())
         return row, self._scorer
 
-    def time(self, rows: Sequence[dict[str, Any]], models: Mapping[str, Any], turns: int) -> None:
+    def time(self, rows: Sequence[JsonObject], models: Mapping[str, image_classifier.Scorer], turns: int) -> None:
         image = self._held_out.pixels([0])
         timings = in_turns({name: partial(_milliseconds, scorer, image) for name, scorer in models.items()}, turns)
         self._before["milliseconds"] = statistics.median(timings["before"])
         for row in rows:
             row["after"]["milliseconds"] = statistics.median(timings[row["name"]])
 
-    def summarize(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def summarize(self, rows: Sequence[JsonObject]) -> JsonObject:
         summary = {
             "path": rows[-1]["path"],
             "source": str(self._source),
@@ -203,7 +208,7 @@ class ImageSteps(Steps):
         return summary
 
 
-def _require(step: Step, start: Path, model: Any) -> None:
+def _require(step: Step, start: Path, model: PreTrainedModel) -> None:
     """Checks a step before any work is done."""
     if step.compress is not None:
         _share(step)
@@ -252,7 +257,7 @@ def _share(step: Step) -> float:
     return float(share)
 
 
-def _teacher(step: Step, start: Path, model: Any) -> training.Distil | None:
+def _teacher(step: Step, start: Path, model: PreTrainedModel) -> training.Distil | None:
     """Opens the step's teacher.
 
     Raises:
@@ -264,7 +269,7 @@ def _teacher(step: Step, start: Path, model: Any) -> training.Distil | None:
         )
     if not step.techniques:
         return None
-    settings: Mapping[str, Any] = step.techniques["distillation"] or {}
+    settings: JsonObject = step.techniques["distillation"] or {}
     known = {f.name for f in fields(training.Distil)}
     if other := sorted(settings.keys() - known):
         raise RecipeError(
@@ -289,7 +294,7 @@ def _teacher(step: Step, start: Path, model: Any) -> training.Distil | None:
     return training.Distil(**{**settings, "teacher": teacher})
 
 
-def _eager(model: Any) -> image_classifier.Scorer:
+def _eager(model: PreTrainedModel) -> image_classifier.Scorer:
     def run(pixels: Tensor) -> Tensor:
         with torch.no_grad():
             return scores(model, pixels)

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ LR = 4e-3
 class Distil:
     """A teacher and the weight of its loss; the fields are those of the technique `distillation`."""
 
-    teacher: Any
+    teacher: PreTrainedModel
     divergence: Literal["forward", "reverse"] = "forward"
     temperature: float = 1.0
     mixture: float = 0.5
@@ -82,6 +82,7 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     model.train()
     last: deque[float] = deque(maxlen=steps_per_epoch)  # losses of one epoch
+    # Dropout draws from torch's global generator, whose state the caller gets back.
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # dropout
         for step in range(steps):

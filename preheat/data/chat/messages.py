@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from preheat.data.rows.file_readers import kind_of
 from preheat.errors import nearest
 from preheat.run_dir import BadJson, read_value
 from preheat.sanitize import quoted
 
-__all__ = ["PLACE", "Unreadable", "answer_of", "kind_of", "messages_of", "order_problem", "texts_of", "tools_of"]
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
+__all__ = [
+    "PLACE",
+    "Message",
+    "Tools",
+    "Unreadable",
+    "answer_of",
+    "kind_of",
+    "messages_of",
+    "order_problem",
+    "texts_of",
+    "tools_of",
+]
 
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter", "customer"), "user"),
@@ -20,6 +34,13 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
 """Name of a role in a data format -> its name in chat templates."""
+
+
+Message: TypeAlias = Mapping[str, Any]
+"""{"role", "content"} and further keys of the template: tool_calls, reasoning_content, name."""
+
+Tools: TypeAlias = Sequence["JsonObject"] | None
+"""The schemas of a conversation's tools; None for those of a conversation without any."""
 
 
 PLACE = "\ufffc"
@@ -34,7 +55,7 @@ class Unreadable(Exception):
         self.check, self.message = check, message
 
 
-def messages_of(value: Any, field: str) -> list[dict[str, Any]]:
+def messages_of(value: object, field: str) -> list[JsonObject]:
     """Converts a list of {role, content} or {from, value}, or one such object, to messages.
 
     An image part becomes `PLACE` in the text, and its file (None if another field has it) an item of the message's
@@ -55,7 +76,7 @@ def messages_of(value: Any, field: str) -> list[dict[str, Any]]:
     return [_message(turn, f"message {n} of field '{field}'") for n, turn in enumerate(turns, 1)]
 
 
-def _message(turn: Any, where: str) -> dict[str, Any]:
+def _message(turn: object, where: str) -> JsonObject:
     if not isinstance(turn, Mapping):
         raise Unreadable("fields", f"{where} is {kind_of(turn)}, not an object")
     role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
@@ -71,6 +92,7 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     for key in ("role", "from", "content", "value"):
         message.pop(key, None)
     message = {"role": ROLES[name], **{k: v for k, v in message.items() if v is not None}}
+    # ShareGPT's role for a call: its text is the call itself.
     if name == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
     calls = _tool_calls(message.pop("tool_calls", None), where)
@@ -89,7 +111,7 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     return {"role": message.pop("role"), "content": message.pop("content"), **message}
 
 
-def _joined(parts: Sequence[Any], where: str) -> tuple[str, list[Any]]:
+def _joined(parts: Sequence[object], where: str) -> tuple[str, list[object]]:
     """Joins the parts of a message; returns the text and the files of its images."""
     texts, images = [], []
     for part in parts:
@@ -107,20 +129,20 @@ def _joined(parts: Sequence[Any], where: str) -> tuple[str, list[Any]]:
     return "".join(texts), images
 
 
-def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+def _calls(value: object, where: str) -> list[JsonObject]:
     """Reads ShareGPT's function_call: one or several calls as JSON."""
     calls = _json(value, where) if isinstance(value, str) else value
     return _tool_calls(calls if isinstance(calls, list) else [calls], where) or []
 
 
-def _json(text: str, where: str) -> Any:
+def _json(text: str, where: str) -> object:
     try:
         return read_value(text, once=True)
     except BadJson as error:
         raise Unreadable("fields", f"{where} calls a tool in what is not JSON ({error.message})") from None
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]] | None:
+def _tool_calls(calls: object, where: str) -> list[JsonObject] | None:
     if not calls:
         return None
     if not isinstance(calls, Sequence) or isinstance(calls, str):
@@ -138,7 +160,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]] | None:
     return parsed
 
 
-def tools_of(value: Any, field: str) -> list[dict[str, Any]] | None:
+def tools_of(value: object, field: str) -> list[JsonObject] | None:
     """Reads tools from a list of schemas or its JSON text; bare functions are wrapped as in OpenAI's API."""
     if value is None or value in ("", "[]"):
         return None
@@ -150,7 +172,7 @@ def tools_of(value: Any, field: str) -> list[dict[str, Any]] | None:
     ] or None
 
 
-def order_problem(messages: Sequence[Mapping[str, Any]]) -> str | None:
+def order_problem(messages: Sequence[Message]) -> str | None:
     """Returns the problem in the order of roles (answer without a question, two questions in a row, no answer), or
     None.
 
@@ -175,12 +197,12 @@ def order_problem(messages: Sequence[Mapping[str, Any]]) -> str | None:
     return None if before == "assistant" else f"the last message is of the {before}, so nothing answers it"
 
 
-def answer_of(messages: Sequence[Mapping[str, Any]]) -> str:
+def answer_of(messages: Sequence[Message]) -> str:
     """Returns contents and tool calls as JSON, to compare answers."""
     return json.dumps([[m["content"], m.get("tool_calls")] for m in messages], ensure_ascii=False, default=str)
 
 
-def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def texts_of(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
     """Yields (where, text) of all contents and tool calls, for the checks of text."""
     for n, message in enumerate(messages, 1):
         yield f"message {n}", message["content"]

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from preheat.errors import PreheatError
 from preheat.sanitize import quoted
@@ -118,7 +117,7 @@ def _alarm() -> Iterator[None]:
     """Implements `_clock` for the main thread by SIGALRM; an earlier alarm still rings at its time."""
     begun, used = time.monotonic(), time.thread_time()
 
-    def ring(*_: Any) -> None:
+    def ring(*_: object) -> None:
         if time.thread_time() - used < SECONDS / 2:  # the process was stopped, or the machine is busy
             signal.setitimer(signal.ITIMER_REAL, SECONDS)
         else:
@@ -205,7 +204,7 @@ class _Watcher:
 _threads = _Watcher()
 
 
-def require_small(name: str, text: str, messages: Any) -> None:
+def require_small(name: str, text: str, messages: object) -> None:
     """Raises TemplateLimit if a rendered text is far longer than its messages."""
     if len(text) > TEXT and len(text) > TEXT + TIMES * len(repr(messages)):
         raise TemplateLimit(f"{name}: makes {len(text):,} characters of a conversation; use another template")

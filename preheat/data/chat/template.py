@@ -16,7 +16,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from preheat.data.chat.builtin_templates import FORMATS, SUGGESTIONS
 from preheat.data.chat.render_limits import limited, require_small, require_template
@@ -29,12 +29,11 @@ from preheat.sanitize import quoted, shorten
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Message", "Template", "TrainOn", "load_template", "special_tokens", "template_for"]
+    from preheat.data.chat.messages import Message, Tools
 
-Message = Mapping[str, Any]
-"""{"role", "content"} and further keys of the template: tool_calls, reasoning_content, name."""
+__all__ = ["Template", "TrainOn", "load_template", "special_tokens", "template_for"]
+
 TrainOn = Literal["assistant", "last", "all"]
-Tools = Sequence[Mapping[str, Any]] | None
 Span = tuple[int, int]
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

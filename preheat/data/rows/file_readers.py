@@ -11,11 +11,14 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from preheat.errors import DataError, nearest
 from preheat.run_dir import BadJson, read_value
 from preheat.sanitize import clean, quoted, shorten
+
+if TYPE_CHECKING:
+    from typing import BinaryIO
 
 __all__ = [
     "LONGEST",
@@ -53,7 +56,7 @@ LONGEST = 16 * 2**20
 million characters of a text, and some scale worse than linearly."""
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Returns the type of a JSON value, for messages.
 
     Example:
@@ -115,7 +118,7 @@ def display_path(path: Path | str) -> str:
     return text if len(text) <= 300 else shorten(text, 300)
 
 
-def listed(names: Iterable[Any], most: int = 8) -> str:
+def listed(names: Iterable[object], most: int = 8) -> str:
     """Returns the first names for a message, quoted and shortened, and the number of the others.
 
     Example:
@@ -241,7 +244,7 @@ def _first_line(error: BaseException) -> str:
 
 def read_file(
     path: Path, columns: Sequence[str] | None = None, *, whole: bool = False, keyed: bool = False
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, object]]:
     """Yields (where, row) of a file; a row is an object with fields, or the text of a file without rows.
 
     Args:
@@ -318,7 +321,7 @@ def read_lines(path: Path, *, longest: int | None = LONGEST) -> Iterator[tuple[i
             yield number, line.removeprefix("\ufeff") if number == 1 else line
 
 
-def _raw_lines(file: Any, longest: int | None) -> Iterator[bytes]:
+def _raw_lines(file: BinaryIO, longest: int | None) -> Iterator[bytes]:
     limit = -1 if longest is None else longest + 1
     while raw := file.readline(limit):
         yield raw
@@ -360,7 +363,7 @@ def _cut(path: Path) -> Iterator[tuple[str, str]]:
         yield f"{display_path(path)}:{first}", "".join(parts)
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+def read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
     """Yields (where, value) of each line that is not blank."""
     for number, line in read_lines(path):
         if line.strip():
@@ -376,7 +379,7 @@ def read_json(path: Path) -> Any:
     return parse_json(text, display_path(path), lines=True, hint=" (a file of one object a line is named .jsonl)")
 
 
-def _json(path: Path, keyed: bool) -> Iterator[tuple[str, Any]]:
+def _json(path: Path, keyed: bool) -> Iterator[tuple[str, object]]:
     rows = read_json(path)
     if keyed and isinstance(rows, dict):
         rows = [{"key": key, **row} if isinstance(row, dict) else row for key, row in rows.items()]
@@ -412,7 +415,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
         raise DataError(f"{display_path(path)}:{reader.line_num}: not CSV: {error}") from None
 
 
-def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:
+def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, object]]:
     """Yields (where, row) of each row, restricted to `columns` if given."""
     import pyarrow
     import pyarrow.parquet

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from preheat.data.chat.messages import Unreadable, answer_of, messages_of, order_problem, texts_of, tools_of
-from preheat.data.chat.template import Message, Template, TrainOn
+from preheat.data.chat.template import Template, TrainOn
 from preheat.data.document import Document, TextSpan
 from preheat.data.rows.file_readers import LONGEST, closest, kind_of, listed
 from preheat.data.rows.schemas import LAYOUTS, class_name, class_names, columns_advice
@@ -17,6 +17,11 @@ from preheat.data.vision_inputs import ImageProcessor, resolve_images
 from preheat.errors import DataError, nearest
 from preheat.recipe import Data
 from preheat.sanitize import quoted, shorten
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+    from preheat.data.chat.messages import Message, Tools
+    from preheat.data.rows.schemas import Fields
 
 __all__ = ["Layout", "class_names", "layout_of"]
 
@@ -88,7 +93,7 @@ class Layout:
             if self.columns[role] not in names:
                 raise DataError(f"{where}: {self._absent(role, names)}")
 
-    def document(self, row: Any, where: str) -> Document:
+    def document(self, row: object, where: str) -> Document:
         """Converts a row to a document; an unreadable row gives one without sequences, with the reason in its notes.
 
         Raises:
@@ -113,7 +118,7 @@ class Layout:
             where=where, notes=tuple(dict(reversed(notes)).items())
         )  # the first of each check: rows are counted
 
-    def _document(self, row: Mapping[str, Any], notes: list[tuple[str, str]]) -> Document:
+    def _document(self, row: Fields, notes: list[tuple[str, str]]) -> Document:
         if self.eye and self.kind not in ("sharegpt", "messages") and self._images(row):
             raise Unreadable(
                 "images", f"has images, which the layout {self.kind} does not read; use sharegpt or messages"
@@ -140,7 +145,7 @@ class Layout:
 
     # --- fields
 
-    def _value(self, row: Mapping[str, Any], role: str) -> Any:
+    def _value(self, row: Fields, role: str) -> object:
         if self.columns[role] not in row:
             raise Unreadable("fields", self._absent(role, [str(k) for k in row]))
         return row[self.columns[role]]
@@ -152,7 +157,7 @@ class Layout:
         knob = f"data.{role}" if role in ("text", "prompt", "completion") else f"data.columns.{role}"
         return f"no field '{name}', only {only}; set {knob}: {closest(name, list(known)) if known else name}"
 
-    def _text(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]], *, empty: bool) -> str:
+    def _text(self, row: Fields, role: str, notes: list[tuple[str, str]], *, empty: bool) -> str:
         value, name = self._value(row, role), self.columns[role]
         if not isinstance(value, str):
             raise Unreadable(
@@ -182,13 +187,13 @@ class Layout:
             if token is not None:
                 notes.append(("special_tokens", f"{where} holds {token}, a special token of the tokenizer"))
 
-    def _optional(self, row: Mapping[str, Any], role: str) -> Any:
+    def _optional(self, row: Fields, role: str) -> object:
         return row.get(self.columns[role]) if role in self.columns else None
 
-    def _tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    def _tools(self, row: Fields) -> list[JsonObject] | None:
         return tools_of(self._optional(row, "tools"), self.columns.get("tools", "tools"))
 
-    def _class(self, row: Mapping[str, Any]) -> int:
+    def _class(self, row: Fields) -> int:
         value = self._value(row, "label")
         if isinstance(value, int) and not isinstance(value, bool) and str(value) not in self.classes:
             if 0 <= value < len(self.classes):  # the index of a class with a given name
@@ -201,7 +206,7 @@ class Layout:
             f"{', '.join(shorten(c, 40) for c in self.classes[:12])}",
         )
 
-    def _desirable(self, row: Mapping[str, Any]) -> int:
+    def _desirable(self, row: Fields) -> int:
         value = self._value(row, "label")
         plain = value.lower() if isinstance(value, str) else value
         known = _DESIRABLE.get(plain) if isinstance(plain, str | bool | int | float) else None
@@ -213,17 +218,17 @@ class Layout:
 
     # --- conversations
 
-    def _talk(self, row: Mapping[str, Any], role: str) -> list[Message]:
+    def _talk(self, row: Fields, role: str) -> list[Message]:
         messages: list[Message] = list(messages_of(self._value(row, role), self.columns[role]))
         system = self._optional(row, "system")
         if isinstance(system, str) and system.strip() and (not messages or messages[0]["role"] != "system"):
             messages = [{"role": "system", "content": system}, *messages]
         return messages
 
-    def _instruction(self, row: Mapping[str, Any]) -> list[Message]:
-        values = {role: self._value(row, role) for role in ("instruction", "output")}
-        for role in values:
-            self._text(row, role, [], empty=False)  # their notes are dropped: `_chat` checks the texts again
+    def _instruction(self, row: Fields) -> list[Message]:
+        needed = {role: self._value(row, role) for role in ("instruction", "output")}  # a missing one is reported first
+        # Their notes are dropped: `_chat` checks the texts again.
+        values = {role: self._text(row, role, [], empty=False) for role in needed}
         extra = self._optional(row, "input")
         if extra is not None and not isinstance(extra, str):
             raise Unreadable("fields", f"field '{self.columns['input']}' is {kind_of(extra)}, not text")
@@ -245,10 +250,10 @@ class Layout:
     def _chat(
         self,
         talk: Sequence[Message],
-        tools: Any,
+        tools: Tools,
         notes: list[tuple[str, str]],
         read: int = 0,
-        images: Sequence[Any] | None = None,
+        images: Sequence[object] | None = None,
     ) -> Document:
         """Renders a conversation; the first `read` messages are not trained on.
 
@@ -275,7 +280,7 @@ class Layout:
 
     # --- images
 
-    def _images(self, row: Mapping[str, Any]) -> Sequence[Any] | None:
+    def _images(self, row: Fields) -> Sequence[object] | None:
         """Returns the files in a row's image field, or None if the layout has no such field."""
         names = (self.columns.get("images", "images"), "image")  # which may be missing in the first row
         value = next((row[name] for name in names if row.get(name) is not None), None)
@@ -285,7 +290,7 @@ class Layout:
 
     # --- answers that are compared or judged
 
-    def _prompt_and_answer(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]]) -> tuple[Any, Any]:
+    def _prompt_and_answer(self, row: Fields, role: str, notes: list[tuple[str, str]]) -> tuple[Any, Any]:
         """Returns the prompt and the answer, either both as text or both as messages."""
         answer: Any = self._value(row, role)
         if isinstance(answer, str):
@@ -310,7 +315,7 @@ class Layout:
             before = [{"role": "system", "content": system}, *(before or [])]
         return before or [], answer
 
-    def _pair(self, row: Mapping[str, Any], notes: list[tuple[str, str]]) -> Document:
+    def _pair(self, row: Fields, notes: list[tuple[str, str]]) -> Document:
         (before, good), (_, bad) = (
             self._prompt_and_answer(row, "chosen", notes),
             self._prompt_and_answer(row, "rejected", []),
@@ -345,13 +350,13 @@ def _shared(one: str, other: str) -> str:
     return same[: len(same) - len(re.split(r"\s", same)[-1])]
 
 
-def _common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
     """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: Any) -> Layout:
+def layout_of(data: Data, names: Sequence[str], first: object, where: str, **more: Any) -> Layout:
     """Returns the layout of a source, as set by the recipe or detected from its fields.
 
     Args:
@@ -396,7 +401,7 @@ def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: 
     )
 
 
-def _recognised(named: Mapping[str, str], names: Sequence[str], first: Any) -> tuple[str, str]:
+def _recognised(named: Mapping[str, str], names: Sequence[str], first: object) -> tuple[str, str]:
     """Detects the layout from field names; returns it and the reason."""
     if not isinstance(first, Mapping):
         return "text", "recognised by text without fields"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.data.rows.file_readers import display_path, expanded, missing, read_jsonl, read_lines
 from preheat.errors import DataError
 
+if TYPE_CHECKING:
+    from preheat.data.chat.messages import Message
+
 __all__ = ["read_prompts"]
 
 
-def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Mapping[str, Any]]]:
+def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Message]]:
     """Reads the prompts of a file, in order, without blank lines.
 
     Args:
@@ -27,7 +30,7 @@ def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Mapping
         raise missing(knob, path)
     if not path.is_file():
         raise DataError(f"{knob} {display_path(path)}: is no file; name one with a prompt a line")
-    prompts: list[str | list[Mapping[str, Any]]] = []
+    prompts: list[str | list[Message]] = []
     try:
         if path.suffix == ".jsonl":
             prompts = [_prompt(row, where) for where, row in read_jsonl(path)]
@@ -40,7 +43,7 @@ def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Mapping
     return prompts
 
 
-def _prompt(row: Any, where: str) -> str | list[Mapping[str, Any]]:
+def _prompt(row: object, where: str) -> str | list[Message]:
     if isinstance(row, Mapping):
         row = row.get("messages", row.get("prompt"))
     if isinstance(row, str):

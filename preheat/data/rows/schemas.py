@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from preheat.errors import DataError
 from preheat.sanitize import shorten
 
-__all__ = ["LAYOUTS", "class_name", "class_names", "columns_advice"]
+__all__ = ["LAYOUTS", "Fields", "class_name", "class_names", "columns_advice"]
 
 LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
@@ -23,8 +23,11 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Layout -> (required fields, optional fields)."""
 
+Fields: TypeAlias = Mapping[str, object]
+"""A row of the user's data: its values by field, unchecked."""
 
-def class_name(value: Any) -> str:
+
+def class_name(value: object) -> str:
     """Returns the name of the class that a label field names by text, a number, or true or false."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -52,7 +55,7 @@ def columns_advice(known: Sequence[str]) -> str:
     )
 
 
-def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
+def class_names(values: Iterable[object], where: str) -> tuple[str, ...]:
     """Returns the distinct values of a label field as class names, in numeric or alphabetic order.
 
     Raises:
