@@ -162,6 +162,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
 @functools.cache
 def _has_sinks(kind: type) -> bool:
     """True if the attention of the models of a configuration class uses sinks, by the code of its modules."""
+    _register_attention()  # its import of transformers is a quiet one
     from transformers import AutoModelForCausalLM
 
     models = AutoModelForCausalLM._model_mapping

@@ -249,29 +249,32 @@ def _record(
     import torch
 
     out = forward(*args, **kwargs)
-    if not router.training or not (ledger.open or balanced):
+    if not router.training:
         return out
     results = out if isinstance(out, tuple) else (out,)
-    # With a balance loss the probabilities have a gradient, and a recomputed layer must save the same tensors.
     with nullcontext() if balanced else torch.no_grad():
         shares = results[index].flatten(0, -2).float().softmax(dim=-1)
-    if ledger.open:
-        # transformers' balance loss counts the experts of the largest probabilities, whatever the router chose.
-        picked = None if balanced else next((r for r in results if not r.is_floating_point()), None)
-        _add(router, shares.detach().topk(chosen, dim=-1).indices if picked is None else picked, shares)
+    # transformers' balance loss counts the experts of the largest probabilities, whatever the router chose.
+    picked = None if balanced else next((r for r in results if not r.is_floating_point()), None)
+    _note(ledger, router, shares.detach().topk(chosen, dim=-1).indices if picked is None else picked, shares)
     return out
 
 
-def _add(router: object, chosen: Tensor, shares: Tensor) -> None:
-    """Adds the counts of `chosen` experts and the sums of `shares` [tokens, experts] to a router's record."""
+def _note(ledger: RouterRecorder, router: nn.Module | Router, chosen: Tensor, shares: Tensor) -> None:
+    """Adds the counts of `chosen` experts and the sums of `shares` [tokens, experts] to a router's open record.
+
+    A recomputed layer counts too, although nothing is recorded then: selective checkpointing replays a layer's
+    operators one by one, so they must be the same.
+    """
     import torch
 
     flat = chosen.flatten()
     ones = torch.ones_like(flat, dtype=shares.dtype)
     counts = shares.new_zeros(shares.shape[-1]).scatter_add_(0, flat, ones)
     sums = shares.sum(dim=0)
-    record = getattr(router, ROUTED)
-    setattr(router, ROUTED, (counts, sums) if record is None else (record[0] + counts, record[1] + sums))
+    if ledger.open and router.training:  # not in a reference model, which is this one without its adapters
+        record = getattr(router, ROUTED)
+        setattr(router, ROUTED, (counts, sums) if record is None else (record[0] + counts, record[1] + sums))
 
 
 def _route(ledger: RouterRecorder, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -284,8 +287,7 @@ def _route(ledger: RouterRecorder, router: Router, hidden: Tensor) -> tuple[Tens
     shares, weights, chosen = (
         _by_sigmoid(router, scores) if hasattr(router, "num_group") else _by_softmax(router, scores)
     )
-    if ledger.open and router.training:  # not in a reference model, which is this one without its adapters
-        _add(router, chosen, shares)
+    _note(ledger, router, chosen, shares)
     return scores, weights, chosen
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from preheat.core import MaskSpec
-from preheat.hardware.transfers import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -54,6 +53,8 @@ def with_sinks(
     """
     import torch
     from torch.nn.functional import pad
+
+    from preheat.hardware.transfers import to_device
 
     rows, heads, length, width = q.shape
     documents = mask.documents or ((length,),) * rows

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
-from preheat.hardware.transfers import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -164,6 +163,8 @@ def split_documents(hidden: Tensor, documents: Sequence[Sequence[int]], mix: Cal
         What `mix` returns, for [rows, length, width].
     """
     import torch
+
+    from preheat.hardware.transfers import to_device
 
     rows, length = hidden.shape[:2]
     flat = hidden.flatten(0, 1)
