@@ -57,7 +57,7 @@ def published(recipe: Recipe) -> Recipe:
 def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[str], str]) -> Recipe:
     """Returns the recipe with its paths changed by `of_path`, and those of `_NAMES` by `of_name`."""
 
-    def changed(value: Any, change: Callable[[str], str]) -> Any:
+    def changed(value: object, change: Callable[[str], str]) -> object:
         if isinstance(value, tuple):
             return tuple(changed(part, change) for part in value)
         if isinstance(value, dict):
