@@ -115,7 +115,9 @@ def resumed(
         for left in folder.glob("step-*.writing"):  # from a session that was killed while saving
             if re.fullmatch(r"step-[0-9]+\.writing", left.name):
                 shutil.rmtree(left, ignore_errors=True)
-    newest, damaged = checkpoint.all_gather_object(build, looked)[0]
+    of_rank_0 = checkpoint.all_gather_object(build, looked)[0]
+    assert of_rank_0 is not None, "rank 0 has looked for checkpoints"
+    newest, damaged = of_rank_0
     for path, problem in damaged:
         writer.event("damaged", checkpoint=path.name, problem=problem)
         watch.notice(f"{path}: damaged ({problem}); it is passed over")
