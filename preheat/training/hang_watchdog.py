@@ -9,10 +9,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Phase
 from preheat.training.process_group import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from preheat.core.json_types import JsonObject
+
 
 __all__ = ["HangWatchdog"]
 
@@ -34,7 +40,9 @@ class HangWatchdog:
         self._reported = False
         self._thread: threading.Thread | None = None
         if ranks.world > 1:
-            self.store = ranks.store.clone()  # a connection of its own: the main thread may be waiting on the other
+            assert ranks.store is not None, "several processes have a store"
+            # A connection of its own: the main thread may be waiting on the other.
+            self.store: Store = ranks.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
 
@@ -80,7 +88,7 @@ class HangWatchdog:
     def _report(self) -> None:
         """Prints the last status of every rank, if this is the lowest rank that still answers."""
         keys = [f"stands/{rank}" for rank in range(self.ranks.world)]
-        statuses: list[dict[str, Any] | None] = [
+        statuses: list[JsonObject | None] = [
             json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys
         ]
         now = time.time()
