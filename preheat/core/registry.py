@@ -28,7 +28,6 @@ from preheat.sanitize import shorten
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = [
     "GROUP",
     "conflicts_of",

@@ -405,8 +405,10 @@ class Build:
     storage_device: torch.device | None = None
     mesh: Mesh = field(default_factory=Mesh)
     parts: dict[str, list[nn.Module]] = field(default_factory=dict)
+    # `models.weights.WeightSource`, which core cannot name: it imports nothing of the packages above it.
     weights: Any = None
     sources: dict[str, Any] = field(default_factory=dict)
+    # One of torch's, or an object with that interface which is none: of zero1, of DeepSpeed. None until OPTIMIZER.
     optimizer: Any = None
     loss: LossSettings = field(default_factory=LossSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["Saved", "Saving", "room"]
 
 

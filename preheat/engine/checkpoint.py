@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-
 FORMAT = 3
 """Version of state.json: increased when the contents of a checkpoint change."""
 

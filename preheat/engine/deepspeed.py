@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from preheat.core.json_types import StateDict
     from preheat.ops.optim.param_groups import ParamGroup
 
-
 __all__ = ["DeepSpeed"]
 
 
@@ -119,6 +118,7 @@ class DeepSpeed(Technique):
         plain, world = build.slot(Slot.UNSHARD_SCOPE), build.mesh.size(Axis.REPLICATE)
         engine: DeepSpeedEngine  # set by `make`, which the build calls last
 
+        # The step is DeepSpeed's own from here on: the optimizer that the build gets only shows its groups.
         def make(groups: list[ParamGroup], **settings: Any) -> _Optimizer:
             nonlocal engine
             fused = torch.optim.AdamW(groups, fused=True, **settings)

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from preheat.core import SlotFunction
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["balance", "balance_part", "loads", "scores"]
 
 TERM = "balance"

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from preheat.core import SlotFunction
     from preheat.ops.optim.param_groups import ParamGroup
 
-
 __all__ = [
     "add_up",
     "forward",

@@ -18,7 +18,6 @@ from preheat.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-
 __all__ = [
     "CACHES",
     "Optimal",

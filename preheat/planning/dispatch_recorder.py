@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from preheat.planning.speed.flop_formulas import Formula
 
-
 __all__ = ["Kernel", "Mark", "Recorder"]
 
 Place = Literal["device", "host", "out", "back"]

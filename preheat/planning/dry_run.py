@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-
 __all__ = ["highest", "observe", "peaks"]
 
 _PASSING = (Phase.BACKWARD, Phase.UPDATE, Phase.SAVING)

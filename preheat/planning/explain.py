@@ -22,7 +22,6 @@ from preheat.planning.speed.roofline import Roofline
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["cost_of", "energy_of", "explain", "figures"]
 
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-
 __all__ = ["call", "tensors"]
 
 
@@ -72,7 +71,9 @@ class _Unknown(Exception):
 
 _made: dict[Hashable, _Output | None] = {}  # None: not cacheable, torch executes it
 _PLAIN = (int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
+# They replace the storage or the shape of an argument, or make the output a constant (lift).
 _CHANGING = {"aten::set_", "aten::set_data", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"}
+# The layout of the outputs depends on values, or that of an argument changes.
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 

@@ -22,7 +22,6 @@ from preheat.recipe import Recipe
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["Ladder", "Fallback", "find_fallbacks", "settings", "halve_length"]
 
 GIB = 2**30

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from preheat.planning.dispatch_recorder import Place
     from preheat.planning.worker_pool import Task
 
-
 __all__ = ["observe_few_layers", "of_layers"]
 
 # (fewest, apart): the two layer counts. Allocated bytes are affine from 4 layers on; the GPU allocator's reserved

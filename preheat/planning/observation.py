@@ -12,7 +12,6 @@ from preheat.planning.dispatch_recorder import Kernel
 if TYPE_CHECKING:
     from preheat.core import Change
 
-
 __all__ = ["BESIDE", "CATEGORIES", "Observation"]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")

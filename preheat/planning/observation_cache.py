@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
     from preheat.planning.worker_pool import Task
 
-
 __all__ = ["clear", "is_cached", "observe_cached", "prefetch"]
 
 _FORMAT = 4

@@ -45,7 +45,6 @@ from preheat.sanitize import quoted, shorten
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = [
     "Batch",
     "Bound",

@@ -14,10 +14,10 @@ from preheat.recipe.yaml_io import write
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["brief"]
 
 _WIDTH = 110
+"""Characters of a comment; longer help is cut at a word."""
 
 
 def brief(values: JsonObject) -> str:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, overload
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["FORMER_KEYS", "FORMER_VALUES", "current_key", "current_names", "current_values", "former_names"]
 
 FORMER_KEYS: Mapping[str, str] = {

@@ -22,7 +22,9 @@ _KEYS = {
 _NAMES = ("tasks", "template")
 """Those that may also hold built-in names: a value is a path only if it has a suffix."""
 _BUILT_IN = ("stdlib", "docstrings")
+"""Values of `data.source` that name no file, whatever the working directory holds."""
 _OF_TECHNIQUES = ("cache", "model", "scores", "start", "teacher")
+"""Settings of techniques that may hold a path."""
 
 
 def anchored(recipe: Recipe, home: Path | None = None) -> Recipe:

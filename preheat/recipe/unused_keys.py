@@ -17,7 +17,6 @@ from preheat.sanitize import quoted
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-
 __all__ = ["RULES", "Rule", "refused", "non_default_keys", "warned"]
 
 
@@ -85,6 +84,7 @@ def _without(*techniques: str) -> Callable[[Recipe], bool]:
     return lambda recipe: not any(name in recipe.techniques for name in techniques)
 
 
+# `Any`: each rule reads the settings of one technique, whose class is not imported here.
 def _of(technique: str, read: Callable[[Any], object]) -> Callable[[Recipe], object]:
     return lambda recipe: technique not in recipe.techniques or read(recipe.techniques[technique])
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["RecipeReader", "json_schema"]
 
 

@@ -23,6 +23,7 @@ __all__ = ["LARGEST_FILE", "compose", "nodes", "read", "read_text", "write"]
 LARGEST_FILE = 1 << 20
 """Maximum size of a YAML file in bytes. A recipe with every default written out has five thousand."""
 _DEEPEST = 32
+"""Levels of a YAML text: PyYAML recurses for each, and the stack must not overflow."""
 _MOST_VALUES = 10_000
 """PyYAML reads this many in half a second."""
 _TOO_MANY = f"holds more than {_MOST_VALUES:,} values, aliases (*name) written out"

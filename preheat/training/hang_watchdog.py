@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from preheat.core import Phase
 from preheat.training.process_group import Ranks
@@ -17,10 +17,24 @@ from preheat.training.process_group import Ranks
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from preheat.core.json_types import JsonObject
+__all__ = ["HangWatchdog", "RankStatus"]
 
 
-__all__ = ["HangWatchdog"]
+class RankStatus(TypedDict):
+    """A rank's status in the store, as JSON.
+
+    Attributes:
+        step: the step in progress, from 1.
+        since: time at which its phase began.
+        now: time of this status: if it is old, the process is stopped or its host is gone.
+        line: file and line of preheat that the main thread is in.
+    """
+
+    step: int
+    phase: str
+    since: float
+    now: float
+    line: str
 
 
 class HangWatchdog:
@@ -65,7 +79,13 @@ class HangWatchdog:
         while not over:
             try:
                 step, phase, since = self._progress
-                status = {"step": step, "phase": phase, "since": since, "now": time.time(), "line": self._line()}
+                status: RankStatus = {
+                    "step": step,
+                    "phase": phase,
+                    "since": since,
+                    "now": time.time(),
+                    "line": self._line(),
+                }
                 self.store.set(f"stands/{self.ranks.rank}", json.dumps(status))
                 if time.time() - since > self.patience and not self._reported:
                     self._reported = True
@@ -88,7 +108,7 @@ class HangWatchdog:
     def _report(self) -> None:
         """Prints the last status of every rank, if this is the lowest rank that still answers."""
         keys = [f"stands/{rank}" for rank in range(self.ranks.world)]
-        statuses: list[JsonObject | None] = [
+        statuses: list[RankStatus | None] = [
             json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys
         ]
         now = time.time()

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from preheat.data.preparation import PreparedData
 
-
 __all__ = ["with_images"]
 
 

@@ -42,7 +42,6 @@ from preheat.training.throughput import ThroughputMeter
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["train"]
 
 

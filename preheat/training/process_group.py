@@ -24,7 +24,6 @@ from preheat.recipe import Recipe
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-
 __all__ = ["BACKEND", "Ranks", "rendezvous"]
 
 BACKEND = "backend"

@@ -14,7 +14,6 @@ from preheat.core import Device
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["digest", "environment", "versions"]
 
 

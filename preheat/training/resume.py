@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
     from preheat.data.preparation import PreparedData
 
-
 __all__ = ["Looked", "compare", "fingerprints", "resumed", "summary_of_finished"]
 
 Looked = tuple[Path | None, list[tuple[Path, str]]]

@@ -16,7 +16,6 @@ from preheat.training.session import Session
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["ThroughputMeter"]
 
 _MIN_SECONDS = 20.0

@@ -18,7 +18,6 @@ from preheat.planning.search.search import search
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["longest", "longest_as_stated"]
 
 DOUBLINGS = 10

@@ -14,7 +14,6 @@ from preheat.sanitize import memory
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["SearchResult", "EstimatedPlan", "EvaluatedPlan", "falls_short", "fragmentation_hint", "too_large"]
 
 

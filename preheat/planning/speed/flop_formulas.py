@@ -12,7 +12,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-
 __all__ = ["Formula", "flops_of", "formula_of"]
 
 Formula: TypeAlias = Callable[..., int]

@@ -14,7 +14,6 @@ from preheat.recipe import Recipe
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["Job"]
 
 Kind = Literal["PyTorchJob", "TrainJob"]

@@ -17,12 +17,11 @@ from preheat.training.launch.torchrun_command import END, FINISHED, agent, expor
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["SUBMIT", "TAKES", "objects", "write"]
 
 TAKES = frozenset({"time", "image", "namespace", "kind", "storage", "memory"})
 SUBMIT = "kubectl apply -f {path}"
-_PORT = 29400
+_PORT = 29400  # of the rendezvous: torchrun's own default
 
 
 def write(job: Job) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from preheat.core.json_types import JsonObject
-
+    from preheat.training.hang_watchdog import RankStatus
 
 __all__ = ["LAUNCHED", "LaunchResult", "explain_abort", "start"]
 
@@ -202,7 +202,7 @@ def explain_abort(store: Store, world: int, running: Sequence[int]) -> str:
     waiting = []
     for rank in running:
         key = f"{prefix}/stands/{rank}"
-        status = parse_json(store.get(key)) if store.check([key]) else None
+        status: RankStatus | None = parse_json(store.get(key)) if store.check([key]) else None
         at = f" in step {status['step']} ({status['phase']}), at {status['line']}" if status else ""
         waiting.append(f"rank {rank}{at}")
     others = ", ".join(waiting[:4]) + (f" and {len(waiting) - 4} more" if len(waiting) > 4 else "")

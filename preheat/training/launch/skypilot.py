@@ -13,7 +13,6 @@ from preheat.training.launch.torchrun_command import END, FINISHED, agent, expor
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["SUBMIT", "TAKES", "write"]
 
 TAKES = frozenset({"image", "accelerator", "storage", "memory"})

@@ -24,7 +24,6 @@ from preheat.run_dir import Reader, is_failure, parse_json, to_json, write_atomi
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["Failure", "choose_fallback", "effective", "write_oom_record", "oom_records", "recorded", "apply_fallbacks"]
 
 GIB = 2**30

@@ -25,11 +25,11 @@ from preheat.training.recovery.fallback_log import effective
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-
 __all__ = ["allocator_settings", "diagnose"]
 
 GIB = 2**30
 WAYS = 3
+"""Fallbacks in the report: the cheapest ones."""
 
 
 def diagnose(run: str | Path) -> JsonObject:
