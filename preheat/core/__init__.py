@@ -21,7 +21,7 @@ from preheat.core.registry import (
     registry,
     single_device,
 )
-from preheat.core.slots import Change, Finish, Order, Slot, Stage
+from preheat.core.slots import Change, Finish, Order, Slot, SlotFunction, Stage
 from preheat.core.tags import Tag
 from preheat.core.technique import (
     Build,
@@ -64,6 +64,7 @@ __all__ = [
     "Searchable",
     "Shape",
     "Slot",
+    "SlotFunction",
     "Stage",
     "Stateful",
     "Tag",

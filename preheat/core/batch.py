@@ -87,7 +87,7 @@ class LossSum:
     """A loss as a sum and its divisor, so that parts of a batch add up exactly; metrics are sums too."""
 
     total: Tensor
-    weight: int | float
+    weight: float | Tensor  # a tensor if summed over devices: reading it would synchronize with them
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 

@@ -13,10 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DATA", "Axis", "Mesh", "sizes_of"]
 
@@ -98,7 +101,7 @@ class Mesh:
 
     sizes: Mapping[Axis, int] = field(default_factory=lambda: dict.fromkeys(Axis, 1))
     rank: int = 0
-    devices: Any = None
+    devices: DeviceMesh | None = None
 
     @classmethod
     def form(cls, sizes: Mapping[Axis, int], kind: str) -> Mesh:
@@ -149,7 +152,7 @@ class Mesh:
         meshes = [Mesh(self.sizes, rank) for rank in ranks]
         return tuple(axis for axis in Axis if len({mesh.index(axis) for mesh in meshes}) > 1)
 
-    def sub(self, *axes: Axis) -> Any:
+    def sub(self, *axes: Axis) -> DeviceMesh:
         """Returns torch's one-dimensional mesh of the devices along some axes that contains this device.
 
         Every process must request the same meshes in the same order: creating groups is a collective operation.
@@ -157,7 +160,7 @@ class Mesh:
         return self._sub(tuple(axis for axis in axes if self.sizes[axis] > 1) or axes[:1])
 
     @functools.cache  # noqa: B019  # a mesh lives as long as the process groups
-    def _sub(self, axes: tuple[Axis, ...]) -> Any:
+    def _sub(self, axes: tuple[Axis, ...]) -> DeviceMesh:
         assert self.devices is not None, "one device has no mesh"
         from torch.utils._python_dispatch import _disable_current_modes
 
@@ -166,25 +169,25 @@ class Mesh:
             return self.devices[names[0]] if len(names) == 1 else self.devices[names]._flatten("_".join(names))
 
     @functools.cache  # noqa: B019
-    def plane(self, outer: Axis, inner: tuple[Axis, ...]) -> Any:
+    def plane(self, outer: Axis, inner: tuple[Axis, ...]) -> DeviceMesh:
         """Returns torch's two-dimensional mesh of one axis and some others combined."""
         return self.together(self.sub(outer), self.sub(*inner))
 
     @functools.cache  # noqa: B019
-    def cut(self, axis: Axis, inner: int) -> tuple[Any, Any]:
+    def cut(self, axis: Axis, inner: int) -> tuple[DeviceMesh, DeviceMesh]:
         """Splits an axis into groups of `inner` neighbours; returns torch's meshes across and within the groups."""
         names = (f"{axis}_outer_{inner}", f"{axis}_inner_{inner}")
         both = self.sub(axis)._unflatten(0, (self.size(axis) // inner, inner), names)
         return both[names[0]], both[names[1]]
 
     @staticmethod
-    def together(outer: Any, inner: Any) -> Any:
+    def together(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
         """Combines two one-dimensional torch meshes into a two-dimensional one."""
         from torch.distributed.device_mesh import DeviceMesh
 
         return DeviceMesh._concatenate([outer, inner])
 
-    def group(self, *axes: Axis) -> Any:
+    def group(self, *axes: Axis) -> ProcessGroup:
         """Returns the process group of the devices along some axes that contains this device."""
         return self.sub(*axes).get_group()
 
@@ -196,7 +199,7 @@ class Mesh:
             dist.all_reduce(value, group=self.group(*axes) if axes else None)
         return value
 
-    def most(self, value: int, device: Any) -> int:
+    def most(self, value: int, device: torch.device) -> int:
         """Returns the maximum of a value over all devices; synchronizes with the device, so not for every step."""
         import torch
         import torch.distributed as dist

@@ -16,7 +16,7 @@ import pkgutil
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.core.problems import Problem, ProblemCode
 from preheat.core.slots import Slot
@@ -24,6 +24,9 @@ from preheat.core.tags import Tag
 from preheat.core.technique import _REGISTRY, Context, Searchable, Technique
 from preheat.errors import RunError, nearest
 from preheat.sanitize import shorten
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = [
     "GROUP",
@@ -114,7 +117,7 @@ def registry() -> Mapping[str, type[Technique]]:
     return {name: _REGISTRY[name] for name in sorted(_REGISTRY)}
 
 
-def has_room(plan: Mapping[str, Any]) -> bool:
+def has_room(plan: JsonObject) -> bool:
     """Returns True if a plan fits in 90 % of the memory: nine in ten plans are low by at most that margin."""
     return bool(plan["peak_gib"] <= 0.9 * plan["available_gib"])
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import Any, TypeAlias
 
-__all__ = ["Change", "Finish", "Order", "Slot", "Stage"]
+__all__ = ["Change", "Finish", "Order", "Slot", "SlotFunction", "Stage"]
 
 
 class Stage(IntEnum):
@@ -50,6 +52,10 @@ class Slot(StrEnum):
     # bf16 weights and a low-bit AdamW each bring an optimizer; without this slot the second would silently replace the
     # first.
     OPTIMIZER = "optimizer"  #      (groups, settings) -> torch.optim.Optimizer
+
+
+SlotFunction: TypeAlias = Callable[..., Any]
+"""A function in a slot. Each slot has its own signature: the comments in `Slot`."""
 
 
 class Order(IntEnum):

@@ -16,7 +16,7 @@ from preheat.core.batch import Batch, Stateful
 from preheat.core.example_kind import ExampleKind
 from preheat.core.field_types import Seed
 from preheat.core.mesh import Axis, Mesh
-from preheat.core.slots import Change, Finish, Order, Slot, Stage
+from preheat.core.slots import Change, Finish, Order, Slot, SlotFunction, Stage
 from preheat.core.tags import Tag
 from preheat.core.trials import Trials
 from preheat.core.vision import Vision
@@ -160,7 +160,7 @@ class Technique(ABC):
         """Returns the key in the recipe: the module's name."""
         return cls.__module__.rpartition(".")[2]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if cls.__module__ == __name__:  # Searchable
             return
@@ -323,11 +323,11 @@ class Hooks:
     """
 
     transforms: list[tuple[Order, Callable[[Batch], Batch]]] = field(default_factory=list)
-    around_forward: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    around_forward: list[Callable[[], AbstractContextManager[object]]] = field(default_factory=list)
     before_backward: list[Callable[[bool], None]] = field(default_factory=list)
     finish_gradients: list[tuple[Finish, Callable[[Build], None]]] = field(default_factory=list)
     after_update: list[Callable[[Build], None]] = field(default_factory=list)
-    around_optimizer: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=list)
+    around_optimizer: list[Callable[[SlotFunction], SlotFunction]] = field(default_factory=list)
     dataset_passes: list[DatasetPass] = field(default_factory=list)
     transfer: BatchTransfer | None = None
 
@@ -348,7 +348,7 @@ class LossSettings:
     scaling: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     head_dtype: torch.dtype | None = None
     skippable_overflow: Callable[[], Tensor] | None = None
-    scores: Callable[[Mapping[str, Tensor], float], dict[str, Any]] = lambda metrics, weight: {}
+    scores: Callable[[Mapping[str, Tensor], float], JsonObject] = lambda metrics, weight: {}
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -412,15 +412,17 @@ class Build:
     storage_device: torch.device | None = None
     mesh: Mesh = field(default_factory=Mesh)
     parts: dict[str, list[nn.Module]] = field(default_factory=dict)
+    # `models.weights.WeightSource`, which core cannot name: it imports nothing of the packages above it.
     weights: Any = None
     sources: dict[str, Any] = field(default_factory=dict)
+    # One of torch's, or an object with that interface which is none: of zero1, of DeepSpeed. None until OPTIMIZER.
     optimizer: Any = None
     loss: LossSettings = field(default_factory=LossSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     hooks: Hooks = field(default_factory=Hooks)
     state: BuildState = field(default_factory=BuildState)
     changes: dict[str, list[Change]] = field(default_factory=dict)
-    _slots: dict[Slot, tuple[str, Callable[..., Any]]] = field(default_factory=dict)
+    _slots: dict[Slot, tuple[str, SlotFunction]] = field(default_factory=dict)
 
     @property
     def trained(self) -> list[nn.Module]:
@@ -452,14 +454,14 @@ class Build:
         for dataset_pass in self.hooks.dataset_passes:
             dataset_pass(rows, numbers, progress)
 
-    def slot(self, slot: Slot) -> Callable[..., Any]:
+    def slot(self, slot: Slot) -> SlotFunction:
         """Returns the function installed in a slot."""
         return self._slots[slot][1]
 
     def owner(self, slot: Slot) -> str:
         return self._slots[slot][0]
 
-    def claim(self, slot: Slot, function: Callable[..., Any], owner: str) -> None:
+    def claim(self, slot: Slot, function: SlotFunction, owner: str) -> None:
         """Installs `function` in a slot for `owner`. The engine's default ('plain') may be replaced, once."""
         current = self._slots.get(slot)
         if current is not None and current[0] not in ("plain", owner):

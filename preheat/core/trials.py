@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 __all__ = ["Trials"]
 
@@ -24,8 +23,8 @@ class Trials:
             or `classes` (None: the defaults), for a vocabulary of 96.
     """
 
-    settings: tuple[Mapping[str, Any], ...] = ()
+    settings: tuple[Mapping[str, object], ...] = ()
     family: str = ""
     recipe: tuple[str, ...] = ()
     refused_on_cpu: str = ""
-    first_loss: Mapping[Any, float] = field(default_factory=dict)
+    first_loss: Mapping[str | int | None, float] = field(default_factory=dict)

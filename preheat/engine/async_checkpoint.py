@@ -8,12 +8,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Build
 from preheat.engine import checkpoint
 from preheat.errors import PreheatError
 from preheat.hardware.cpu_allocator import release_unused
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["Saved", "Saving", "room"]
 
@@ -45,7 +50,7 @@ class Saved:
     wait_seconds: float
     seconds: float
 
-    def facts(self, run: Path) -> dict[str, Any]:
+    def facts(self, run: Path) -> JsonObject:
         """The fields that the run's events record."""
         path = str(self.path.relative_to(run))
         return {
@@ -70,7 +75,7 @@ class Saving:
     def __init__(self, build: Build, folder: Path, *, last_step: int = -1):
         self.build, self.folder, self.last_step, self.keep = build, folder, last_step, build.recipe.checkpoint.keep
         self.file_per_tensor = False
-        self._group: Any = None
+        self._group: ProcessGroup | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._begun: tuple[Future[tuple[Path, float]], int, float, float] | None = None
         if not checkpoint.is_async(build.recipe, build.device):

@@ -42,8 +42,11 @@ from preheat.recipe import Parallel, Recipe, check
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["alone", "build", "context_of", "peak_learning_rate", "techniques_of", "world_of"]
 
@@ -76,7 +79,7 @@ def techniques_of(recipe: Recipe) -> list[Technique]:
     return sorted(chosen, key=lambda t: (t.stage, t.name()))
 
 
-def context_of(recipe: Recipe, config: Any, device: Device, world: int | None = None) -> Context:
+def context_of(recipe: Recipe, config: PretrainedConfig, device: Device, world: int | None = None) -> Context:
     """Returns the context that the techniques' checks read.
 
     Args:
@@ -107,7 +110,7 @@ def build(
     vocabulary: int | None,
     device: Device,
     source_config: PretrainedConfig | None = None,
-    dry: AbstractContextManager[Any] | None = None,
+    dry: AbstractContextManager[object] | None = None,
     reading: bool = False,
 ) -> Build:
     """Builds the recipe's model, optimizer and slots on a device.
@@ -186,7 +189,7 @@ def build(
     return model_build
 
 
-def _on_meta(recipe: Recipe, config: Any, context: Context, *, dry: bool, reading: bool) -> Build:
+def _on_meta(recipe: Recipe, config: PretrainedConfig, context: Context, *, dry: bool, reading: bool) -> Build:
     """Returns a build with the recipe's mesh and its model on the meta device; no slot is filled yet."""
     import torch
 
@@ -228,7 +231,7 @@ def _record_dropout(model_build: Build, vocabulary: int | None, source: Pretrain
         ]
 
 
-def _install_defaults(model_build: Build, config: Any, *, dry: bool) -> None:
+def _install_defaults(model_build: Build, config: PretrainedConfig, *, dry: bool) -> None:
     """Fills every slot, adds the balancing loss of experts, and moves batches to the device."""
     install_defaults(model_build)
     balance(model_build, config.get_text_config())
@@ -277,7 +280,7 @@ def _applied(t: Technique, model_build: Build, part: nn.Module) -> Change:
         raise TechniqueError([Problem(t.name(), ProblemCode.BUILD, str(error))], str(error)) from error
 
 
-def _stored_quantized(model_build: Build, stored: Any, reading: bool) -> None:
+def _stored_quantized(model_build: Build, stored: JsonObject | QuantizationConfigMixin, reading: bool) -> None:
     """Gives the meta model the modules of a folder that `preheat compress` wrote; rejects other quantized folders."""
     from preheat.ops.quantization import serialization as ours
 
@@ -305,7 +308,7 @@ def _stored_quantized(model_build: Build, stored: Any, reading: bool) -> None:
     model_build.weights.fresh(r"(?!)", names, ours.tables_of)  # no parameter is fresh, only the tables
 
 
-def _lies_on_host(parameter: Any) -> None:
+def _lies_on_host(parameter: Tensor) -> None:
     """Marks a parameter and its gradient as host memory: in a dry run all tensors are on one fake device."""
     from preheat.ops.distributed.dtensor_utils import local
     from preheat.ops.memory.host_transfer import lies_on_host

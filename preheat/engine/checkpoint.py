@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from preheat.core import Build, Device
 from preheat.errors import RunError
@@ -35,6 +35,13 @@ from preheat.models.moe import biases
 from preheat.recipe import Recipe
 from preheat.run_dir import parse_json, to_json
 from preheat.sanitize import quoted, shorten
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint import StorageReader
+
+    from preheat.core.json_types import JsonObject
 
 FORMAT = 3
 """Version of state.json: increased when the contents of a checkpoint change."""
@@ -58,6 +65,8 @@ __all__ = [
     "write",
 ]
 
+T = TypeVar("T")
+
 
 @dataclass
 class Progress:
@@ -75,7 +84,7 @@ class Progress:
     """Identity of the run (preheat.run_dir): checkpoints of other runs are not read."""
 
 
-def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
+def _tensors(build: Build, rank: int | None = None) -> dict[str, Tensor]:
     """Name -> tensor of all device state that a resumed run needs. Loading copies into these tensors in place.
 
     Args:
@@ -83,7 +92,7 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
     """
     import torch
 
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
     # Frozen weights that a folder on disk already has are not written again.
     frozen_too = build.weights.folder is None
     for part in build.trained:  # several for a pipeline; names are those of the full model
@@ -130,7 +139,7 @@ def _files(sizes: dict[str, int], *, file_per_tensor: bool = False) -> dict[str,
     return numbers
 
 
-def all_gather_object(build: Build, value: Any, group: Any = None) -> list[Any]:
+def all_gather_object(build: Build, value: T, group: ProcessGroup | None = None) -> list[T]:
     """Gathers one value from each rank, in the order of ranks. All ranks must call it.
 
     Args:
@@ -145,7 +154,7 @@ def all_gather_object(build: Build, value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def torch_generators(build: Build, rank: int) -> dict[str, Any]:
+def torch_generators(build: Build, rank: int) -> dict[str, Tensor]:
     """The states of torch's random generators by name, as tensors."""
     import torch
 
@@ -155,7 +164,7 @@ def torch_generators(build: Build, rank: int) -> dict[str, Any]:
     return states
 
 
-def restore_torch_generators(states: dict[str, Any], rank: int) -> None:
+def restore_torch_generators(states: dict[str, Tensor], rank: int) -> None:
     """Restores torch's generators."""
     import torch
 
@@ -164,7 +173,7 @@ def restore_torch_generators(states: dict[str, Any], rank: int) -> None:
         torch.cuda.set_rng_state(states[f"generator.cuda.{rank}"])
 
 
-def host_generators() -> dict[str, Any]:
+def host_generators() -> JsonObject:
     import numpy
 
     version, state, gauss = random.getstate()
@@ -172,7 +181,7 @@ def host_generators() -> dict[str, Any]:
     return {"python": [version, list(state), gauss], "numpy": [kind, keys.tolist(), position, has_gauss, cached]}  # type: ignore[union-attr]
 
 
-def restore_host_generators(states: dict[str, Any]) -> None:
+def restore_host_generators(states: JsonObject) -> None:
     import numpy
 
     version, state, gauss = states["python"]
@@ -213,10 +222,10 @@ class Snapshot:
     """The content of a checkpoint at a step."""
 
     step: int
-    tensors: dict[str, Any]
+    tensors: dict[str, Tensor]
     state: str
     """Of state.json, all but the generators of other ranks."""
-    generators: dict[str, Any]
+    generators: JsonObject
     run: str = ""
 
 
@@ -262,7 +271,13 @@ def save(build: Build, progress: Progress, folder: Path, *, keep: int, file_per_
 
 
 def write(
-    build: Build, content: Snapshot, folder: Path, *, keep: int, file_per_tensor: bool = False, group: Any = None
+    build: Build,
+    content: Snapshot,
+    folder: Path,
+    *,
+    keep: int,
+    file_per_tensor: bool = False,
+    group: ProcessGroup | None = None,
 ) -> Path:
     """Writes a snapshot as `folder/step-N`; arguments and errors as of `save`. Reads nothing that steps change.
 
@@ -383,7 +398,7 @@ def _clear_path(path: Path, run: str) -> None:
         number += 1
 
 
-def _manifest(path: Path) -> dict[str, dict[str, Any]]:
+def _manifest(path: Path) -> dict[str, JsonObject]:
     """The files of a checkpoint with their sizes and checksums.
 
     Raises:
@@ -459,10 +474,10 @@ def find(folder: Path, step: int | None = None, *, run: str = "") -> tuple[Path 
 class State(Progress):
     """The content of state.json."""
 
-    build: dict[str, Any] = field(default_factory=dict)
+    build: JsonObject = field(default_factory=dict)
     threads: int = 1
     world: int = 1
-    generators: list[dict[str, Any]] = field(default_factory=list)
+    generators: list[JsonObject] = field(default_factory=list)
 
 
 def _state(path: Path) -> State:
@@ -522,7 +537,7 @@ def read_progress(path: Path) -> State:
         raise RunError(f"{path}: {error}") from None
 
 
-def _reader(path: Path) -> Any:
+def _reader(path: Path) -> StorageReader:
     """A reader of the manifest's files: torch's own reads the whole folder, and the last copy of a tensor wins."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import FileSystem
@@ -533,7 +548,7 @@ def _reader(path: Path) -> Any:
         raise RunError(f"{path}: {error}") from None
 
     class Listed(FileSystem):
-        def ls(self, folder: Any) -> list[str]:
+        def ls(self, folder: str | os.PathLike[str]) -> list[str]:
             return [os.path.join(folder, name) for name in names]
 
     reader = dcp.HuggingFaceStorageReader(str(path))

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,24 @@ from preheat.core import Axis, Batch, Build, Change, Context, LossSum, Numerics,
 from preheat.engine.step import add_up, forward, transform
 from preheat.errors import RunError
 
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+    from preheat.core import SlotFunction
+    from preheat.core.json_types import StateDict
+    from preheat.ops.optim.param_groups import ParamGroup
+
 __all__ = ["DeepSpeed"]
 
 
 class _PartModule(nn.Module):
     """Wraps a part as DeepSpeed needs it: a module whose forward is the only code that touches its weights."""
 
-    def __init__(self, part: nn.Module, function: Any):
+    def __init__(self, part: nn.Module, function: SlotFunction):
         super().__init__()
         self.part, self.function = part, function
 
-    def forward(self, batch: Batch) -> Any:
+    def forward(self, batch: Batch) -> object:
         return self.function(self.part, batch)
 
 
@@ -41,12 +48,12 @@ class _Optimizer:
 
     found_inf: Tensor | None = None
 
-    def __init__(self, engine: Any):
+    def __init__(self, engine: DeepSpeedEngine):
         self.engine = engine
-        self.state: dict[Any, Any] = {}  # empty: DeepSpeed keeps it in its own flat shards
+        self.state: dict[Tensor, StateDict] = {}  # empty: DeepSpeed keeps it in its own flat shards
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         return self.engine.optimizer.param_groups  # type: ignore[no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -64,10 +71,10 @@ def _gathered(p: Tensor) -> Tensor:
 class _NotResumed:
     """Records in a checkpoint that DeepSpeed's optimizer state is not part of it."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"optimizer": "not saved"}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         raise RunError(
             "parallel.engine: deepspeed: its checkpoints hold the weights without the optimizer's state, so a run "
             "cannot go on from one; start another run from the weights, or use engine: native"
@@ -107,29 +114,31 @@ class DeepSpeed(Technique):
             )
         return problems
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         plain, world = build.slot(Slot.UNSHARD_SCOPE), build.mesh.size(Axis.REPLICATE)
-        engine: Any = None
+        engine: DeepSpeedEngine  # set by `make`, which the build calls last
 
-        def make(groups: Any, **settings: Any) -> Any:
+        # The step is DeepSpeed's own from here on: the optimizer that the build gets only shows its groups.
+        def make(groups: list[ParamGroup], **settings: Any) -> _Optimizer:
             nonlocal engine
             fused = torch.optim.AdamW(groups, fused=True, **settings)
             engine = self._engine(build, _PartModule(part, plain), fused)
             return _Optimizer(engine)
 
-        def through(part: Any, batch: Batch) -> Any:
+        def through(part: nn.Module, batch: Batch) -> object:
             return engine(batch)
 
-        def forward_backward(build: Build, batches: Sequence[Batch], global_weight: Any) -> LossSum:
+        def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float | Tensor) -> LossSum:
             metrics: dict[str, Tensor] = {}
-            total: Any = 0.0
+            total: Tensor | None = None
             for number, batch in enumerate(batches):
                 engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
                 loss = forward(build, transform(build, batch))
                 add_up(metrics, loss.metrics)
                 # DeepSpeed averages gradients over the devices; times `world` makes it a sum.
                 engine.backward(loss.total * (world / global_weight), scale_wrt_gas=False)
-                total = total + loss.total.detach()
+                total = loss.total.detach() if total is None else total + loss.total.detach()
+            assert total is not None, "a global batch has micro-batches"
             return LossSum(total, global_weight, metrics)
 
         def clip(build: Build) -> Tensor:
@@ -139,7 +148,7 @@ class DeepSpeed(Technique):
         def update(build: Build, norm: Tensor) -> Tensor:
             return torch.isfinite(norm).to(torch.float32)  # engine.step in `clip` has updated, or skipped
 
-        claimed: dict[Slot, Callable[..., Any]] = {
+        claimed: dict[Slot, SlotFunction] = {
             Slot.OPTIMIZER: make,
             Slot.UNSHARD_SCOPE: through,
             Slot.FORWARD_BACKWARD: forward_backward,
@@ -158,7 +167,7 @@ class DeepSpeed(Technique):
         }
         return Change(f"DeepSpeed's ZeRO-{self.zero}: {what[self.zero]} shared out among {world} devices", world)
 
-    def _engine(self, build: Build, module: nn.Module, optimizer: Any) -> Any:
+    def _engine(self, build: Build, module: nn.Module, optimizer: torch.optim.Optimizer) -> DeepSpeedEngine:
         if build.torch_device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import; otherwise it searches for accelerators
         import deepspeed

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +32,13 @@ from preheat.engine.step import transform
 from preheat.models import moe
 from preheat.models.moe import TOKENS
 from preheat.ops.grouped_mm import compute_experts
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    from preheat.core import SlotFunction
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["balance", "balance_part", "loads", "scores"]
 
@@ -59,17 +66,17 @@ def balance_part(counts: Tensor, sums: Tensor, chosen: int) -> Tensor:
 class _Balance:
     """Wraps the slots STAGE_LOSS and FORWARD_BACKWARD of a build."""
 
-    def __init__(self, build: Build, config: Any):
+    def __init__(self, build: Build, config: PretrainedConfig):
         self.build = build
         self.coefficient = moe.coefficient(config)
         self.chosen = moe.sizes_of(config)[1]
         moe.compute_by(build.trained[0], functools.partial(compute_experts, stepped=build.device.kind == "cpu"))
         self.ledger = moe.record_routers(build.trained[0])
-        self.weight: Any = None  # of the global batch; None between batches
+        self.weight: float | Tensor | None = None  # of the global batch; None between batches
         self.counts: Tensor | None = None  # of the global batch, if there was a first pass
 
     def forward_backward(
-        self, plain: Callable[..., Any], build: Build, batches: Iterable[Batch], weight: Any
+        self, plain: SlotFunction, build: Build, batches: Iterable[Batch], weight: float | Tensor
     ) -> LossSum:
         self.weight, self.counts = weight, None
         if self.coefficient:
@@ -80,7 +87,7 @@ class _Balance:
         self.weight = None
         return loss
 
-    def forward(self, plain: Callable[..., Any], part: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, plain: SlotFunction, part: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         if not torch.is_grad_enabled():
             return plain(part, batch)  # type: ignore[no-any-return]
         self.ledger.open = True
@@ -100,7 +107,7 @@ class _Balance:
             metrics[TERM] = term.detach()
         return total, metrics
 
-    def _layers(self, part: Any, batch: Batch) -> Tensor:
+    def _layers(self, part: nn.Module, batch: Batch) -> Tensor:
         """Runs the layers alone, to record the routers' choices."""
         with ExitStack() as stack:
             for context in self.build.hooks.around_forward:
@@ -130,7 +137,7 @@ class _Balance:
         return self.build.mesh.add(counts.clone(), *DATA, Axis.CONTEXT) if self.build.mesh.world > 1 else counts
 
 
-def balance(build: Build, config: Any) -> None:
+def balance(build: Build, config: PretrainedConfig) -> None:
     """Adds the load-balancing loss and the load metrics to a build whose model has experts, in place."""
     count, chosen, width = moe.sizes_of(config)
     if not count:
@@ -154,7 +161,7 @@ def balance(build: Build, config: Any) -> None:
     build.changes.setdefault("experts", []).append(Change(message, layers, "grouped_mm"))
 
 
-def loads(tokens: Tensor) -> dict[str, Any]:
+def loads(tokens: Tensor) -> JsonObject:
     """Load balance of the experts.
 
     Args:
@@ -177,16 +184,16 @@ def loads(tokens: Tensor) -> dict[str, Any]:
     }
 
 
-def _around(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _around(function: SlotFunction, plain: SlotFunction) -> SlotFunction:
     return lambda *args: function(plain, *args)
 
 
 def scores(
-    inner: Callable[[Mapping[str, Tensor], float], dict[str, Any]],
-) -> Callable[[Mapping[str, Tensor], float], dict[str, Any]]:
+    inner: Callable[[Mapping[str, Tensor], float], JsonObject],
+) -> Callable[[Mapping[str, Tensor], float], JsonObject]:
     """Wraps the objective's metrics: adds the load of experts (see `loads`) and the balance loss."""
 
-    def with_load(metrics: Mapping[str, Tensor], weight: float) -> dict[str, Any]:
+    def with_load(metrics: Mapping[str, Tensor], weight: float) -> JsonObject:
         rest = {name: value for name, value in metrics.items() if name not in (TOKENS, TERM)}
         values = inner(rest, weight)
         if TOKENS in metrics:

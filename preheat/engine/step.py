@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,12 @@ from preheat.ops.attention.sdpa import reference_attention
 from preheat.ops.distributed.dtensor_utils import by_dtype, local, total_norm
 from preheat.ops.gradient_accumulation import accumulate
 from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, full_logits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from preheat.core import SlotFunction
+    from preheat.ops.optim.param_groups import ParamGroup
 
 __all__ = [
     "add_up",
@@ -53,7 +59,7 @@ def _model_loss(build: Build, batch: Batch) -> LossSum:
     return LossSum(total, batch.weight, metrics)
 
 
-def _stage_loss(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+def _stage_loss(build: Build, part: PreTrainedModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of a micro-batch's losses, and its metrics: tensors in a tuple, which FSDP's hooks traverse."""
     with ExitStack() as stack:
         for context in build.hooks.around_forward:
@@ -64,7 +70,9 @@ def _stage_loss(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str
             return (hidden.clone() if hidden._is_view() else hidden, {})
 
         # An objective with several passes passes the row loss of each, and the model whose head it uses.
-        def over_logits(hidden: Tensor, *aligned: Tensor, row_loss: RowLoss | None = None, of: Any = part) -> Tensor:
+        def over_logits(
+            hidden: Tensor, *aligned: Tensor, row_loss: RowLoss | None = None, of: PreTrainedModel = part
+        ) -> Tensor:
             if row_loss is None:
                 owned: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
                 row_loss = owned if part.training else owned.measured
@@ -93,7 +101,7 @@ def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -
     """
     if lr is not None:
         _set_rate(build, lr)
-    weight: Any = sum(batch.weight for batch in batches)
+    weight: float | Tensor = sum(batch.weight for batch in batches)
     if build.mesh.size(*DATA) > 1:  # summed over the data-parallel devices, without a synchronization
         weight = build.mesh.add(torch.full((), float(weight), device=build.torch_device), *DATA).clamp(min=1)
     # The weight is known before the first backward pass, so each micro-batch's loss is divided by that of all.
@@ -174,8 +182,8 @@ def _set_rate(build: Build, lr: float) -> None:
 # --- the default of each slot -------------------------------------------------------------------------------------
 
 
-def _hidden(build: Build) -> Callable[[Any, Batch], Tensor]:
-    def hidden(part: Any, batch: Batch) -> Tensor:
+def _hidden(build: Build) -> Callable[[PreTrainedModel, Batch], Tensor]:
+    def hidden(part: PreTrainedModel, batch: Batch) -> Tensor:
         attention = build.slot(Slot.ATTENTION_EXCHANGE)(build.slot(Slot.ATTENTION_KERNEL))
         return hf.hidden_states(part, batch.tokens, batch.positions, batch.mask, attention, batch.hidden, batch.images)
 
@@ -187,7 +195,7 @@ def _next_token(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Ca
     return LossSum(over_logits(hidden(batch), batch.labels), batch.weight)
 
 
-def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
+def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: float | Tensor) -> LossSum:
     metrics: dict[str, Tensor] = {}
 
     left = len(batches) if build.hooks.before_backward else 0
@@ -257,8 +265,8 @@ def _shape(build: Build) -> Callable[[float], Shape]:
     return lambda progress: Shape(batch.size, batch.seq_len, -(-rows // build.state.accumulation))
 
 
-def _optimizer(build: Build) -> Callable[..., Any]:
-    def make(groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> Any:
+def _optimizer(build: Build) -> Callable[..., torch.optim.Optimizer]:
+    def make(groups: list[ParamGroup], *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
         from preheat.ops.optim.optimizers import fused_adamw
 
         return fused_adamw(groups, lr=lr, betas=betas, eps=eps)
@@ -268,7 +276,7 @@ def _optimizer(build: Build) -> Callable[..., Any]:
 
 def install_defaults(build: Build) -> None:
     """Installs the default of every slot."""
-    plain: dict[Slot, Callable[..., Any]] = {
+    plain: dict[Slot, SlotFunction] = {
         Slot.UNSHARD_SCOPE: lambda part, run: run(),
         Slot.STAGE_LOSS: functools.partial(_stage_loss, build),
         Slot.MODEL_LOSS: _model_loss,

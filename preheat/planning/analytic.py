@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault
 from preheat.models import configs, hf
 from preheat.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = [
     "CACHES",
@@ -28,7 +31,7 @@ __all__ = [
 ]
 
 
-def parameters_of(recipe: Recipe) -> tuple[Any, int, int]:
+def parameters_of(recipe: Recipe) -> tuple[PretrainedConfig, int, int]:
     """Returns the model's configuration, its parameter count, and how many of those are in embedding and head.
 
     Works for models that preheat cannot train, too.
@@ -87,7 +90,13 @@ def state_bytes(
 
 
 def cache_bytes(
-    config: Any, length: int, rows: int = 1, size: float = 2, *, scale: float = 0, window: int | None = None
+    config: PretrainedConfig,
+    length: int,
+    rows: int = 1,
+    size: float = 2,
+    *,
+    scale: float = 0,
+    window: int | None = None,
 ) -> float:
     """Returns the bytes of the KV cache of a batch.
 
@@ -152,7 +161,7 @@ CACHES: Mapping[str, tuple[float, float]] = {"bf16": (2.0, 0.0), "int8": (1.0, 4
 
 
 def serving(
-    config: Any,
+    config: PretrainedConfig,
     parameters: int,
     ends: int,
     *,
@@ -203,7 +212,7 @@ def serving(
     return servings
 
 
-def prefill_flops(config: Any, parameters: int, ends: int, length: int) -> float:
+def prefill_flops(config: PretrainedConfig, parameters: int, ends: int, length: int) -> float:
     """Returns the FLOPs of a prefill: two per weight and token, plus causal attention.
 
     The head computes logits for the last token only; of the experts only the routed ones count.

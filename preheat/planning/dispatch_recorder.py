@@ -6,10 +6,10 @@ import functools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,11 @@ from preheat.core import Phase
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.planning.fake_tensor_cache import call, tensors
 from preheat.planning.speed.flop_formulas import flops_of, formula_of
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from preheat.planning.speed.flop_formulas import Formula
 
 __all__ = ["Kernel", "Mark", "Recorder"]
 
@@ -67,7 +72,9 @@ _DTYPES = {
 }
 
 
-def _argument(operator: Any, args: Any, kwargs: Any, name: str, default: Any) -> Any:
+def _argument(
+    operator: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], name: str, default: object
+) -> Any:
     """Returns an operator's argument by name; `default` if its schema has no such argument."""
     for n, declared in enumerate(operator._schema.arguments):
         if declared.name == name:
@@ -93,7 +100,7 @@ def _is_wrapper(kind: type) -> bool:
     return bool(is_traceable_wrapper_subclass_type(kind))
 
 
-def _storage(t: Tensor) -> Any:
+def _storage(t: Tensor) -> torch.UntypedStorage:
     return local(t).untyped_storage()
 
 
@@ -108,7 +115,7 @@ class _Operator:
     stream: str | None
     collective: bool
     pointwise: bool  # elementwise, and promotes mixed dtypes
-    formula: Any
+    formula: Formula | None
 
 
 class Recorder(TorchDispatchMode):
@@ -127,7 +134,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.rounding, self.spread, self.casts = rounding, spread, casts
         # Id of a storage with gathered weights -> weakref, number, bytes.
-        self._gathered: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        self._gathered: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._released: set[int] = set()  # ids of those that are resized to 0 now
         self.phase = Phase.LOAD
         # (number of the storage, bytes: positive when allocated, negative when freed, phase).
@@ -154,8 +161,9 @@ class Recorder(TorchDispatchMode):
         """Marks the kernels from now on as gradient reduction, or ends that."""
         self.summing = now
 
-    def again(self, since: Any, times: int, *, sums: bool = True) -> None:
+    def again(self, since: object, times: int, *, sums: bool = True) -> None:
         """Counts the kernels since a mark `times` more; `sums` includes the gradient reductions."""
+        assert isinstance(since, Mark)
         repeated = self.kernels - since.kernels
         if not sums:
             repeated -= self.sums - since.sums
@@ -220,12 +228,13 @@ class Recorder(TorchDispatchMode):
                 self._gathered[id(storage)] = (weakref.ref(storage), number, size)
                 self.gathered.add(number)
         for key, (ref, number, size) in self._gathered.items():
-            empty = (storage := ref()) is not None and storage.nbytes() == 0
+            alive = ref()
+            empty = alive is not None and alive.nbytes() == 0
             if empty != (key in self._released):
                 self._released ^= {key}
                 self._log_event(number, -size if empty else size)
 
-    def _group(self, operator: Any, args: Any) -> tuple[int, int] | None:
+    def _group(self, operator: OpOverload, args: Sequence[object]) -> tuple[int, int] | None:
         """Returns the key of a collective's process group, which is an object in c10d and a name in functional ones."""
         import torch.distributed as dist
 
@@ -274,7 +283,9 @@ class Recorder(TorchDispatchMode):
             return "back"
         return "host" if on_host and all(on_host) else "device"
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls
         kwargs = kwargs or {}
@@ -375,7 +386,7 @@ class Recorder(TorchDispatchMode):
 
 
 @functools.cache
-def _operator(func: Any) -> _Operator:
+def _operator(func: OpOverload) -> _Operator:
     name, written = func._schema.name, enumerate(func._schema.arguments)
     return _Operator(
         name,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
@@ -35,6 +36,10 @@ from preheat.planning.phases import (
     track_phases,
 )
 from preheat.planning.request import Request
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = ["highest", "observe", "peaks"]
 
@@ -191,16 +196,18 @@ def _count_remaining(recorder: Recorder, micros: int, run: int) -> None:
 class _DryContext:
     """Enters the fake tensor mode and the recorder as one context."""
 
-    def __init__(self, mode: Any, recorder: Recorder):
+    def __init__(self, mode: FakeTensorMode, recorder: Recorder):
         self.mode, self.recorder = mode, recorder
 
     def __enter__(self) -> None:
         self.mode.__enter__()
         self.recorder.__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *error: Any) -> None:
-        self.recorder.__exit__(*error)  # type: ignore[no-untyped-call]
-        self.mode.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.recorder.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self.mode.__exit__(kind, error, trace)
 
 
 class _RecordedBatches(Sequence[Batch]):
@@ -216,7 +223,13 @@ class _RecordedBatches(Sequence[Batch]):
         self._iterate, self._batches, self._first_pass, self._kernels = iterate, batches, first_pass, kernels
         self._counted = False
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Batch]: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | list[Batch]:
         self._first_pass.append(Counter(self._kernels))
         return self._batches[index]
 
@@ -303,13 +316,13 @@ def _hook_layers(build: Build, recorder: Recorder) -> None:
     """Hooks the layers so that the recorder knows which one runs; the first two and last two have their own place."""
 
     def at(place: str) -> Callable[..., None]:
-        def mark(*_: Any) -> None:
+        def mark(*_: object) -> None:
             recorder.place = place
 
         return mark
 
     def leave(place: str, last: bool) -> Callable[..., None]:
-        def hook(module: Any, args: Any, out: Any) -> None:
+        def hook(module: nn.Module, args: object, out: object) -> None:
             for t in tree_leaves(out):
                 # The gradient of a layer's output is computed just before the layer's own backward pass.
                 if isinstance(t, Tensor) and t.requires_grad:

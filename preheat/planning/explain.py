@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.core import STEP
@@ -19,10 +19,13 @@ from preheat.planning.search.ranking import seconds
 from preheat.planning.search.result import EvaluatedPlan, SearchResult
 from preheat.planning.speed.roofline import Roofline
 
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["cost_of", "energy_of", "explain", "figures"]
 
 
-def cost_of(plan: Mapping[str, Any], devices: int, price: float | None) -> dict[str, float | None] | None:
+def cost_of(plan: JsonObject, devices: int, price: float | None) -> dict[str, float | None] | None:
     """Returns the cost of a plan in dollars, given a price per device hour; None without a price.
 
     `run` is None if the length of the run is unknown.
@@ -34,7 +37,7 @@ def cost_of(plan: Mapping[str, Any], devices: int, price: float | None) -> dict[
     return {"hour": hourly, "million_tokens": hourly / 3600 / plan["tokens_per_second"] * 1e6, "run": run}
 
 
-def energy_of(plan: Mapping[str, Any], devices: int) -> dict[str, float | None] | None:
+def energy_of(plan: JsonObject, devices: int) -> dict[str, float | None] | None:
     """Returns an upper bound of a plan's energy in kWh, with the boards at full power; None if their power is unknown.
 
     `run` is None if the length of the run is unknown. Hosts, network and cooling are not included.
@@ -46,7 +49,7 @@ def energy_of(plan: Mapping[str, Any], devices: int) -> dict[str, float | None] 
     return {"kilowatts": kilowatts, "million_tokens": kilowatts / 3600 / plan["tokens_per_second"] * 1e6, "run": run}
 
 
-def explain(result: SearchResult, *, devices: int, price: float | None = None) -> dict[str, Any]:
+def explain(result: SearchResult, *, devices: int, price: float | None = None) -> JsonObject:
     """Returns the JSON of a search: the keys of a plan, and cost, energy, recipe, alternatives, rejected.
 
     Args:
@@ -54,7 +57,7 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
     """
     best = result.best
 
-    def alternative(s: EvaluatedPlan) -> dict[str, Any]:
+    def alternative(s: EvaluatedPlan) -> JsonObject:
         return {
             "what": describe_techniques(s.added, s.micro),
             "recipe": recipes.as_values(s.recipe)["techniques"],
@@ -94,7 +97,7 @@ def _compare(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
 _POINTS = 600  # points of the timeline plot
 
 
-def figures(result: SearchResult, request: Request) -> dict[str, Any]:
+def figures(result: SearchResult, request: Request) -> JsonObject:
     """Returns the data of the report's plots; observes the best candidate again, for its log of allocations.
 
     Args:
@@ -125,7 +128,7 @@ def figures(result: SearchResult, request: Request) -> dict[str, Any]:
     }
 
 
-def _timeline(observation: Observation) -> dict[str, Any]:
+def _timeline(observation: Observation) -> JsonObject:
     """Returns the allocated memory over the events of a step, downsampled to the extremes of each window."""
     alive, sizes, phases = 0, list[float](), list[tuple[int, str]]()
     for _, size, phase in observation.log:
@@ -153,7 +156,7 @@ def _downsample(values: Sequence[float]) -> list[tuple[int, float]]:
     return [(n, values[n]) for n in sorted(indices)]
 
 
-def _roofline(observation: Observation, rates: Rates | Roofline, peak: float) -> dict[str, Any]:
+def _roofline(observation: Observation, rates: Rates | Roofline, peak: float) -> JsonObject:
     """Returns operators by arithmetic intensity, under the recipe's matmul rate; without collectives."""
     flops: dict[str, float] = defaultdict(float)
     moved: dict[str, float] = defaultdict(float)

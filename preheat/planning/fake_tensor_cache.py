@@ -8,13 +8,17 @@ only; torch executes everything else.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = ["call", "tensors"]
 
@@ -37,9 +41,9 @@ class _Result:
     shares: int | None
     what: _Layout | None = None
 
-    def make(self, inputs: Sequence[Any], mode: Any) -> Tensor:
+    def make(self, inputs: Sequence[Tensor], mode: FakeTensorMode) -> Tensor:
         if self.itself is not None:
-            return inputs[self.itself]  # type: ignore[no-any-return]
+            return inputs[self.itself]
         assert self.what is not None
         shape, stride, offset, dtype, device = self.what
         with torch._C._DisableTorchDispatch():
@@ -56,7 +60,7 @@ class _Output:
     kind: type | None
     results: tuple[_Result | None, ...]
 
-    def rebuild(self, inputs: Sequence[Any], mode: Any) -> Any:
+    def rebuild(self, inputs: Sequence[Tensor], mode: FakeTensorMode) -> object:
         tensors = [None if result is None else result.make(inputs, mode) for result in self.results]
         return tensors[0] if self.kind is None else self.kind(tensors)
 
@@ -65,13 +69,15 @@ class _Unknown(Exception):
     """Raised for an argument whose effect on the outputs is unknown, so that the call cannot be cached."""
 
 
-_made: dict[Any, _Output | None] = {}  # None: not cacheable, torch executes it
+_made: dict[Hashable, _Output | None] = {}  # None: not cacheable, torch executes it
 _PLAIN = (int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
+# They replace the storage or the shape of an argument, or make the output a constant (lift).
 _CHANGING = {"aten::set_", "aten::set_data", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"}
+# The layout of the outputs depends on values, or that of an argument changes.
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
-def tensors(values: Any) -> Iterator[Tensor]:
+def tensors(values: object) -> Iterator[Tensor]:
     """Yields the tensors among an operator's arguments or outputs, in order."""
     if isinstance(values, Tensor):
         yield values
@@ -83,7 +89,7 @@ def tensors(values: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
-def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> Any:
+def call(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], inputs: Sequence[Tensor]) -> object:
     """Returns `func(*args, **kwargs)` under a `FakeTensorMode`, from the cache if possible.
 
     Args:
@@ -111,11 +117,11 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Seque
 
 
 @functools.cache
-def _pure(func: Any) -> bool:
+def _pure(func: OpOverload) -> bool:
     return func.namespace == "aten" and func._schema.name not in _CHANGING and not _TAGS & set(func.tags)
 
 
-def _signature(values: Any, mode: Any) -> Iterator[Any]:
+def _signature(values: Iterable[Any], mode: FakeTensorMode) -> Iterator[Hashable]:
     """Yields everything about the arguments that determines the layout of the outputs; raises _Unknown if it cannot."""
     for value in values:
         kind = type(value)
@@ -140,15 +146,15 @@ def _signature(values: Any, mode: Any) -> Iterator[Any]:
             raise _Unknown
 
 
-def _describe(out: Any, inputs: Sequence[Any]) -> _Output | None:
-    is_collection = isinstance(out, list | tuple)
-    results = [_result(t, inputs) for t in (out if is_collection else [out])]
-    if any(result is _Unknown for result in results):
+def _describe(out: object, inputs: Sequence[Tensor]) -> _Output | None:
+    outputs, kind = (out, type(out)) if isinstance(out, list | tuple) else ([out], None)
+    try:
+        return _Output(kind, tuple(_result(t, inputs) for t in outputs))
+    except _Unknown:
         return None
-    return _Output(type(out) if is_collection else None, tuple(results))  # type: ignore[arg-type]
 
 
-def _result(t: Any, inputs: Sequence[Any]) -> Any:
+def _result(t: object, inputs: Sequence[Tensor]) -> _Result | None:
     if t is None:
         return None
     if (
@@ -158,7 +164,7 @@ def _result(t: Any, inputs: Sequence[Any]) -> Any:
         or t.requires_grad
         or t.is_complex()
     ):
-        return _Unknown
+        raise _Unknown
     for n, each in enumerate(inputs):
         if each is t:
             return _Result(n, None)
@@ -170,5 +176,5 @@ def _result(t: Any, inputs: Sequence[Any]) -> Any:
     with torch._C._DisableTorchDispatch():
         alone = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     if t.storage_offset() or alone.untyped_storage().nbytes() != storage.nbytes():
-        return _Unknown  # part of a larger storage
+        raise _Unknown  # part of a larger storage
     return _Result(None, None, what)

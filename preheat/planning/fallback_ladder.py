@@ -8,9 +8,9 @@ others are tried on top.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Phase, Searchable, Technique, conflicts_of, registry
 from preheat.engine.builder import techniques_of
@@ -18,6 +18,9 @@ from preheat.errors import RecipeError
 from preheat.planning.plan import plan
 from preheat.planning.request import Request
 from preheat.recipe import Recipe
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["Ladder", "Fallback", "find_fallbacks", "settings", "halve_length"]
 
@@ -36,7 +39,7 @@ class Fallback:
 
     set: tuple[str, ...]
     recipe: Recipe
-    plan: Mapping[str, Any]
+    plan: JsonObject
     peak_gib: float
 
     @property
@@ -57,7 +60,7 @@ class Ladder:
 
     present: Fallback
     fallbacks: list[Fallback]
-    skipped: list[dict[str, Any]]
+    skipped: list[JsonObject]
     lowest: Fallback
 
 
@@ -130,7 +133,7 @@ def _changes_of(name: str, before: Technique | None, after: Technique) -> list[s
     return [f"techniques.{name}.{key}={_text(values[key])}" for key in changed] or [f"techniques.{name}={{}}"]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return (
         {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
     )

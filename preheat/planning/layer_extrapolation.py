@@ -13,7 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.core import STEP, Axis, Device, Phase, Technique
 from preheat.models import hf
@@ -24,6 +24,12 @@ from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
 from preheat.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from preheat.planning.dispatch_recorder import Place
+    from preheat.planning.worker_pool import Task
 
 __all__ = ["observe_few_layers", "of_layers"]
 
@@ -39,7 +45,7 @@ def observe_few_layers(
     *,
     heap: bool = True,
     quick: bool = False,
-    observe_all: Callable[[list[dict[str, Any]]], list[Observation]] | None = None,
+    observe_all: Callable[[list[Task]], list[Observation]] | None = None,
 ) -> Observation:
     """Observes a recipe, extrapolating from two models of few layers if possible.
 
@@ -98,7 +104,9 @@ def of_layers(request: Request, layers: int) -> Request:
     return replace(request, recipe=replace(request.recipe, model=model))
 
 
-def _layer_counts(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1]) -> tuple[int, int] | None:
+def _layer_counts(
+    recipe: Recipe, config: PretrainedConfig, fewest: int = FEW[0], apart: int = FEW[1]
+) -> tuple[int, int] | None:
     """Returns two layer counts, a multiple of the pattern apart; None if layers differ or are selected by number."""
     techniques = list(recipe.techniques.values())
     period = math.lcm(*(t.period() for t in techniques))
@@ -205,11 +213,11 @@ def _extrapolate_reserved(
     return max(*_of_training(all_.peak), peaks[2] + ahead)
 
 
-def _extrapolate_kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Kernel]:
+def _extrapolate_kernels(one: Counter[Kernel], two: Counter[Kernel], on: Callable[[int, int], int]) -> Counter[Kernel]:
     kernels = Counter({kernel: on(count, two[kernel]) for kernel, count in one.items() if kernel in two})
     # Some kernels take all layers at once (a norm over all gradients): their sizes grow, not their count.
-    sums: dict[Any, list[list[int]]] = defaultdict(lambda: [[0] * 4, [0] * 4])
-    like: dict[Any, Kernel] = {}
+    sums: dict[tuple[str, str, Place, bool], list[list[int]]] = defaultdict(lambda: [[0] * 4, [0] * 4])
+    like: dict[tuple[str, str, Place, bool], Kernel] = {}
     for side, (mine, other) in enumerate(((one, two), (two, one))):
         for kernel in mine.keys() - other.keys():
             key, n = (kernel.operator, kernel.dtype, kernel.where, kernel.alone), mine[kernel]

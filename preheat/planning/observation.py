@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Axis, Phase
 from preheat.planning.dispatch_recorder import Kernel
+
+if TYPE_CHECKING:
+    from preheat.core import Change
 
 __all__ = ["BESIDE", "CATEGORIES", "Observation"]
 
@@ -51,7 +54,7 @@ class Observation:
     passing: int = 0
     log: list[tuple[int, int, Phase]] = field(default_factory=list)
     slots: dict[str, str] = field(default_factory=dict)
-    changes: dict[str, list[Any]] = field(default_factory=dict)
+    changes: dict[str, list[Change]] = field(default_factory=dict)
     at: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
     reserved: int | None = None
     streams: dict[int, str] = field(default_factory=dict)

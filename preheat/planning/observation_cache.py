@@ -14,10 +14,10 @@ import hashlib
 import importlib.metadata
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat import recipe as recipes
 from preheat.core import Axis
@@ -31,6 +31,10 @@ from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
 from preheat.planning.worker_pool import run_tasks
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+    from preheat.planning.worker_pool import Task
 
 __all__ = ["clear", "is_cached", "observe_cached", "prefetch"]
 
@@ -78,20 +82,20 @@ def observe_cached(request: Request, *, how: str = "few", rank: int = 0, logged:
     return observation
 
 
-def prefetch(calls: Iterable[Mapping[str, Any]]) -> None:
+def prefetch(calls: Iterable[Task]) -> None:
     """Fills the cache for all these argument sets of `observe_cached`, in the processes of `planning.worker_pool`.
 
     Recipes that cannot be built are skipped; `observe_cached` raises the reason later.
     """
 
-    def here(kwargs: dict[str, Any]) -> None:
+    def here(kwargs: Task) -> None:
         with suppress(RecipeError):
             observe_cached(**kwargs)
 
     run_tasks([dict(kwargs) for kwargs in calls if not is_cached(**kwargs)], here)
 
 
-def observe_for_others(task: dict[str, Any]) -> None:
+def observe_for_others(task: Task) -> None:
     """Stores the observation of one worker task on disk; ignores recipes that cannot be built, as `prefetch` does."""
     with suppress(RecipeError):
         observe_cached(**task)
@@ -127,7 +131,7 @@ _DRY_RUNS: dict[str, Callable[..., Observation]] = {
 }
 
 
-def _observe_all(calls: list[dict[str, Any]]) -> list[Observation]:
+def _observe_all(calls: list[Task]) -> list[Observation]:
     tasks = [{"how": "marked" if kwargs.pop("by_layer", False) else "whole", **kwargs} for kwargs in calls]
     prefetch(tasks)
     return [observe_cached(**kwargs) for kwargs in tasks]
@@ -158,7 +162,7 @@ def _versions() -> list[str]:
     return [source, *(importlib.metadata.version(name) for name in ("torch", "transformers"))]
 
 
-def _values(observation: Observation) -> dict[str, Any]:
+def _values(observation: Observation) -> JsonObject:
     """Returns an observation as JSON values, without its log and the changes of techniques."""
     plain = (
         "peak",
@@ -183,13 +187,13 @@ def _values(observation: Observation) -> dict[str, Any]:
     }
 
 
-def _rows(kernels: Counter[Kernel]) -> list[Any]:
+def _rows(kernels: Counter[Kernel]) -> list[list[object]]:
     return [
         [*(getattr(kernel, f.name) for f in dataclasses.fields(kernel)), count] for kernel, count in kernels.items()
     ]
 
 
-def _counted(rows: list[Any]) -> Counter[Kernel]:
+def _counted(rows: list[list[Any]]) -> Counter[Kernel]:
     return Counter({Kernel(*map(_to_tuples, row[:-1])): row[-1] for row in rows})
 
 
@@ -208,7 +212,7 @@ def _load(path: Path) -> Observation | None:
     return Observation(**values, kernels=kernels, at=at, groups=groups)
 
 
-def _digest(values: Mapping[str, Any]) -> str:
+def _digest(values: JsonObject) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 

@@ -80,7 +80,7 @@ def track_phases(build: Build, recorder: Recorder) -> None:
     def within(slot: Slot, during: Phase, then: Phase) -> None:
         inner = build.slot(slot)
 
-        def tracked(*args: Any, **kwargs: Any) -> Any:
+        def tracked(*args: object, **kwargs: object) -> object:
             if recorder.phase not in STEP:
                 return inner(*args, **kwargs)
             recorder.phase = during

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Device, Searchable, Stage, Tag, Technique
 from preheat.errors import RecipeError
@@ -74,7 +74,7 @@ def steps_of(recipe: Recipe, rows: int | None) -> int | None:
     return min(limits) if limits else None
 
 
-def plan(request: Request) -> dict[str, Any]:
+def plan(request: Request) -> JsonObject:
     """Predicts the memory per device and the speed of a recipe, extrapolated from few layers if possible.
 
     Returns:
@@ -117,7 +117,7 @@ def _gib_by_category(sizes: Mapping[str, int], added: int) -> dict[str, float]:
     return {category: sizes[category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
 
 
-def describe(request: Request, observation: Observation) -> dict[str, Any]:
+def describe(request: Request, observation: Observation) -> JsonObject:
     """Turns an observation into a plan, with the keys of `preheat.run_dir.PLAN_KEYS`."""
     recipe, device, rates = request.recipe, request.device, request.rates
     assert rates is not None, "a plan needs the rates of its device"

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Recipe
 from preheat.core.field_types import Bound, Count, Fraction, Long, NonNegative, NonNegativeInt, Positive, Seed
@@ -41,6 +41,9 @@ from preheat.recipe.unused_keys import warned
 from preheat.recipe.validate import RecipeReader, json_schema
 from preheat.recipe.yaml_io import compose, read_text, write
 from preheat.sanitize import quoted, shorten
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = [
     "Batch",
@@ -118,7 +121,7 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
     return recipe
 
 
-def _first_wrong(at: tuple[str, ...], message: str, steps: Sequence[Any]) -> int:
+def _first_wrong(at: tuple[str, ...], message: str, steps: Sequence[object]) -> int:
     """Returns the index of the first values in which the key has this problem; 0 if all have it."""
     for n, values in enumerate(steps):
         reader = RecipeReader("", {})
@@ -129,7 +132,7 @@ def _first_wrong(at: tuple[str, ...], message: str, steps: Sequence[Any]) -> int
     return 0
 
 
-def _assign(values: Any, item: str) -> Any:
+def _assign(values: object, item: str) -> object:
     key, equals, raw = item.partition("=")
     if not equals or not all(step.strip() for step in key.split(".")):
         raise RecipeError(f"--set {shorten(item)}: write it as key=value, e.g. --set batch.size=64")
@@ -202,13 +205,13 @@ def override(recipe: Recipe, *items: str, where: str | None = None) -> Recipe:
     Args:
         where: prefix of messages; by default the recipe's name.
     """
-    values = as_values(recipe)
+    values: object = as_values(recipe)
     for item in items:
         values = _assign(values, item)
     return RecipeReader(recipe.name if where is None else where, {}).recipe(values)
 
 
-def as_values(recipe: Recipe) -> dict[str, Any]:
+def as_values(recipe: Recipe) -> JsonObject:
     """Returns the recipe as plain values, all defaults written out."""
     values = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
     return {

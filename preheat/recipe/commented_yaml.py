@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Recipe, registry
 from preheat.core.schema import field_docs
 from preheat.recipe.yaml_io import write
 
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["brief"]
 
 _WIDTH = 110
+"""Characters of a comment; longer help is cut at a word."""
 
 
-def brief(values: Mapping[str, Any]) -> str:
+def brief(values: JsonObject) -> str:
     """Returns the YAML of a recipe's values (`recipe.as_values`) without defaults, for `recipe.parse` to read back.
 
     Example:
@@ -44,12 +48,12 @@ def brief(values: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _technique(name: str, settings: Mapping[str, Any]) -> list[str]:
+def _technique(name: str, settings: Mapping[str, object]) -> list[str]:
     inside = _keys(registry()[name], settings)
     return [f"{name}:", *(f"  {line}" for line in inside)] if inside else [f"{name}: {{}}"]
 
 
-def _keys(cls: type, values: Mapping[str, Any]) -> list[str]:
+def _keys(cls: type, values: Mapping[str, object]) -> list[str]:
     docs = field_docs(cls)
     lines = []
     for field in dataclasses.fields(cls):
@@ -59,6 +63,6 @@ def _keys(cls: type, values: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _key(name: str, value: Any, doc: str) -> list[str]:
+def _key(name: str, value: object, doc: str) -> list[str]:
     about = textwrap.shorten(doc.split("\n\n")[0], _WIDTH, placeholder=" …")
     return [*([f"# {about}"] if about else []), *write({name: value}).rstrip("\n").split("\n")]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from preheat.core import Recipe
 from preheat.core.schema import Data, Model, Sample
@@ -121,7 +120,7 @@ def _data(data: Data) -> Iterator[tuple[str, str]]:
         yield "data.validation", f"{data.validation} is not a fraction in [0, 1); use a fraction or a path"
 
 
-def _source(key: str, part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _source(key: str, part: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Checks one source of a list."""
     known = ("source", "weight", *_OF_A_SOURCE)
     weight = part.get("weight", 1)
@@ -189,7 +188,7 @@ def _prompts(sample: Sample) -> Iterator[tuple[str, str]]:
             yield "prompts", f"prompt {number}: {text}"
 
 
-def _chat_problem(messages: tuple[Mapping[str, Any], ...]) -> str | None:
+def _chat_problem(messages: tuple[Mapping[str, object], ...]) -> str | None:
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             return f"{quoted(dict(message))} is no message; write {{role: user, content: ...}}"

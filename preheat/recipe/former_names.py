@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, overload
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["FORMER_KEYS", "FORMER_VALUES", "current_key", "current_names", "current_values", "former_names"]
 
@@ -73,7 +76,7 @@ def _within_recipe(path: tuple[str, ...]) -> tuple[str, ...]:
     return path[path.index("techniques") :] if "techniques" in path else path
 
 
-def current_values(section: tuple[str, ...], values: Mapping[str, Any]) -> dict[str, Any]:
+def current_values(section: tuple[str, ...], values: Mapping[str, object]) -> dict[str, object]:
     """Returns the settings of a section or technique under their names of today.
 
     A former name beside the name of today is left, for the reader to report.
@@ -92,13 +95,21 @@ def current_values(section: tuple[str, ...], values: Mapping[str, Any]) -> dict[
     return current
 
 
-def _current_value(key: str, value: Any) -> Any:
+def _current_value(key: str, value: object) -> object:
     if key == "data.source" and isinstance(value, list | tuple):  # settings per source
         return [current_values(("data",), part) if isinstance(part, Mapping) else part for part in value]
     return FORMER_VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
 
 
-def current_names(values: Any) -> Any:
+@overload
+def current_names(values: Mapping[str, object]) -> JsonObject: ...
+
+
+@overload
+def current_names(values: object) -> object: ...
+
+
+def current_names(values: object) -> object:
     """Returns the values of a whole recipe under their names of today; what is no mapping is left as it is."""
     if not isinstance(values, Mapping):
         return values
@@ -110,5 +121,5 @@ def current_names(values: Any) -> Any:
     }
 
 
-def _section(path: tuple[str, ...], values: Any) -> Any:
+def _section(path: tuple[str, ...], values: object) -> object:
     return current_values(path, values) if isinstance(values, Mapping) else values

@@ -22,7 +22,9 @@ _KEYS = {
 _NAMES = ("tasks", "template")
 """Those that may also hold built-in names: a value is a path only if it has a suffix."""
 _BUILT_IN = ("stdlib", "docstrings")
+"""Values of `data.source` that name no file, whatever the working directory holds."""
 _OF_TECHNIQUES = ("cache", "model", "scores", "start", "teacher")
+"""Settings of techniques that may hold a path."""
 
 
 def anchored(recipe: Recipe, home: Path | None = None) -> Recipe:
@@ -57,7 +59,7 @@ def published(recipe: Recipe) -> Recipe:
 def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[str], str]) -> Recipe:
     """Returns the recipe with its paths changed by `of_path`, and those of `_NAMES` by `of_name`."""
 
-    def changed(value: Any, change: Callable[[str], str]) -> Any:
+    def changed(value: object, change: Callable[[str], str]) -> object:
         if isinstance(value, tuple):
             return tuple(changed(part, change) for part in value)
         if isinstance(value, dict):

@@ -9,10 +9,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat.core import Recipe
 from preheat.sanitize import quoted
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = ["RULES", "Rule", "refused", "non_default_keys", "warned"]
 
@@ -81,6 +84,7 @@ def _without(*techniques: str) -> Callable[[Recipe], bool]:
     return lambda recipe: not any(name in recipe.techniques for name in techniques)
 
 
+# `Any`: each rule reads the settings of one technique, whose class is not imported here.
 def _of(technique: str, read: Callable[[Any], object]) -> Callable[[Recipe], object]:
     return lambda recipe: technique not in recipe.techniques or read(recipe.techniques[technique])
 
@@ -274,14 +278,14 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _defaults(cls: type[Any]) -> dict[str, Any]:
+def _defaults(cls: type[DataclassInstance]) -> dict[str, object]:
     return {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(cls)
     }
 
 
-def non_default_keys(recipe: Recipe) -> dict[str, Any]:
+def non_default_keys(recipe: Recipe) -> dict[str, object]:
     """Returns dotted key -> value for all keys that differ from their defaults; a technique has at least its name.
 
     Example:
@@ -289,23 +293,22 @@ def non_default_keys(recipe: Recipe) -> dict[str, Any]:
         >>> non_default_keys(Recipe(batch=Batch(size=8), stop=Stop(max_steps=2)))
         {'batch.size': 8, 'stop.max_steps': 2}
     """
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for part in dataclasses.fields(recipe):
         value = getattr(recipe, part.name)
         if part.name == "techniques":
             for name, technique in value.items():
                 inner = _non_default_keys(technique, f"techniques.{name}")
                 values |= inner or {f"techniques.{name}": {}}
-        elif dataclasses.is_dataclass(value):
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             values |= _non_default_keys(value, part.name)
         elif value != part.default:
             values[part.name] = value
     return values
 
 
-def _non_default_keys(part: Any, name: str) -> dict[str, Any]:
-    cls: Any = type(part)
-    defaults = _defaults(cls)
+def _non_default_keys(part: DataclassInstance, name: str) -> dict[str, object]:
+    defaults = _defaults(type(part))
     return {f"{name}.{key}": value for key, default in defaults.items() if (value := getattr(part, key)) != default}
 
 

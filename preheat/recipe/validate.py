@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from preheat.core import Recipe, Technique, registry
 from preheat.core.field_types import Bound, Seed
@@ -20,16 +20,22 @@ from preheat.recipe.former_names import current_key, current_values
 from preheat.recipe.synonyms import unknown_key
 from preheat.sanitize import quoted, shorten
 
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic_core import ErrorDetails
+
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["RecipeReader", "json_schema"]
 
 
 @functools.cache
-def _adapter(cls: type) -> Any:
+def _adapter(cls: type) -> type[BaseModel]:
     """Returns a pydantic model of a flat dataclass, with strict JSON types and bounds, and without unknown keys."""
     import pydantic
 
     def bounded(bound: Bound) -> pydantic.AfterValidator:
-        def check(value: Any) -> Any:
+        def check(value: object) -> object:
             problem = bound.problem(value) if isinstance(value, int | float) else None
             if problem and not isinstance(value, bool):
                 raise ValueError(problem)
@@ -66,7 +72,7 @@ def _adapter(cls: type) -> Any:
     )
 
 
-def _words(error: Any) -> str:
+def _words(error: ErrorDetails) -> str:
     """Returns pydantic's error as one short clause."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "literal_error":
@@ -110,7 +116,7 @@ class RecipeReader:
         self.found: dict[tuple[tuple[str, ...], str], None] = {}
         self.more = 0
 
-    def report(self, at: Sequence[Any], problem: str | Callable[[], str]) -> None:
+    def report(self, at: Sequence[object], problem: str | Callable[[], str]) -> None:
         """Records a problem of the key at this path. A callable is called only if its text will be shown."""
         if len(self.found) >= _MOST_PROBLEMS:
             self.more += 1
@@ -137,7 +143,7 @@ class RecipeReader:
             more = [f"{self.where}: and {self.more:,} more problems"] if self.more else []
             raise RecipeError("\n".join([*lines, *more]))
 
-    def flat(self, cls: type, values: Any, at: tuple[str, ...]) -> Any:
+    def flat(self, cls: type, values: object, at: tuple[str, ...]) -> Any:
         """Reads a dataclass without nested ones; returns None after recording problems."""
         import pydantic
 
@@ -161,7 +167,7 @@ class RecipeReader:
                 json.dumps({key: value for key, value in values.items() if key in known}, default=str)
             )
         except pydantic.ValidationError as problem:
-            by_field: dict[str, list[Any]] = {}
+            by_field: dict[str, list[ErrorDetails]] = {}
             for error in problem.errors():
                 by_field.setdefault(str(error["loc"][0]) if error["loc"] else "", []).append(error)
             for key, errors in by_field.items():
@@ -181,7 +187,7 @@ class RecipeReader:
             self.report(at, f"{name}: {shorten(str(problem), 400)}")
             return None
 
-    def recipe(self, values: Any) -> Recipe:
+    def recipe(self, values: object) -> Recipe:
         if values is None or values == {}:
             raise RecipeError(
                 f"{self.where}: is empty; write at least a model and an end, e.g. {{model: {{size: 15M}}, "
@@ -217,7 +223,7 @@ class RecipeReader:
         self.refuse()
         return recipe
 
-    def techniques(self, values: Any, at: tuple[str, ...] = ("techniques",)) -> dict[str, Technique]:
+    def techniques(self, values: object, at: tuple[str, ...] = ("techniques",)) -> dict[str, Technique]:
         known, name = registry(), ".".join(at)
         if isinstance(values, list) and all(isinstance(v, str) for v in values):  # a list of names means their defaults
             for one, times in sorted(Counter(values).items()):
@@ -249,11 +255,11 @@ def _top_scalars() -> type:
     )
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> JsonObject:
     """Returns the JSON schema of a recipe file, for editors (`preheat recipes schema`)."""
 
-    def flat(cls: type) -> dict[str, Any]:
-        schema: dict[str, Any] = _adapter(cls).model_json_schema()
+    def flat(cls: type) -> JsonObject:
+        schema: JsonObject = _adapter(cls).model_json_schema()
         hints = {f.name for f in dataclasses.fields(cls)}
         for name, text in field_docs(cls).items():
             if name in hints:
@@ -262,7 +268,7 @@ def json_schema() -> dict[str, Any]:
         schema["additionalProperties"] = False
         return schema
 
-    properties: dict[str, Any] = {
+    properties: JsonObject = {
         "name": {"type": "string", "description": field_docs(Recipe)["name"]},
         "seed": {"type": "integer", "minimum": 0, "description": field_docs(Recipe)["seed"]},
     }

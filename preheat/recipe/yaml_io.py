@@ -23,6 +23,7 @@ __all__ = ["LARGEST_FILE", "compose", "nodes", "read", "read_text", "write"]
 LARGEST_FILE = 1 << 20
 """Maximum size of a YAML file in bytes. A recipe with every default written out has five thousand."""
 _DEEPEST = 32
+"""Levels of a YAML text: PyYAML recurses for each, and the stack must not overflow."""
 _MOST_VALUES = 10_000
 """PyYAML reads this many in half a second."""
 _TOO_MANY = f"holds more than {_MOST_VALUES:,} values, aliases (*name) written out"
@@ -44,6 +45,7 @@ class _Loader(yaml.SafeLoader):
         return mark
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        # `index` is the number of an item, the node of a key, or None at the root, whatever PyYAML's stubs say.
         self.depth += 1
         self.values += 1
         if self.values > _MOST_VALUES:  # here too: PyYAML takes a minute for a megabyte of them
@@ -76,10 +78,10 @@ for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), [c if c != "\0" else "" for c in _first])
 
 
-def _scalar(read: Callable[[str], Any], rule: str) -> Callable[[yaml.SafeLoader, yaml.Node], Any]:
+def _scalar(read: Callable[[str], object], rule: str) -> Callable[[yaml.SafeLoader, yaml.Node], object]:
     """Returns a constructor that reports its errors as YAML errors with their line."""
 
-    def construct(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    def construct(loader: yaml.SafeLoader, node: yaml.Node) -> object:
         try:
             return read(loader.construct_scalar(node))  # type: ignore[arg-type]
         except (ValueError, OverflowError):
@@ -284,6 +286,6 @@ def nodes(text: str, where: str) -> yaml.Node | None:
     return root
 
 
-def write(value: Any) -> str:
+def write(value: object) -> str:
     """Returns plain values as YAML that `compose` reads back."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

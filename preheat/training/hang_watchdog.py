@@ -9,12 +9,32 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from preheat.core import Phase
 from preheat.training.process_group import Ranks
 
-__all__ = ["HangWatchdog"]
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["HangWatchdog", "RankStatus"]
+
+
+class RankStatus(TypedDict):
+    """A rank's status in the store, as JSON.
+
+    Attributes:
+        step: the step in progress, from 1.
+        since: time at which its phase began.
+        now: time of this status: if it is old, the process is stopped or its host is gone.
+        line: file and line of preheat that the main thread is in.
+    """
+
+    step: int
+    phase: str
+    since: float
+    now: float
+    line: str
 
 
 class HangWatchdog:
@@ -34,7 +54,9 @@ class HangWatchdog:
         self._reported = False
         self._thread: threading.Thread | None = None
         if ranks.world > 1:
-            self.store = ranks.store.clone()  # a connection of its own: the main thread may be waiting on the other
+            assert ranks.store is not None, "several processes have a store"
+            # A connection of its own: the main thread may be waiting on the other.
+            self.store: Store = ranks.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
 
@@ -57,7 +79,13 @@ class HangWatchdog:
         while not over:
             try:
                 step, phase, since = self._progress
-                status = {"step": step, "phase": phase, "since": since, "now": time.time(), "line": self._line()}
+                status: RankStatus = {
+                    "step": step,
+                    "phase": phase,
+                    "since": since,
+                    "now": time.time(),
+                    "line": self._line(),
+                }
                 self.store.set(f"stands/{self.ranks.rank}", json.dumps(status))
                 if time.time() - since > self.patience and not self._reported:
                     self._reported = True
@@ -80,7 +108,7 @@ class HangWatchdog:
     def _report(self) -> None:
         """Prints the last status of every rank, if this is the lowest rank that still answers."""
         keys = [f"stands/{rank}" for rank in range(self.ranks.world)]
-        statuses: list[dict[str, Any] | None] = [
+        statuses: list[RankStatus | None] = [
             json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys
         ]
         now = time.time()

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.models import hf
 from preheat.recipe import Recipe
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from preheat.data.preparation import PreparedData
+
 __all__ = ["with_images"]
 
 
-def with_images(recipe: Recipe, data: Any, source_config: Any = None) -> Recipe:
+def with_images(recipe: Recipe, data: PreparedData, source_config: PretrainedConfig | None = None) -> Recipe:
     """Returns the recipe with the image counts of the training rows, for planning; unchanged for text-only models.
 
     Args:
-        data: data.PreparedData.
         source_config: what `configs.source` gave for the recipe's model; it is read when not given.
     """
     vision = hf.facts(hf.configure(recipe, len(data.tokenizer), source_config)).vision
     if vision is None:
         return recipe
+    assert hasattr(data.train, "most_images"), "a model that reads images does not stream its rows"
     count, patches = data.train.most_images()
     each = patches * vision.patch**2 // count if count else recipe.data.image_pixels
     return replace(recipe, data=replace(recipe.data, images=float(count), image_pixels=each))

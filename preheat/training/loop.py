@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,6 +39,9 @@ from preheat.training.session import Finished, Session, open_session
 from preheat.training.signals import Signals
 from preheat.training.throughput import ThroughputMeter
 
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["train"]
 
 
@@ -51,7 +54,7 @@ def train(
     progress: bool = True,
     watch: Watch | None = None,
     trust_remote_code: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Trains a recipe into a run folder.
 
     Args:
@@ -79,7 +82,7 @@ def train(
         return _train(recipe, out, resume=resume, force=force, watch=watch or (Logged() if progress else Watch()))
 
 
-def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool, watch: Watch) -> dict[str, Any]:
+def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool, watch: Watch) -> JsonObject:
     recipes.check(recipe)  # one that was made in Python: before the data is read
     session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
     if isinstance(session, Finished):
@@ -106,7 +109,7 @@ def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool,
     return summary
 
 
-def _died_again(events: list[dict[str, Any]], step: int) -> bool:
+def _died_again(events: list[JsonObject], step: int) -> bool:
     """Returns True if the previous session resumed at this step and ended there without being asked to stop."""
     starts = [n for n, event in enumerate(events) if event["kind"] in ("started", "resumed")]
     if len(starts) < 2:
@@ -174,12 +177,12 @@ class _Loop:
     def progress(self) -> Progress:
         return self.session.progress
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> JsonObject:
         check()
         with self.signals:
             return self.recovery.run(self._train)
 
-    def _train(self) -> dict[str, Any]:
+    def _train(self) -> JsonObject:
         """Trains from the session's progress to the end of the run."""
         self.meter = ThroughputMeter(self.session)
         # After recovery the loader begins at the committed samples again, so a batch read before is dropped.
@@ -254,7 +257,7 @@ class _Loop:
             return True
         return self.out_of_time or (self.build.mesh.world == 1 and self._is_late())
 
-    def _step(self, stream: Any) -> None:
+    def _step(self, stream: Iterator[list[Batch]]) -> None:
         start, step = time.perf_counter(), self.progress.step + 1
         self.watchdog.set_phase(step, Phase.DATA)
         batch: list[Batch] = []
@@ -320,7 +323,7 @@ class _Loop:
         self.writer.metric(**line)
         self.watch.step({**line, "mfu": self.meter.mfu(tokens / seconds)}, self.session.total)
 
-    def _read(self, stream: Any) -> list[Batch]:
+    def _read(self, stream: Iterator[list[Batch]]) -> list[Batch]:
         """Returns the micro-batches of the next step, prefetched if possible."""
         ahead, self.ahead = self.ahead, None
         if isinstance(ahead, Exception):
@@ -333,7 +336,7 @@ class _Loop:
         """True if the device computes asynchronously, so that the host is free to read."""
         return self.build.device.kind == "cuda"
 
-    def _read_ahead(self, stream: Any) -> None:
+    def _read_ahead(self, stream: Iterator[list[Batch]]) -> None:
         """Reads the next step's batch while the device computes the gradients; errors are raised in the next step.
 
         The data order does not change: like the checkpoint, it depends only on the samples trained on.
@@ -402,7 +405,7 @@ class _Loop:
                 self.watch.evaluated(step, result.loss, result.scores)
         return self.evaluated[1].loss
 
-    def _finish(self) -> dict[str, Any]:
+    def _finish(self) -> JsonObject:
         plan, p = self.session.plan, self.progress
         stopped = self.stopped
         complete = stopped is None and self._unless_stopped(self._evaluate)

@@ -30,7 +30,9 @@ from preheat.sanitize import shorten
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from preheat.core.json_types import JsonObject
     from preheat.data import PreparedData
+    from preheat.hardware.catalogue import Accelerator
     from preheat.planning.request import Request
     from preheat.planning.speed.roofline import Roofline
 
@@ -48,7 +50,7 @@ __all__ = [
     "vocabulary_of",
 ]
 
-METHODS: Mapping[str, Mapping[str, Any]] = {
+METHODS: Mapping[str, JsonObject] = {
     "full": {},
     "lora": {"techniques": {"lora": {}}, "optimizer": {"lr": 2e-4, "weight_decay": 0.0}},
     "qlora": {"techniques": {"lora": {}, "nf4": {}}, "optimizer": {"lr": 2e-4, "weight_decay": 0.0}},
@@ -139,7 +141,7 @@ def _is_recipe(what: str) -> bool:
     return what in recipes.built_in() or file.suffix in (".yaml", ".yml")
 
 
-def _model(what: str | None) -> tuple[dict[str, Any], int | None, str | None]:
+def _model(what: str | None) -> tuple[JsonObject, int | None, str | None]:
     """Returns the keys of `model`, the model's context length if known, and its checkpoint on the hub."""
     if what is None:
         return {}, None, None
@@ -222,7 +224,7 @@ def request_of(
     )
 
 
-def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> dict[str, Any]:
+def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> JsonObject:
     """Returns the plan of a recipe on this machine, which is benchmarked first if it was not yet.
 
     Args:
@@ -350,7 +352,7 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
 _STATE = "state a device as in --gpu name=X,memory=24GiB,bandwidth=1008,bf16=165 (GB/s, TFLOP/s)"
 
 
-def _known(name: str) -> Any:
+def _known(name: str) -> Accelerator:
     try:
         return accelerator(name)
     except RecipeError as error:

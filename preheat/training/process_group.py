@@ -15,11 +15,14 @@ import time
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.child_processes import all_here, launched_store, local_group, store_address
 from preheat.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 __all__ = ["BACKEND", "Ranks", "rendezvous"]
 
@@ -45,13 +48,13 @@ class Ranks:
     world: int = 1
     local: int = 0
     on_host: int = 1
-    store: Any = None
+    store: Store | None = None
 
     @property
     def lead(self) -> bool:
         return self.rank == 0
 
-    def publish(self, key: str, value: Any) -> None:
+    def publish(self, key: str, value: object) -> None:
         """Publishes a value in the store, as JSON."""
         if self.store is not None:
             self.store.set(key, json.dumps(value))
@@ -64,6 +67,7 @@ class Ranks:
         """
         import torch.distributed as dist
 
+        assert self.store is not None, "only several processes have a store"
         try:
             self.store.wait([key], _PATIENCE)
             return json.loads(self.store.get(key))
@@ -106,6 +110,7 @@ class Ranks:
         """
         if self.world == 1:
             return
+        assert self.store is not None, "several processes have a store"
         import torch
         import torch.distributed as dist
 
@@ -232,7 +237,7 @@ def _unreachable(address: str, port: int, patience: float) -> str | None:
             return None
 
 
-def _roll_call(store: Any, rank: int, world: int, patience: float) -> str:
+def _roll_call(store: Store, rank: int, world: int, patience: float) -> str:
     """Returns a store prefix unique to these processes: after a restart, the launcher's store still has old keys.
 
     Each rank publishes a unique ID. Rank 0 publishes the list of IDs and waits until all have confirmed it; the ID of a

@@ -7,9 +7,12 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.core import Device
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["digest", "environment", "versions"]
 
@@ -30,7 +33,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def environment(device: Device, threads: int) -> dict[str, Any]:
+def environment(device: Device, threads: int) -> JsonObject:
     import importlib.metadata as metadata
 
     from preheat._version import __version__

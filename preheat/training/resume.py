@@ -8,7 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.core import Build, Searchable
@@ -22,6 +22,10 @@ from preheat.run_dir import MEMORY_KEYS, Reader, Writer, expected_memory
 from preheat.sanitize import quoted
 from preheat.training.observer import Watch
 
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+    from preheat.data.preparation import PreparedData
+
 __all__ = ["Looked", "compare", "fingerprints", "resumed", "summary_of_finished"]
 
 Looked = tuple[Path | None, list[tuple[Path, str]]]
@@ -34,7 +38,7 @@ _FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.w
 _NAMED = 6  # changed keys listed in an error message: an unrelated recipe differs in dozens
 
 
-def fingerprints(build: Build, data: Any) -> dict[str, str]:
+def fingerprints(build: Build, data: PreparedData) -> dict[str, str]:
     """Returns digests of the data, the model configuration and the initial weights."""
     settings = build.trained[0].config.to_dict()  # type: ignore[operator,union-attr]
     settings.pop("_name_or_path", None)  # the path it was read from: the same folder has several spellings
@@ -84,7 +88,7 @@ def _of_techniques(recipe: Recipe, *, memory_saving: bool) -> Recipe:
     return replace(recipe, techniques=chosen)
 
 
-def _leaves(values: Any, at: str = "") -> dict[str, Any]:
+def _leaves(values: object, at: str = "") -> dict[str, object]:
     if isinstance(values, dict) and values:
         return {
             k: v for key, value in values.items() for k, v in _leaves(value, f"{at}.{key}" if at else str(key)).items()
@@ -115,7 +119,9 @@ def resumed(
         for left in folder.glob("step-*.writing"):  # from a session that was killed while saving
             if re.fullmatch(r"step-[0-9]+\.writing", left.name):
                 shutil.rmtree(left, ignore_errors=True)
-    newest, damaged = checkpoint.all_gather_object(build, looked)[0]
+    of_rank_0 = checkpoint.all_gather_object(build, looked)[0]
+    assert of_rank_0 is not None, "rank 0 has looked for checkpoints"
+    newest, damaged = of_rank_0
     for path, problem in damaged:
         writer.event("damaged", checkpoint=path.name, problem=problem)
         watch.notice(f"{path}: damaged ({problem}); it is passed over")
@@ -153,7 +159,7 @@ def resumed(
     return progress
 
 
-def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int | None) -> dict[str, Any] | None:
+def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int | None) -> JsonObject | None:
     """Returns the summary that `train` returns if the run has finished, or None if it has not.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError
 from preheat.inference.load import load_draft_model
@@ -11,6 +11,8 @@ from preheat.inference.text_generation import Prompt, Tokens, prompt_tokens, wri
 from preheat.run_dir import Reader
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from preheat.core import Build
     from preheat.data.chat.template import Template
     from preheat.data.packing import Rows
@@ -39,7 +41,7 @@ class Samples:
     def __init__(
         self,
         recipe: Recipe,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         template: Template | None = None,
         positions: int = 0,
@@ -81,7 +83,9 @@ class Samples:
         writer.json("samples.json", Reader(writer.path).samples())
 
 
-def questions(rows: Rows | None, count: int, tokenizer: Any, room: int = 0) -> list[tuple[Tokens, str]]:
+def questions(
+    rows: Rows | None, count: int, tokenizer: PreTrainedTokenizerBase, room: int = 0
+) -> list[tuple[Tokens, str]]:
     """Returns the questions of the first validation rows, formatted as in training, each with its reference answer.
 
     Args:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.core import DATA, Batch, Build, Device, Shape, Slot
@@ -41,9 +41,12 @@ from preheat.training.resume import Looked, compare, fingerprints, resumed, summ
 from preheat.training.sample_generation import Samples
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from preheat.core.json_types import JsonObject
     from preheat.data import PreparedData
+    from preheat.data.packing import Rows
+    from preheat.data.streaming import StreamRows
 
 __all__ = [
     "Finished",
@@ -58,7 +61,7 @@ __all__ = [
 class Finished:
     """A resumed run that has no steps left. Nothing was written."""
 
-    summary: dict[str, Any]
+    summary: JsonObject
     """The return value of `train`."""
 
 
@@ -74,8 +77,7 @@ class Session:
     """The effective recipe (with fallbacks applied) on this rank's device, which is planned and built. Rates: on rank 0
     only."""
     threads: int
-    data: Any
-    """preheat.data.PreparedData."""
+    data: PreparedData
     probes: RunEvaluator
     """Runs the evaluations of the run."""
     samples: Samples
@@ -83,7 +85,7 @@ class Session:
     watch: Watch
     ranks: Ranks
     """Rank of this process and the store."""
-    plan: dict[str, Any]
+    plan: JsonObject
     scan: Looked | None
     """The checkpoint to resume from, if any; on rank 0 only."""
     imports: int
@@ -277,7 +279,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     return session
 
 
-def _save_tokenizer(tokenizer: Any, folder: Path, watch: Watch) -> None:
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, watch: Watch) -> None:
     from preheat.data.tokenizer import save_tokenizer
 
     if line := save_tokenizer(tokenizer, folder):
@@ -288,14 +290,14 @@ def _save_tokenizer(tokenizer: Any, folder: Path, watch: Watch) -> None:
 class _Ready:
     """The preparation of rank 0, before the others join it."""
 
-    data: Any
+    data: PreparedData
     probes: RunEvaluator
     samples: Samples
     resolved: Recipe
     request: Request
-    expected: dict[str, Any]
+    expected: JsonObject
     scan: Looked | None
-    events: list[dict[str, Any]]
+    events: list[JsonObject]
 
 
 def read_data(
@@ -334,7 +336,7 @@ def _prepare(
 
     check_folder(out, resume=resume)
     looked: Looked | None = None
-    events: list[dict[str, Any]] = []
+    events: list[JsonObject] = []
     run = Reader(out) if resume else None
     changed = run is not None and compare(recipe, run.recipe_text)
     if run is not None:
@@ -400,7 +402,7 @@ class _Measuring:
 
 
 def _order(
-    current: Build, rows: Any, committed: int, shape: Callable[[int], Shape], total: int | None
+    current: Build, rows: Rows | StreamRows, committed: int, shape: Callable[[int], Shape], total: int | None
 ) -> Iterator[int]:
     """Returns the row order of the build's slot.
 

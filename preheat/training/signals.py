@@ -11,10 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from preheat.hardware.interrupts import Interrupted, end_at_once, heeded
 
@@ -39,7 +38,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._raises = False
         self._first = 0.0
 

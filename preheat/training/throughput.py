@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +12,9 @@ from preheat.hardware.gpu_memory import memory_peak
 from preheat.hardware.probe import resident_bytes
 from preheat.hardware.rates import note_run
 from preheat.training.session import Session
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["ThroughputMeter"]
 
@@ -35,9 +38,9 @@ class ThroughputMeter:
         plan = self.session.plan
         return float(plan["model_flops_per_step"] / plan["tokens_per_step"] * speed / plan["matrix_rate"])
 
-    def measured(self) -> dict[str, Any]:
+    def measured(self) -> JsonObject:
         """Returns the measured figures to compare with the predicted ones."""
-        figures: dict[str, Any] = memory_peak(self.session.device.kind, self.session.imports).figures()
+        figures: JsonObject = memory_peak(self.session.device.kind, self.session.imports).figures()
         if self.speeds:
             speed = median(self.speeds[1:] or self.speeds)  # the first step also warms up
             figures |= {

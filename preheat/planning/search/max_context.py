@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat.core import DATA
 from preheat.errors import RecipeError
@@ -14,6 +14,9 @@ from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space
 from preheat.planning.search.result import SearchResult, too_large
 from preheat.planning.search.search import search
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["longest", "longest_as_stated"]
 
@@ -55,7 +58,7 @@ def longest(
         length *= 2
 
 
-def longest_as_stated(request: Request) -> dict[str, Any]:
+def longest_as_stated(request: Request) -> JsonObject:
     """Finds the longest sequences that fit with the recipe's own techniques and micro-batches of one sequence.
 
     Starts from the recipe's length and doubles it, or halves it if it does not fit.
@@ -68,7 +71,7 @@ def longest_as_stated(request: Request) -> dict[str, Any]:
     rows = math.prod(sizes[axis] for axis in DATA) * math.prod(
         t.micro_batch_count() for t in recipe.techniques.values()
     )
-    longest: dict[str, Any] = {"length": 0, "peak_gib": None, "limit": ""}
+    longest: JsonObject = {"length": 0, "peak_gib": None, "limit": ""}
     length, doubled = recipe.batch.seq_len, 0
     while doubled < DOUBLINGS:
         longer = replace(recipe, batch=replace(recipe.batch, seq_len=length, size=rows))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from preheat.core import Numerics
 from preheat.planning.search.candidates import Settings
 from preheat.recipe import Recipe
 from preheat.sanitize import memory
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["SearchResult", "EstimatedPlan", "EvaluatedPlan", "falls_short", "fragmentation_hint", "too_large"]
 
@@ -38,7 +41,7 @@ class EvaluatedPlan:
     """
 
     recipe: Recipe
-    plan: dict[str, Any]
+    plan: JsonObject
     trades: Numerics
     micro: int
     added: Settings
@@ -71,7 +74,7 @@ class SearchResult:
     guesses: list[EstimatedPlan] = field(default_factory=list)
 
 
-def too_large(plan: Mapping[str, Any]) -> str:
+def too_large(plan: JsonObject) -> str:
     """Describes why a plan does not fit, with the two largest categories."""
     most = sorted(plan["memory"].items(), key=lambda item: -item[1])[:2]
     what = ", ".join(f"{category} {size:.1f}" for category, size in most)

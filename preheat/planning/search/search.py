@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from preheat.core import DATA, Axis, Problem, ProblemCode, Technique
 from preheat.errors import RecipeError
@@ -108,11 +108,13 @@ class _Search:
         self.rejected: list[tuple[str, str]] = []
         self.guessed = 0
         # Last dry run over its estimate (memory, tokens/s), by (kind, layout names), by layout names, and under None.
-        self._corrections: dict[Any, tuple[float, float]] = {}
-        self._conflicts: dict[Any, Problem | None] = {}  # (kind, layout) -> why the two are incompatible
+        self._corrections: dict[tuple[Settings, tuple[str, ...]] | tuple[str, ...] | None, tuple[float, float]] = {}
+        # By (kind, layout): why the two are incompatible.
+        self._conflicts: dict[tuple[Settings, Settings], Problem | None] = {}
         self._cuts: dict[int, list[Technique]] = {}  # rows of a device -> gradient accumulation settings
         self._seconds_per_dry_run = 0.0  # of the last dry run of few layers
-        self._too_large: dict[Any, int] = {}  # (kind, layout) -> smallest micro-batch that did not fit
+        # By (kind, layout): the smallest micro-batch that did not fit.
+        self._too_large: dict[tuple[Settings, Settings], int] = {}
 
     def run(self, confirm: bool) -> SearchResult:
         for resort in (False, True):
@@ -163,7 +165,7 @@ class _Search:
             ]
             every = max(len(kinds) // 10, 1)  # estimating all of them would take as long as the dry runs
             # Layouts that differ in degrees only are mostly compatible with the same kinds.
-            some: dict[Any, list[Combination]] = {}
+            some: dict[Hashable, list[Combination]] = {}
             # Layouts with the most rows per device first: these can be cut into enough micro-batches for a pipeline.
             for layout, _ in sorted(layouts, key=lambda pair: math.prod(pair[1][axis] for axis in DATA)):
                 if (shape := _shape(layout)) not in some:
@@ -332,7 +334,7 @@ class _Search:
         Estimates scale up a single sequence, but some costs do not grow with the micro-batch (gathering or dequantizing
         weights), so larger micro-batches may be faster and need less memory than estimated.
         """
-        looked: set[tuple[Any, ...]] = {s.added for s in self.seen}
+        looked: set[Settings] = {s.added for s in self.seen}
         while time.process_time() < self.until:
             best = min((s for s in self.seen if s.plan["fits"]), key=self._rank)
             nearby = [
@@ -457,6 +459,6 @@ class _Search:
                 )
 
 
-def _shape(layout: Settings) -> tuple[Any, ...]:
+def _shape(layout: Settings) -> Hashable:
     """Returns the layout without its parallel degrees."""
     return tuple((type(t), *(value for value in vars(t).values() if type(value) is not int)) for t in layout)

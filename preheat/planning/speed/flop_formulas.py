@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["flops_of", "formula_of"]
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+__all__ = ["Formula", "flops_of", "formula_of"]
+
+Formula: TypeAlias = Callable[..., int]
+"""Computes FLOPs from the shapes of an operator's arguments and `out_val`, the shape of its result."""
 
 
-def _attention_flops(q: Any, k: Any, v: Any) -> int:
+def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size) -> int:
     """Returns the FLOPs of one forward pass without masking, as torch's formulas count: 4 rows heads n m head_dim."""
     rows, heads, n, width = q
     return int(2 * rows * heads * n * k[2] * (width + v[3]))
 
 
-def flops_of(formula: Any, args: Any, out: Any) -> int:
+def flops_of(formula: Formula | None, args: Sequence[object], out: object) -> int:
     if formula is None:
         return 0
     args = tuple(a for a in args if not isinstance(a, torch.dtype))  # the dtype of the result, which no formula takes
@@ -29,11 +36,11 @@ def flops_of(formula: Any, args: Any, out: Any) -> int:
 
 
 @functools.lru_cache(4096)
-def _counted(formula: Any, shapes: Any, out: Any) -> int:
+def _counted(formula: Formula, shapes: tuple[object, ...], out: torch.Size | None) -> int:
     return int(formula(*shapes, out_val=out))
 
 
-def formula_of(operator: Any) -> Any:
+def formula_of(operator: OpOverload) -> Formula | None:
     """Returns the FLOP formula of an operator (argument shapes, result shape -> FLOPs); None if it has none."""
     from torch.utils.flop_counter import flop_registry
 

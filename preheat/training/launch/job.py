@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from preheat.core import DATA, Axis, sizes_of
 from preheat.errors import RecipeError
 from preheat.recipe import Recipe
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["Job"]
 
@@ -190,7 +193,7 @@ class Job:
             waits["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         return waits | {k: v for k, v in chosen.items() if v} | dict(item.split("=", 1) for item in self.env)
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> JsonObject:
         """Returns a summary to show before submitting."""
         return {
             "nodes": self.nodes,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import yaml
 
 __all__ = ["manifest"]
 
 
 class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -20,7 +18,7 @@ _Dumper.add_representer(
 )
 
 
-def manifest(value: Any) -> str:
+def manifest(value: object) -> str:
     """Returns a value as YAML.
 
     >>> print(manifest({"name": "on", "run": "a\\nb\\n"}), end="")

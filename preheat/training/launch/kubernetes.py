@@ -6,7 +6,7 @@ that is evicted has `save_within` seconds to save; its container is restarted an
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.errors import RecipeError
@@ -14,11 +14,14 @@ from preheat.training.launch.job import Job
 from preheat.training.launch.k8s_yaml import manifest
 from preheat.training.launch.torchrun_command import END, FINISHED, agent, exports, quoted
 
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["SUBMIT", "TAKES", "objects", "write"]
 
 TAKES = frozenset({"time", "image", "namespace", "kind", "storage", "memory"})
 SUBMIT = "kubectl apply -f {path}"
-_PORT = 29400
+_PORT = 29400  # of the rendezvous: torchrun's own default
 
 
 def write(job: Job) -> str:
@@ -26,7 +29,7 @@ def write(job: Job) -> str:
     return "---\n".join(manifest(value) for value in objects(job))
 
 
-def objects(job: Job) -> list[dict[str, Any]]:
+def objects(job: Job) -> list[JsonObject]:
     """Returns the manifests as values.
 
     Raises:
@@ -60,7 +63,7 @@ def objects(job: Job) -> list[dict[str, Any]]:
     return [files, *runs]
 
 
-def _pytorch_job(job: Job, port: int) -> dict[str, Any]:
+def _pytorch_job(job: Job, port: int) -> JsonObject:
     worker = {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": _pod(job, "pytorch", port)}}
     # A fixed number of replicas, as the mesh requires. With an elastic policy, worker 0 hosts the rendezvous and no
     # master replica is needed.
@@ -78,7 +81,7 @@ def _pytorch_job(job: Job, port: int) -> dict[str, Any]:
     }
 
 
-def _train_job(job: Job) -> list[dict[str, Any]]:
+def _train_job(job: Job) -> list[JsonObject]:
     node = {
         "name": "node",
         "template": {
@@ -108,11 +111,11 @@ def _train_job(job: Job) -> list[dict[str, Any]]:
     return [runtime, run]
 
 
-def _limit(job: Job) -> dict[str, Any]:
+def _limit(job: Job) -> JsonObject:
     return {"activeDeadlineSeconds": job.seconds} if job.time else {}
 
 
-def _metadata(job: Job, name: str) -> dict[str, Any]:
+def _metadata(job: Job, name: str) -> JsonObject:
     return {"name": name} | ({"namespace": job.namespace} if job.namespace else {})
 
 
@@ -134,8 +137,8 @@ def _script(job: Job, is_first: str, endpoint: str) -> str:
     ])  # fmt: skip
 
 
-def _pod(job: Job, container: str, port: int | None = None) -> dict[str, Any]:
-    resources: dict[str, Any] = {}
+def _pod(job: Job, container: str, port: int | None = None) -> JsonObject:
+    resources: JsonObject = {}
     if job.gpus_per_node:
         resources["nvidia.com/gpu"] = job.gpus_per_node
     if job.cpus_per_node:
@@ -143,7 +146,7 @@ def _pod(job: Job, container: str, port: int | None = None) -> dict[str, Any]:
     if job.memory:
         resources["memory"] = f"{job.memory}i"
     mounts = {"runs": str(job.folder("/runs").parent), "files": "/preheat", "memory": "/dev/shm"}
-    spec: dict[str, Any] = {
+    spec: JsonObject = {
         "name": container,
         "image": job.image,
         "command": ["bash", "/preheat/run.sh"],

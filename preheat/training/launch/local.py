@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 from preheat.errors import RunError
 from preheat.hardware.child_processes import LOOPBACK, ended_by, listen, local_group, local_store, tethered
@@ -24,6 +24,12 @@ from preheat.hardware.interrupts import Interrupted
 from preheat.run_dir import parse_json
 from preheat.training.process_group import BACKEND
 from preheat.training.signals import Signals
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from preheat.core.json_types import JsonObject
+    from preheat.training.hang_watchdog import RankStatus
 
 __all__ = ["LAUNCHED", "LaunchResult", "explain_abort", "start"]
 
@@ -43,7 +49,7 @@ class LaunchResult:
     """
 
     code: int
-    result: dict[str, Any] | None = None
+    result: JsonObject | None = None
     signal: signal.Signals | None = None
 
 
@@ -180,7 +186,7 @@ class _Launched:
             process.wait()
 
 
-def explain_abort(store: Any, world: int, running: Sequence[int]) -> str:
+def explain_abort(store: Store, world: int, running: Sequence[int]) -> str:
     """Explains from the ranks' status in the store why a process aborted; the text follows the process's name.
 
     torch's watchdog aborts a process if an NCCL collective loses another process or exceeds `parallel.timeout`; faults
@@ -196,7 +202,7 @@ def explain_abort(store: Any, world: int, running: Sequence[int]) -> str:
     waiting = []
     for rank in running:
         key = f"{prefix}/stands/{rank}"
-        status = parse_json(store.get(key)) if store.check([key]) else None
+        status: RankStatus | None = parse_json(store.get(key)) if store.check([key]) else None
         at = f" in step {status['step']} ({status['phase']}), at {status['line']}" if status else ""
         waiting.append(f"rank {rank}{at}")
     others = ", ".join(waiting[:4]) + (f" and {len(waiting) - 4} more" if len(waiting) > 4 else "")
@@ -216,7 +222,7 @@ def _stopped(code: int) -> bool:
     return code in {128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
 
-def _object(file: IO[bytes]) -> dict[str, Any] | None:
+def _object(file: IO[bytes]) -> JsonObject | None:
     file.seek(0)
     lines = file.read().decode(errors="replace").strip().splitlines()
     try:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.errors import RecipeError
 from preheat.training.launch.job import Job
 from preheat.training.launch.k8s_yaml import manifest
 from preheat.training.launch.torchrun_command import END, FINISHED, agent, exports, quoted, recipe_lines
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["SUBMIT", "TAKES", "write"]
 
@@ -37,7 +40,7 @@ def write(job: Job) -> str:
         )
     if not folder.is_absolute() or len(folder.parts) < 3:
         raise RecipeError(f"--out: {folder} must be an absolute folder inside another, such as /runs/{job.recipe.name}")
-    resources: dict[str, Any] = {"job_recovery": {"max_restarts_on_errors": job.restarts}}
+    resources: JsonObject = {"job_recovery": {"max_restarts_on_errors": job.restarts}}
     if job.gpus_per_node:
         resources["accelerators"] = {job.accelerator: job.gpus_per_node}
     if job.cpus_per_node:
@@ -46,7 +49,7 @@ def write(job: Job) -> str:
         resources["memory"] = f"{_gigabytes(job.memory)}+"
     if job.image:
         resources["image_id"] = f"docker:{job.image}"
-    task: dict[str, Any] = {"name": job.label, "num_nodes": job.nodes, "resources": resources}
+    task: JsonObject = {"name": job.label, "num_nodes": job.nodes, "resources": resources}
     if job.storage:
         task["volumes"] = {str(folder.parent): job.storage}
     return manifest(task | {"run": _script(job)})

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.core import Phase
@@ -20,6 +20,9 @@ from preheat.planning.fallback_ladder import Fallback, Ladder, find_fallbacks, h
 from preheat.planning.request import Request
 from preheat.recipe import Recipe
 from preheat.run_dir import Reader, is_failure, parse_json, to_json, write_atomic
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["Failure", "choose_fallback", "effective", "write_oom_record", "oom_records", "recorded", "apply_fallbacks"]
 
@@ -79,7 +82,7 @@ def _read(file: Path) -> Failure | None:
     return Failure(**{key: value[key] for key in Failure.__dataclass_fields__} | {"phase": phase})
 
 
-def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Recipe:
+def effective(recipe: Recipe, events: Sequence[JsonObject], step: int) -> Recipe:
     """Returns the recipe with the fallbacks that are active at a step.
 
     Args:
@@ -87,7 +90,7 @@ def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Re
         events: events of the run, in order.
         step: step of the checkpoint that the run resumes from; 0: none.
     """
-    fallbacks: list[dict[str, Any]] = []
+    fallbacks: list[JsonObject] = []
     for event in events:
         if event["kind"] == "resumed":  # drops the fallbacks of later steps, which were rolled back
             fallbacks = [rung for rung in fallbacks if rung["step"] <= event["step"]]
@@ -100,7 +103,7 @@ def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Re
 
 def apply_fallbacks(
     request: Request, run: Path, newest: Path | None, *, afresh: bool
-) -> tuple[Recipe, list[dict[str, Any]]]:
+) -> tuple[Recipe, list[JsonObject]]:
     """Returns the recipe with which a resumed run is built, and the events to log.
 
     Args:
@@ -132,14 +135,14 @@ def apply_fallbacks(
     return rung.recipe, [*events, recorded(recipe, rung, ladder, tightest, step)]
 
 
-def recorded(recipe: Recipe, fallback: Fallback, ladder: Ladder | None, failure: Failure, step: int) -> dict[str, Any]:
+def recorded(recipe: Recipe, fallback: Fallback, ladder: Ladder | None, failure: Failure, step: int) -> JsonObject:
     """Returns the event that logs a fallback.
 
     Args:
         recipe: the recipe without any fallback.
         step: the step from which the fallback applies.
     """
-    more: dict[str, Any] = {}
+    more: JsonObject = {}
     if ladder is not None:
         more = {"peak_gib": fallback.peak_gib, "was_gib": ladder.present.peak_gib, "skipped": ladder.skipped}
         more["seconds_per_step"] = [ladder.present.plan["seconds_per_step"], fallback.plan["seconds_per_step"]]

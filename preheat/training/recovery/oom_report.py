@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,13 +22,17 @@ from preheat.run_dir import Reader
 from preheat.sanitize import shorten
 from preheat.training.recovery.fallback_log import effective
 
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
 __all__ = ["allocator_settings", "diagnose"]
 
 GIB = 2**30
 WAYS = 3
+"""Fallbacks in the report: the cheapest ones."""
 
 
-def diagnose(run: str | Path) -> dict[str, Any]:
+def diagnose(run: str | Path) -> JsonObject:
     """Analyses the latest out-of-memory error of a run.
 
     Returns:
@@ -102,7 +105,7 @@ def diagnose(run: str | Path) -> dict[str, Any]:
     }
 
 
-def _machine(recipe: Recipe, environment: Mapping[str, Any]) -> tuple[Device, Rates | Roofline]:
+def _machine(recipe: Recipe, environment: JsonObject) -> tuple[Device, Rates | Roofline]:
     """Returns the device of a run and its rates: measured if this machine has one, else from the catalogue."""
     from preheat.hardware.benchmark_rates import rates
 
@@ -127,7 +130,7 @@ def _machine(recipe: Recipe, environment: Mapping[str, Any]) -> tuple[Device, Ra
     return device, rates(device, threads)
 
 
-def allocator_settings(failure: Mapping[str, Any]) -> dict[str, str] | None:
+def allocator_settings(failure: JsonObject) -> dict[str, str] | None:
     """Returns allocator settings if fragmentation caused the error: enough memory was free, but not in one block.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf
