@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -58,35 +59,79 @@ FEW = [
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    preset = PRESETS[name]
     config = configs.preset_config(name)
-    reads = "vision_config" in PRESETS[name].config
+    reads = "vision_config" in preset.config
     with torch.device("meta"):
         factory = transformers.AutoModelForImageTextToText if reads else transformers.AutoModelForCausalLM
         model: Any = factory.from_config(config)
-    assert sum(p.numel() for p in model.parameters()) == PRESETS[name].parameters
-    said = needs(PRESETS[name])
-    found = dict(model.named_parameters())
+    assert sum(p.numel() for p in model.parameters()) == preset.parameters
+    assert preset.stored is None or (preset.stored > preset.parameters and preset.stored_more)
+    said = needs(preset)
+    text = config.get_text_config()
+    found = {n: p for n, p in model.named_parameters() if not re.search(r"vision|visual|audio|indexer", n)}
+    experts = {n: p for n, p in found.items() if re.search(r"(^|\.)experts\.", n)}
+    if name != "minimax-m1":  # some of its layers have them in one matrix
+        together = any(re.search(r"(?<!in_proj_)qkv_proj|c_attn|query_key_value", n) for n in found)
+        assert (said["projections"] != "each its own") == together
     biased = any(re.search(r"(q_proj|c_attn|query_key_value)\.bias$", n) for n in found)
     assert (said["attention biases"] != "none") == biased
-    assert (said["q and k norms"] != "none") == any("q_norm" in n for n in found)
+    normed = any(re.search(r"(q|query)_(layer)?norm\.", n) for n in found)
+    assert (said["q and k norms"] not in ("none", "L2 norm of each head, without weights")) == normed
     assert (said["head"] == "tied to the embedding") == (
         model.get_input_embeddings().weight is model.get_output_embeddings().weight
     )
-    together = any(re.search(r"qkv_proj|c_attn|query_key_value", n) for n in found)
-    assert (said["projections"] != "each its own") == together
     assert (said["images"] != "not read") == reads
-    assert (said["experts"] != "none") == any("experts" in n for n in found)
+    assert (said["experts"] != "none") == bool(experts)
+    if experts:  # stacked: their number is the first size
+        count, chosen, *_ = map(int, re.findall(r"\d+", re.sub(r"of width [\d,]+", "", said["experts"])))
+        idle = sum(p.numel() // count * (count - chosen) for p in experts.values())
+        assert {p.shape[0] for p in experts.values()} == {count}
+        assert preset.active == preset.parameters - idle
+    else:
+        assert preset.active is None
+    rotates = any("rotary" in type(m).__name__.lower() and "vision" not in n for n, m in model.named_modules())
+    assert said["rotary positions"].startswith("base") == rotates
+    if rotates and isinstance(base := (text.rope_parameters or {}).get("rope_theta"), int | float):
+        assert said["rotary positions"].startswith(f"base {base:,.0f}")
+    kinds = Counter(getattr(text, "layer_types", None) or ())
+    if len(kinds) > 1 and "in a window" in said["layers"]:
+        assert sorted(map(int, re.findall(r"(\d+) with", said["layers"]))) == sorted(kinds.values())
     if name in TRAINED:
-        built: Any = hf.build_on_meta(configs.preset_config(name))
+        built: Any = hf.build_on_meta(config)
         assert (said["soft caps"] != "none") == (hf.softcap(built) is not None)
         window = hf.facts(built.config).window
         assert (said["sliding window"] != "none") == bool(window and window < built.config.max_position_embeddings)
 
 
+@pytest.mark.parametrize(
+    ("hub", "name", "parameters"),
+    [
+        ("google/gemma-4-12B-it", "gemma-4-12b", 11_959_730_176),
+        ("Qwen/Qwen3.5-9B", "qwen3.5-9b", 9_409_813_744),
+        ("openai/gpt-oss-20b", "gpt-oss-20b", 20_914_757_184),
+        ("zai-org/GLM-4.7-Flash", "glm-4.7-flash", 29_943_390_976),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron-3-nano-30b-a3b", 31_577_937_344),
+        ("tiiuae/Falcon-H1-7B-Base", "falcon-h1-7b", 7_585_648_736),
+    ],
+)
+def test_a_model_of_2026_is_found_by_its_name_on_the_hub(hub: str, name: str, parameters: int) -> None:
+    assert on_hub(hub) == on_hub(hub.upper()) == (name, hub)
+    assert on_hub(name)[0] == name
+    assert PRESETS[name].parameters == parameters
+
+
+def test_no_two_presets_have_a_name_in_common() -> None:
+    for name, preset in PRESETS.items():
+        assert on_hub(name)[0] == name
+        for checkpoint in preset.checkpoints:
+            assert on_hub(checkpoint) == (name, checkpoint)
+
+
 def test_a_model_is_found_by_its_name_on_the_hub_in_any_case() -> None:
     assert on_hub("qwen/qwen3-8b") == ("qwen3-8b", "Qwen/Qwen3-8B")
     assert on_hub("Meta-Llama-3.1-8B-Instruct") == ("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct")
-    with pytest.raises(RecipeError, match="did you mean Qwen/Qwen3-8B"):
+    with pytest.raises(RecipeError, match="did you mean Qwen/Qwen3.5-9B"):
         on_hub("Qwen/Qwen3-9B")
 
 
