@@ -50,6 +50,7 @@ _MIXERS = {
     "*": "attention",
     "-": "a feed-forward block alone",
     "E": "experts alone",
+    "moe": "experts alone",
 }
 
 
@@ -99,8 +100,8 @@ def _kind(c: JsonObject) -> str:
 def _mixers(c: JsonObject) -> list[str]:
     """The kind of each layer, in words; empty if all have attention over all positions, or in one window."""
     kind, count = _kind(c), c["num_hidden_layers"]
-    if pattern := c.get("hybrid_override_pattern"):
-        return [_MIXERS[letter] for letter in pattern]
+    if pattern := c.get("hybrid_override_pattern") or c.get("layers_block_type"):
+        return [_MIXERS[layer] for layer in pattern]
     if period := c.get("attn_layer_period"):
         return ["attention" if n % period == c["attn_layer_offset"] else "Mamba" for n in range(count)]
     if kinds := c.get("layer_types"):
