@@ -31,5 +31,5 @@ def models() -> dict[str, Preset]:
 
 def _preset(values: JsonObject) -> Preset:
     licence = Licence(values.pop("licence"), values.pop("gate", None))
-    lists = {key: tuple(values.pop(key, ())) for key in ("also", "unconfirmed")}
-    return Preset(**values, **lists, licence=licence)
+    also, unconfirmed = tuple(values.pop("also", ())), tuple(values.pop("unconfirmed", ()))
+    return Preset(**values, licence=licence, also=also, unconfirmed=unconfirmed)
