@@ -137,6 +137,14 @@ def test_no_two_presets_have_a_name_in_common() -> None:
             assert on_hub(checkpoint) == (name, checkpoint)
 
 
+def test_the_dense_first_layer_of_a_model_with_experts_is_dry_run_alone() -> None:
+    seen = observe(Request(_recipe("glm-4.7-flash", "{chunked_loss: {}}", ", config: {num_hidden_layers: 1}", 64), GPU))
+    assert "experts" not in seen.changes
+    # Embedding and head, latent attention of 20 heads, the dense block, three norms.
+    attention = 768 * (2048 + 20 * 256 + 1) + 2048 * (512 + 64) + 512 * (1 + 20 * (192 + 256)) + 20 * 256 * 2048
+    assert seen.parameters == 2 * 154880 * 2048 + attention + 3 * 2048 * 10240 + 3 * 2048
+
+
 def test_a_model_is_found_by_its_name_on_the_hub_in_any_case() -> None:
     assert on_hub("qwen/qwen3-8b") == ("qwen3-8b", "Qwen/Qwen3-8B")
     assert on_hub("Meta-Llama-3.1-8B-Instruct") == ("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct")
