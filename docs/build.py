@@ -233,8 +233,10 @@ def recipe_page() -> str:
 def models_page() -> str:
     """Every preset: what it is and what it needs."""
     lines = ["# Models", "", (DOCS / "pages" / "models.md").read_text(encoding="utf-8").partition("\n")[2].strip(), ""]
-    lines += ["| preset | parameters | chat template | on the hub | licence |", "|---|---|---|---|---|"]
-    lines += [f"| `{name}` | {p.parameters:,} | {p.template} | {p.hub} | {p.licence} |" for name, p in PRESETS.items()]
+    lines += ["| preset | parameters | active | chat template | on the hub | licence |", "|---|---|---|---|---|---|"]
+    for name, p in PRESETS.items():
+        active = f"{p.active:,}" if p.active else ""
+        lines.append(f"| `{name}` | {p.parameters:,} | {active} | {p.template} | {p.hub} | {p.licence} |")
     for name, p in PRESETS.items():
         lines += [
             "",

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from preheat.cli.views.console import Json
 from preheat.cli.views.output import say
 
+if TYPE_CHECKING:
+    from preheat.models.presets import Preset
+
 __all__ = ["app"]
 
 app = typer.Typer(help="Public models that can be planned by name: list and show.", invoke_without_command=True)
+
+_OTHERS = (
+    "show NAME says what one is; preheat plan NAME plans it, by any of its names on the hub in any case\n"
+    "a model that is not listed: preheat plan FOLDER, a folder with its config.json; or without one, "
+    "a size: preheat plan 7B"
+)
 
 
 @app.callback()
@@ -20,43 +31,56 @@ def models(context: typer.Context, json: Json = False) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.console import emit
     from preheat.models.presets import PRESETS
 
     if json:
         emit(
             {
                 "models": {
-                    name: {"hub": p.hub, "chat": p.chat, "parameters": p.parameters} for name, p in PRESETS.items()
+                    name: {"hub": p.hub, "chat": p.chat, "parameters": p.parameters, "active": p.active}
+                    for name, p in PRESETS.items()
                 }
             }
         )
         return
-    from rich.table import Table
-
-    table = Table("preset", "parameters", "on the hub", "gated", box=None, pad_edge=False)
-    table.columns[1].justify, table.columns[2].no_wrap = "right", True
+    rows = [("preset", "parameters", "active", "on the hub", "gated")]
     for name, p in PRESETS.items():
-        table.add_row(name, f"{p.parameters:,}", p.hub, "yes" if p.licence.gate else "no")
-    console().print(table)
+        gated = "not known" if p.licence.gate is None else "yes" if p.licence.gate else "no"
+        rows.append((name, f"{p.parameters:,}", f"{p.active:,}" if p.active else "", p.hub, gated))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:  # no table of rich: it would crop the names to the terminal's width
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        padded[1:3] = [cell.rjust(width) for cell, width in zip(row[1:3], widths[1:3], strict=True)]
+        say("  ".join(padded).rstrip())
+    say(f"\n{_OTHERS}")
 
 
 @app.command("show")
 def show(name: str, json: Json = False) -> None:
-    """What a public model is and needs, and how to plan and to train it. Example: `preheat models show gemma-2-2b`"""
-    from preheat.cli.views.console import console, emit
-    from preheat.models.presets import find, needs
+    """What a public model is and needs, and how to plan and to train it.
 
-    preset = find(name)
-    facts = {
-        "on the hub": preset.hub if preset.hub == preset.chat else f"{preset.hub}; tuned to converse: {preset.chat}",
-        "licence": str(preset.licence),
-        "parameters": f"{preset.parameters:,}",
-        "chat template": preset.template,
-        **needs(preset),
-    }
+    NAME is a preset's name or one on the hub, in any case. Example: `preheat models show Qwen/Qwen3-8B`
+    """
+    from preheat.cli.views.console import console, emit
+    from preheat.models.presets import PRESETS, needs, on_hub
+
+    if name not in PRESETS:
+        name, _ = on_hub(name)
+    preset = PRESETS[name]
+    facts = {"on the hub": _checkpoints(preset), "licence": str(preset.licence), "parameters": _parameters(preset)}
+    if preset.stored is not None:
+        facts["in the hub's files"] = (
+            f"{preset.stored:,}: also {preset.stored_more}; transformers leaves out what it does not train"
+        )
+    if preset.unconfirmed:
+        facts["not confirmed"] = (
+            f"{', '.join(preset.unconfirmed)}: no public copy of the file has them; a plan does not depend on them"
+        )
+    facts |= {"chat template": preset.template, **needs(preset)}
     if json:
-        emit({"name": name, "parameters": preset.parameters, "needs": facts, "config": preset.config})
+        numbers = {"parameters": preset.parameters, "active": preset.active, "stored": preset.stored}
+        emit({"name": name, **numbers, "needs": facts, "config": preset.config})
         return
     from rich.table import Table
 
@@ -68,3 +92,14 @@ def show(name: str, json: Json = False) -> None:
         f"\nplan it, without a download:\n  preheat plan {name} --gpu RTX-4090\n"
         f"train it:\n  model: {{path: {preset.chat}}}   # or a folder with its config.json and *.safetensors"
     )
+
+
+def _checkpoints(preset: Preset) -> str:
+    also = f"; also {', '.join(preset.also)}" if preset.also else ""
+    return preset.hub + (f"; tuned to converse: {preset.chat}" if preset.chat != preset.hub else "") + also
+
+
+def _parameters(preset: Preset) -> str:
+    if preset.active is None:
+        return f"{preset.parameters:,}"
+    return f"{preset.parameters:,}, of which {preset.active:,} are active: all but the experts not chosen for a token"

@@ -140,14 +140,15 @@ class _Balance:
 def balance(build: Build, config: PretrainedConfig) -> None:
     """Adds the load-balancing loss and the load metrics to a build whose model has experts, in place."""
     count, chosen, width = moe.sizes_of(config)
-    if not count:
+    layers = len(moe.routers(build.trained[0]))
+    # The few layers of a dry run may be those before the experts. Stages of a pipeline must all make the group below.
+    if not count or (not layers and build.mesh.size(Axis.PIPELINE) == 1):
         return
     balancer = _Balance(build, config)
     if build.mesh.size(*DATA, Axis.CONTEXT) > 1:
         build.mesh.group(*DATA, Axis.CONTEXT)  # creating a group is collective: all ranks do it now
     for slot, around in ((Slot.STAGE_LOSS, balancer.forward), (Slot.FORWARD_BACKWARD, balancer.forward_backward)):
         build.claim(slot, _around(around, build.slot(slot)), "plain")
-    layers = len(moe.routers(build.trained[0]))
     shared = moe.shared_width(config)
     shared_note = f", beside one of width {shared} that all go to" if shared else ""
     balancing = f"balance loss x {balancer.coefficient:g}" if balancer.coefficient else "no balance loss"

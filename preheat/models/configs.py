@@ -286,9 +286,10 @@ def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
             "remove one of the two"
         )
     there = config.to_dict()
+    free = presets.FREE.union(presets.find(model.preset).unconfirmed)
     for key, value in preset.to_dict().items():
         other = there.get(key, getattr(config, key, None))
-        if key not in presets.FREE and not _same(value, other):
+        if key not in free and not _same(value, other):
             raise RecipeError(
                 f"model.preset: {model.preset} has {key} {value}, but {model.path} has {other}; remove the preset, "
                 "or name a folder of that model"

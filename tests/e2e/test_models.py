@@ -17,7 +17,7 @@ def test_models_are_listed_shown_and_planned(preheat: Command) -> None:
     shown = preheat.here.json("models", "show", "gemma-2-2b")
     assert shown["needs"]["soft caps"] == "attention scores 50, logits 30"
     assert "gated" in shown["needs"]["licence"]
-    assert "did you mean 'gemma-2-2b'" in preheat.here("models", "show", "gemma2-2b", code=2)[1]
+    assert "did you mean google/gemma-2-2b?" in preheat.here("models", "show", "gemma2-2b", code=2)[1]
     recipe = ["r.yaml", "--set", "model={preset: qwen2.5-0.5b}", "--set", SMALL, *FEW]
     plan = preheat.here.json("plan", *recipe)
     # Embedding 151,936 x 896, tied; one layer; LoRA of rank 16.
@@ -26,6 +26,24 @@ def test_models_are_listed_shown_and_planned(preheat: Command) -> None:
     assert "model.preset: qwen2.5-0.5b is a configuration without weights" in error
     assert len([line for line in error.splitlines() if not line.startswith("warning: ")]) == 1
     assert not list(preheat.folder.glob("runs/*"))
+
+
+def test_a_model_is_shown_by_its_name_on_the_hub(preheat: Command) -> None:
+    out, _ = preheat.here("models")
+    assert "a model that is not listed: preheat plan FOLDER" in out
+    shown = preheat.here.json("models", "show", "qwen/QWEN3-8b")
+    assert (shown["name"], shown["parameters"], shown["active"]) == ("qwen3-8b", 8_190_735_360, None)
+    text = " ".join(preheat.here("models", "show", "Qwen/Qwen3.5-9B")[0].split())
+    assert "parameters 9,409,813,744 " in text
+    assert "9,653,104,368: also a module that predicts further tokens (MTP)" in text
+    assert "24 with a gated delta net (linear), 8 with attention" in text
+    text = " ".join(preheat.here("models", "show", "openai/gpt-oss-20b")[0].split())
+    assert "20,914,757,184, of which 4,187,440,704 are active" in text
+    text = " ".join(preheat.here("models", "show", "tiiuae/Falcon-H1-7B-Base")[0].split())
+    assert "embedding_multiplier" in text.partition("not confirmed")[2]
+    _, error = preheat.here("models", "show", "nobody/Zebra-9000", code=2)
+    assert "nobody/Zebra-9000: no model that preheat knows" in error
+    assert len(error.splitlines()) == 1
 
 
 def test_a_gemma2_is_trained_exported_and_read_back(preheat: Command) -> None:

@@ -1,18 +1,21 @@
 """Published configurations of public models, by name: enough for planning without a download. Does not import torch.
 
-The values are those of each model's config.json on the Hugging Face hub; `parameters` is the published number. There is
-one module per publisher.
+The values are those of each model's config.json on the Hugging Face hub; `parameters` is the published number. Models
+up to early 2025 stand in one module per publisher, later ones in one JSON file per publisher (`published/`).
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError, nearest
-from preheat.models.presets import alibaba, google, meta, microsoft, others
+from preheat.models.presets import alibaba, google, meta, microsoft, others, published
 from preheat.models.presets.describe import needs
 from preheat.models.presets.preset import Preset
+from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
     from preheat.core import Recipe
@@ -50,9 +53,25 @@ FREE = frozenset(
 )
 
 
-PRESETS: dict[str, Preset] = dict(
-    sorted((meta.MODELS | alibaba.MODELS | google.MODELS | microsoft.MODELS | others.MODELS).items())
-)
+class _Presets(Mapping[str, Preset]):
+    """All presets by name, sorted; reads the published files at first use."""
+
+    @functools.cached_property
+    def _models(self) -> dict[str, Preset]:
+        tables = meta.MODELS | alibaba.MODELS | google.MODELS | microsoft.MODELS | others.MODELS
+        return dict(sorted((tables | published.models()).items()))
+
+    def __getitem__(self, name: str) -> Preset:
+        return self._models[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+
+PRESETS: Mapping[str, Preset] = _Presets()
 
 
 def find(name: str) -> Preset:
@@ -82,7 +101,7 @@ def on_hub(name: str) -> tuple[str, str]:
     """
     known: dict[str, tuple[str, str]] = {}
     for preset, p in PRESETS.items():
-        for hub in (p.hub, p.chat):
+        for hub in p.checkpoints:
             known.setdefault(hub.lower(), (preset, hub))
             known.setdefault(_without_maker(hub), (preset, hub))
         known.setdefault(preset, (preset, p.hub))
@@ -90,9 +109,9 @@ def on_hub(name: str) -> tuple[str, str]:
         return match
     near = difflib.get_close_matches(_without_maker(name), known, n=1, cutoff=0.55)
     raise RecipeError(
-        f"{name}: no model that preheat knows; "
+        f"{shorten(name)}: no model that preheat knows; "
         + (f"did you mean {known[near[0]][1]}?" if near else "`preheat models` lists them;")
-        + " or name a recipe, or a folder with a config.json"
+        + " `preheat plan` also takes a folder with a config.json, or a recipe"
     )
 
 

@@ -38,11 +38,19 @@ def _qwen2(
     return Preset(hub, f"{hub}-Instruct", parameters, "qwen", licence, _qwen("qwen2", positions, *shape, **more))
 
 
-def _qwen3(size: str, parameters: int, *shape: int, kind: str = "qwen3", base: bool = True, **more: object) -> Preset:
+def _qwen3(
+    size: str,
+    parameters: int,
+    *shape: int,
+    kind: str = "qwen3",
+    base: bool = True,
+    active: int | None = None,
+    **more: object,
+) -> Preset:
     """Its chat template is its own, with sections for reasoning."""
     hub = f"Qwen/Qwen3-{size}"
     config = _qwen(kind, 32768 if base else 40960, *shape, head_dim=128, **more)
-    return Preset(f"{hub}-Base" if base else hub, hub, parameters, OWN, APACHE, config)
+    return Preset(f"{hub}-Base" if base else hub, hub, parameters, OWN, APACHE, config, active=active)
 
 
 _LARGE: JsonObject = {"vocab_size": 152064, "rms_norm_eps": 1e-5}
@@ -63,6 +71,7 @@ def _qwen3_vl(
     large: bool = True,
     kind: str = "qwen3_vl",
     tied: bool = False,
+    active: int | None = None,
     **more: object,
 ) -> Preset:
     """Its vision tower is one of two: SigLIP-2's large or so400m."""
@@ -91,7 +100,7 @@ def _qwen3_vl(
         "vision_end_token_id": 151653,
     }
     config = {"model_type": kind, "tie_word_embeddings": tied, "text_config": text, "vision_config": vision, **marks}
-    return Preset(hub, hub, parameters, OWN, APACHE, config)
+    return Preset(hub, hub, parameters, OWN, APACHE, config, active=active)
 
 
 _SEEING_EXPERTS: JsonObject = {**_EXPERTS, "kind": "qwen3_vl_moe"}
@@ -110,14 +119,35 @@ MODELS = {
     "qwen3-8b": _qwen3("8B", 8_190_735_360, 4096, 12288, 36, 32, 8),
     "qwen3-14b": _qwen3("14B", 14_768_307_200, 5120, 17408, 40, 40, 8),
     "qwen3-32b": _qwen3("32B", 32_762_123_264, 5120, 25600, 64, 64, 8, base=False),
-    "qwen3-30b-a3b": _qwen3("30B-A3B", 30_532_122_624, 2048, 6144, 48, 32, 4, moe_intermediate_size=768, **_EXPERTS),
+    "qwen3-30b-a3b": _qwen3(
+        "30B-A3B", 30_532_122_624, 2048, 6144, 48, 32, 4, active=3_353_032_704, moe_intermediate_size=768, **_EXPERTS
+    ),
     "qwen3-235b-a22b": _qwen3(
-        "235B-A22B", 235_093_634_560, 4096, 12288, 94, 64, 4, base=False, moe_intermediate_size=1536, **_EXPERTS
+        "235B-A22B",
+        235_093_634_560,
+        4096,
+        12288,
+        94,
+        64,
+        4,
+        base=False,
+        active=22_190_763_520,
+        moe_intermediate_size=1536,
+        **_EXPERTS,
     ),
     "qwen3-vl-2b": _qwen3_vl("2B", 2_127_532_032, 2048, 6144, 28, 16, 8, large=False, tied=True),
     "qwen3-vl-4b": _qwen3_vl("4B", 4_437_815_808, 2560, 9728, 36, 32, 8, large=False, tied=True),
     "qwen3-vl-8b": _qwen3_vl("8B", 8_767_123_696, 4096, 12288, 36, 32, 8),
     "qwen3-vl-30b-a3b": _qwen3_vl(
-        "30B-A3B", 31_070_754_032, 2048, 6144, 48, 32, 4, moe_intermediate_size=768, **_SEEING_EXPERTS
+        "30B-A3B",
+        31_070_754_032,
+        2048,
+        6144,
+        48,
+        32,
+        4,
+        active=3_891_664_112,
+        moe_intermediate_size=768,
+        **_SEEING_EXPERTS,
     ),
 }

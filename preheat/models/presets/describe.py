@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 from preheat.models.presets.preset import Preset
 
@@ -12,56 +13,175 @@ if TYPE_CHECKING:
 
 __all__ = ["needs"]
 
-_RMS_AROUND = "RMSNorm with 1 + weight, before and after each block"
-_LAYER_NORM = ("bloom", "gpt2", "gpt_neox", "phi")
+_LAYER_NORM = ("bloom", "gpt2", "gpt_neox", "phi", "starcoder2")
+_ONE_PLUS_WEIGHT = ("gemma2", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+_NORMS_AROUND = ("gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_unified")
+_NORMS_AFTER = ("exaone4", "olmo2", "olmo3")
+_NORMS_OF_HEADS = (
+    *("apertus", "dots1", "exaone4", "gemma3", "gemma3n", "gemma4", "gemma4_unified"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe"),
+    *("qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
+)
+_NORMS_OF_ALL_HEADS = ("minimax_m2", "olmo2", "olmo3")
+_BIASED = ("bloom", "gpt2", "gpt_neox", "phi", "qwen2", "qwen2_5_vl")
 _TOGETHER = "queries, keys and values in one matrix"
 _PROJECTIONS = dict.fromkeys(("bloom", "gpt2", "gpt_neox"), _TOGETHER) | {
-    "phi3": f"{_TOGETHER}, gate and up in another"
+    "phi3": f"{_TOGETHER}, gate and up in another",
+    "minimax": f"{_TOGETHER} in layers of lightning attention",
 }
 _CAPS = {"attn_logit_softcapping": "attention scores", "final_logit_softcapping": "logits"}
+_TIED = ("bloom", "gpt2", "gemma3", "gemma3n")  # transformers ties these families by default
+_NO_ROTATION = {
+    "bloom": "none: added to the scores (ALiBi)",
+    "gpt2": "none: learned positions",
+    **dict.fromkeys(("jamba", "kimi_linear", "nemotron_h"), "none: no positions in attention"),
+}
+_LINEAR = {"minimax": "lightning attention"} | dict.fromkeys(
+    ("bailing_hybrid", "kimi_linear"), "Kimi delta attention (linear)"
+)
+_DELTA_NET = "a gated delta net (linear)"
+_MIXERS = {
+    "attention": "attention",
+    "full_attention": "attention",
+    "sliding_attention": "attention in a window",
+    "conv": "a short convolution",
+    "mamba": "Mamba-2",
+    "M": "Mamba-2",
+    "*": "attention",
+    "-": "a feed-forward block alone",
+    "E": "experts alone",
+    "moe": "experts alone",
+}
 
 
 def needs(preset: Preset) -> dict[str, str]:
     """Descriptions of a model's architecture, by aspect."""
     c = preset.text
-    kind, width = c["model_type"], c["hidden_size"]
-    window, positions = c.get("sliding_window"), c.get("max_position_embeddings")
-    windows = "none"
-    if window and window < positions:
-        every = c.get("sliding_window_pattern", 2 if kind == "gemma2" else 0)
-        but = f" but every {'second' if every == 2 else f'{every}th'}" if every else ""
-        windows = f"{window:,} tokens in all layers{but}"
+    kind, width = _kind(c), c["hidden_size"]
+    positions = c.get("max_position_embeddings")
     capped = [f"{scores} {c[key]:g}" for key, scores in _CAPS.items() if c.get(key)]
-    biased = kind in _LAYER_NORM
-    # transformers ties these two families by default.
-    tied = preset.config.get("tie_word_embeddings", kind in ("gpt2", "bloom"))
-    return {
+    tied = preset.config.get("tie_word_embeddings", kind in _TIED)
+    inner = _inner(c)
+    scale = c.get("embedding_multiplier")
+    aspects = {
         "shape": (
-            f"{c['num_hidden_layers']} layers of width {width:,}, {_heads(c)}, feed-forward {_inner(c):,}, "
-            f"vocabulary {c['vocab_size']:,}"
+            f"{c['num_hidden_layers']} layers of width {width:,}, {_heads(c)}, "
+            + (f"feed-forward {inner:,}, " if inner else "")
+            + f"vocabulary {c['vocab_size']:,}"
         ),
+        "layers": _layers(c),
         "experts": _experts(c),
-        "images": _images(preset.config.get("vision_config")),
+        "images": _images(preset.config),
         "positions": f"{positions:,}" if positions else "any number",
         "rotary positions": _rotary(c),
-        "attention biases": "on queries, keys and values" if kind == "qwen2" or biased else "none",
-        "q and k norms": "RMSNorm of each head"
-        if kind in ("qwen3", "qwen3_moe", "gemma3_text") or "qwen3_vl" in kind
-        else "none",
-        "norms": _RMS_AROUND if kind.startswith("gemma") else "LayerNorm" if biased else "RMSNorm",
+        "attention biases": "on queries, keys and values" if _biased(c) else "none",
+        "q and k norms": _head_norms(c),
+        "norms": _norms(kind),
         "projections": _PROJECTIONS.get(kind, "each its own"),
-        "sliding window": windows,
-        "embedding": f"scaled by the square root of {width:,}" if kind.startswith("gemma") else "as it is",
+        "sliding window": _window(c),
+        "embedding": f"scaled by the square root of {width:,}"
+        if kind.startswith("gemma")
+        else f"scaled by {scale:g}"
+        if scale
+        else "as it is",
         "head": "tied to the embedding" if tied else "a matrix of its own",
         "soft caps": ", ".join(capped) or "none",
     }
+    if audio := preset.config.get("audio_config"):
+        layers = audio.get("num_hidden_layers")
+        aspects["sound"] = f"read by a tower of {layers} blocks" if layers else "read by a projection of its samples"
+    return aspects
 
 
-def _images(v: JsonObject | None) -> str:
+def _kind(c: JsonObject) -> str:
+    return str(c["model_type"]).removesuffix("_text")
+
+
+def _mixers(c: JsonObject) -> list[str]:
+    """The kind of each layer, in words; empty if all have attention over all positions, or in one window."""
+    kind, count = _kind(c), c["num_hidden_layers"]
+    if pattern := c.get("hybrid_override_pattern") or c.get("layers_block_type"):
+        return [_MIXERS[layer] for layer in pattern]
+    if period := c.get("attn_layer_period"):
+        return ["attention" if n % period == c["attn_layer_offset"] else "Mamba" for n in range(count)]
+    if kinds := c.get("layer_types"):
+        if kind == "granitemoehybrid" or set(kinds) != {"full_attention"}:
+            return [_MIXERS.get(layer) or _LINEAR.get(kind, _DELTA_NET) for layer in kinds]
+        return []
+    if every := c.get("full_attention_interval") or c.get("layer_group_size"):
+        linear = _LINEAR.get(kind, _DELTA_NET)
+        return ["attention" if (n + 1) % every == 0 else linear for n in range(count)]
+    return []
+
+
+def _layers(c: JsonObject) -> str:
+    kind, count = _kind(c), c["num_hidden_layers"]
+    if kind == "falcon_h1":
+        return f"{count} with attention and Mamba-2 side by side"
+    if ratios := c.get("compress_ratios"):
+        few = Counter(ratios[:count])
+        return ", ".join(
+            f"{n} with attention " + (f"to every {ratio} positions compressed into one" if ratio else "in a window")
+            for ratio, n in sorted(few.items())
+        )
+    if "index_topk" in c:
+        return f"{count} with attention to the {c['index_topk']:,} positions that an indexer chooses"
+    return ", ".join(f"{n} with {mixer}" for mixer, n in Counter(_mixers(c)).items()) or f"{count} with attention"
+
+
+def _window(c: JsonObject) -> str:
+    kind, count = _kind(c), c["num_hidden_layers"]
+    if kind == "llama4":
+        chunked = count - count // c.get("no_rope_layer_interval", 4)
+        return f"chunks of {c.get('attention_chunk_size', 8192):,} tokens in {chunked} of {count} layers"
+    window, positions = c.get("sliding_window"), c.get("max_position_embeddings")
+    if not window or not positions or window >= positions or c.get("use_sliding_window") is False:
+        return "none"
+    windowed = _mixers(c).count("attention in a window")
+    if windowed:
+        return f"{window:,} tokens in {windowed} of {count} layers"
+    every = c.get("sliding_window_pattern", 2 if kind == "gemma2" else 0)
+    but = f" but every {'second' if every == 2 else f'{every}th'}" if every else ""
+    return f"{window:,} tokens in all layers{but}"
+
+
+def _biased(c: JsonObject) -> bool:
+    return bool(_kind(c) in _BIASED or c.get("attention_bias") or c.get("use_bias"))
+
+
+def _head_norms(c: JsonObject) -> str:
+    kind = _kind(c)
+    if kind in _NORMS_OF_ALL_HEADS:
+        return "RMSNorm of all heads together"
+    if kind in _NORMS_OF_HEADS or (kind == "glm4_moe" and c.get("use_qk_norm")):
+        return "RMSNorm of each head"
+    return "L2 norm of each head, without weights" if kind == "llama4" and c.get("use_qk_norm", True) else "none"
+
+
+def _norms(kind: str) -> str:
+    norm = "LayerNorm" if kind in _LAYER_NORM else "RMSNorm"
+    if kind in _ONE_PLUS_WEIGHT:
+        norm += " with 1 + weight"
+    if kind in _NORMS_AROUND:
+        return f"{norm}, before and after each block"
+    return f"{norm}, after each block" if kind in _NORMS_AFTER else norm
+
+
+def _images(config: JsonObject) -> str:
+    v = config.get("vision_config")
     if v is None:
         return "not read"
-    side = v["patch_size"] * v["spatial_merge_size"]
-    return f"read by a tower of {v['depth']} blocks of width {v['hidden_size']:,}, a token for {side} x {side} pixels"
+    merged = (
+        v.get("spatial_merge_size")
+        or config.get("spatial_merge_size")
+        or config.get("scale_factor")
+        or v.get("pooling_kernel_size")
+        or round(1 / v.get("pixel_shuffle_ratio", 1))
+    )
+    side = v["patch_size"] * merged
+    depth = v.get("depth") or v.get("num_hidden_layers")
+    by = f"a tower of {depth} blocks of width {v['hidden_size']:,}" if depth else "a projection of their pixels"
+    return f"read by {by}, a token for {side} x {side} pixels"
 
 
 def _heads(c: JsonObject) -> str:
@@ -72,39 +192,74 @@ def _heads(c: JsonObject) -> str:
             f"keys and values from {c['kv_lora_rank']} latent ones"
         )
     size = c.get("head_dim") or c["hidden_size"] // heads
-    return f"{heads} heads of {size} on {c.get('num_key_value_heads', heads)} key-value heads"
+    shape = f"{heads} heads of {size} on {c.get('num_key_value_heads', heads)} key-value heads"
+    if wide := c.get("global_head_dim"):
+        shape += f" (of {wide} on {c.get('num_global_key_value_heads') or c['num_key_value_heads']} in full layers)"
+    return shape
 
 
-def _inner(c: JsonObject) -> int:
-    return int(c.get("intermediate_size") or 4 * c["hidden_size"])
+def _inner(c: JsonObject) -> int | None:
+    if c.get("block_auto_adjust_ff_dim"):  # LFM2 states the width before a gate takes its third
+        multiple = c["block_multiple_of"]
+        return int(-(-int(c["block_ffn_dim_multiplier"] * int(2 * c["block_ff_dim"] / 3)) // multiple) * multiple)
+    if c["model_type"] in ("bloom", "gpt2"):
+        return int(4 * c["hidden_size"])
+    inner = _first(c, "intermediate_size", "block_ff_dim")
+    return inner and int(inner)
+
+
+def _first(c: JsonObject, *keys: str) -> Any:
+    """The first of these keys that is set; of a value per layer, the largest."""
+    value = next((c[key] for key in keys if c.get(key)), None)
+    return max(value) if isinstance(value, list) else value
 
 
 def _experts(c: JsonObject) -> str:
-    count = c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts")
+    count = _first(c, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     if not count:
         return "none"
-    shared = f", and {c['n_shared_experts']} that all tokens go to" if "n_shared_experts" in c else ""
-    width = c.get("moe_intermediate_size") or c["intermediate_size"]
-    return f"{count} in a layer, of width {width:,}, {c['num_experts_per_tok']} for a token{shared}"
+    number = _first(c, "n_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+    if not number and (
+        _kind(c) == "llama4" or _first(c, "shared_expert_intermediate_size", "shared_intermediate_size")
+    ):
+        number = 1
+    shared = f", and {number} that all tokens go to" if number else ""
+    width = _first(c, "moe_intermediate_size", "intermediate_size")
+    chosen = _first(c, "num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+    return f"{count} in a layer, of width {width:,}, {chosen} for a token{shared}"
 
 
 def _rotary(c: JsonObject) -> str:
-    if c["model_type"] in ("gpt2", "bloom"):
-        return "none: learned positions" if c["model_type"] == "gpt2" else "none: added to the scores (ALiBi)"
-    rope = c.get("rope_scaling") or {}
-    turned = (
-        f"base {c.get('rope_theta') or c['rotary_emb_base']:,.0f}"
-        if "rope_theta" in c or "rotary_emb_base" in c
-        else "base 10,000"
-    )
-    if rope.get("rope_type") == "llama3":
-        turned += f", llama3 scaling by {rope['factor']:g} from {rope['original_max_position_embeddings']:,} positions"
-    if rope.get("rope_type") == "linear":
+    kind = _kind(c)
+    if kind in _NO_ROTATION:
+        return _NO_ROTATION[kind]
+    if c.get("position_embedding_type") == "nope":
+        return _NO_ROTATION["nemotron_h"]
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    local = c.get("rope_local_base_freq")
+    if "full_attention" in rope:
+        local, rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
+    base = c.get("rope_theta") or rope.get("rope_theta") or c.get("rotary_emb_base") or 10_000
+    turned = f"base {base:,.0f}"
+    form = rope.get("rope_type") or rope.get("type")
+    original = rope.get("original_max_position_embeddings")
+    if form in ("llama3", "yarn"):
+        turned += f", {'YaRN' if form == 'yarn' else form} scaling by {rope['factor']:g} from {original:,} positions"
+    if form == "linear":
         turned += f", scaled by {rope['factor']:g}"
-    if rope.get("type") == "longrope":
+    if form == "dynamic":
+        turned += ", scaled beyond the trained length (dynamic NTK)"
+    if form == "longrope":
         turned += f", longrope: other factors beyond {c['original_max_position_embeddings']:,} positions"
-    if share := c.get("partial_rotary_factor") or c.get("rotary_pct"):
+    share = c.get("partial_rotary_factor") or c.get("rotary_pct") or rope.get("partial_rotary_factor") or 1
+    if "rotary_dim" in c:
+        share = c["rotary_dim"] / c["head_dim"]
+    if share != 1:
         turned += f", on {share:.0%} of each head"
-    if "rope_local_base_freq" in c:
-        turned += f" in full layers, {c['rope_local_base_freq']:,.0f} in those with a window"
+    if local:
+        turned += f" in full layers, {local:,.0f} in those with a window"
+    if every := c.get("no_rope_layer_interval") or (4 if kind == "llama4" else 0):
+        turned += f", none in every {every}th layer"
+    if kind == "exaone4" and _window(c) != "none":
+        turned += " in layers with a window, none in full ones"
     return turned

@@ -36,7 +36,7 @@ def _mistral(release: str, parameters: int, **more: object) -> Preset:
     return Preset(f"{hub}{release}", f"{hub}Instruct-{release}", parameters, "mistral", APACHE, config)
 
 
-def _mixtral(size: str, parameters: int, balance: float, positions: int, *shape: int) -> Preset:
+def _mixtral(size: str, parameters: int, active: int, balance: float, positions: int, *shape: int) -> Preset:
     hub = f"mistralai/Mixtral-{size}-"
     config = {
         "model_type": "mixtral",
@@ -52,7 +52,7 @@ def _mixtral(size: str, parameters: int, balance: float, positions: int, *shape:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    return Preset(f"{hub}v0.1", f"{hub}Instruct-v0.1", parameters, "mistral", APACHE, config)
+    return Preset(f"{hub}v0.1", f"{hub}Instruct-v0.1", parameters, "mistral", APACHE, config, active=active)
 
 
 def _gpt2(name: str, parameters: int, width: int, layers: int, heads: int) -> Preset:
@@ -96,7 +96,9 @@ def _bloom(hub: str, parameters: int, width: int, layers: int, heads: int) -> Pr
     return Preset(f"bigscience/{hub}", f"bigscience/{hub.replace('bloom', 'bloomz')}", parameters, "none", _BIG, config)
 
 
-def _deepseek(hub: str, chat: str, parameters: int, *shape: int, kind: str = "deepseek_v2", **more: object) -> Preset:
+def _deepseek(
+    hub: str, chat: str, parameters: int, active: int, *shape: int, kind: str = "deepseek_v2", **more: object
+) -> Preset:
     config = {
         "model_type": kind,
         **sizes(*shape),
@@ -109,7 +111,7 @@ def _deepseek(hub: str, chat: str, parameters: int, *shape: int, kind: str = "de
         **more,
     }
     licence = _DEEPSEEK if kind == "deepseek_v2" else MIT
-    return Preset(f"deepseek-ai/{hub}", f"deepseek-ai/{chat}", parameters, OWN, licence, config)
+    return Preset(f"deepseek-ai/{hub}", f"deepseek-ai/{chat}", parameters, OWN, licence, config, active=active)
 
 
 def _experts(count: int, chosen: int, shared: int, width: int, dense: int) -> JsonObject:
@@ -124,8 +126,8 @@ _LITE, _WHOLE, _V3 = _experts(64, 6, 2, 1408, 1), _experts(160, 6, 2, 1536, 1), 
 MODELS = {
     "mistral-7b-v0.1": _mistral("v0.1", 7_241_732_096, vocab_size=32000, rope_theta=10000.0, sliding_window=4096),
     "mistral-7b-v0.3": _mistral("v0.3", 7_248_023_552, vocab_size=32768, rope_theta=1000000.0, sliding_window=None),
-    "mixtral-8x7b": _mixtral("8x7B", 46_702_792_704, 0.02, 32768, 4096, 14336, 32, 32, 8),
-    "mixtral-8x22b": _mixtral("8x22B", 140_620_634_112, 0.001, 65536, 6144, 16384, 56, 48, 8),
+    "mixtral-8x7b": _mixtral("8x7B", 46_702_792_704, 12_879_925_248, 0.02, 32768, 4096, 14336, 32, 32, 8),
+    "mixtral-8x22b": _mixtral("8x22B", 140_620_634_112, 39_152_031_744, 0.001, 65536, 6144, 16384, 56, 48, 8),
     "gpt2": _gpt2("gpt2", 124_439_808, 768, 12, 12),
     "gpt2-medium": _gpt2("gpt2-medium", 354_823_168, 1024, 24, 16),
     "gpt2-large": _gpt2("gpt2-large", 774_030_080, 1280, 36, 20),
@@ -148,6 +150,7 @@ MODELS = {
         "DeepSeek-V2-Lite",
         "DeepSeek-V2-Lite-Chat",
         15_706_484_224,
+        2_661_150_208,
         2048,
         10944,
         27,
@@ -158,12 +161,24 @@ MODELS = {
         **_LITE,
     ),
     "deepseek-v2": _deepseek(
-        "DeepSeek-V2", "DeepSeek-V2-Chat", 235_741_434_880, 5120, 12288, 60, 128, 128, q_lora_rank=1536, **_V2, **_WHOLE
+        "DeepSeek-V2",
+        "DeepSeek-V2-Chat",
+        235_741_434_880,
+        21_375_800_320,
+        5120,
+        12288,
+        60,
+        128,
+        128,
+        q_lora_rank=1536,
+        **_V2,
+        **_WHOLE,
     ),
     "deepseek-v3": _deepseek(
         "DeepSeek-V3-Base",
         "DeepSeek-V3",
         671_026_404_352,
+        37_552_282_624,
         *(7168, 18432, 61, 128, 128),
         kind="deepseek_v3",
         vocab_size=129280,

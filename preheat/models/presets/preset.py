@@ -21,13 +21,15 @@ class Licence:
 
     Attributes:
         name: as its publisher calls it.
-        gate: what the hub requires before a download; empty: nothing.
+        gate: what the hub requires before a download; empty: nothing; None: not known.
     """
 
     name: str
-    gate: str = ""
+    gate: str | None = ""
 
     def __str__(self) -> str:
+        if self.gate is None:
+            return self.name
         return f"{self.name}; {f'gated: {self.gate}' if self.gate else 'not gated'}"
 
 
@@ -41,10 +43,15 @@ class Preset:
 
     Attributes:
         hub: the checkpoint whose configuration this is; chat: its chat-tuned variant.
-        parameters: as published, a tied head counted once.
+        parameters: of the model that transformers builds, a tied head counted once.
         template: name of the chat template of `chat` in recipes (`data.template`), or that only its tokenizer has it.
         licence: with the hub's requirements before a download.
         config: as in config.json.
+        active: of a mixture of experts, the parameters that compute a token: all but the experts not chosen for it.
+        stored: number of values in the hub's files, if they hold more than `parameters`; stored_more: what that is.
+        also: other checkpoints with this configuration.
+        unconfirmed: keys of the configuration, as transformers names them, that no public copy of the file confirms;
+            never sizes.
     """
 
     hub: str
@@ -53,6 +60,16 @@ class Preset:
     template: str
     licence: Licence
     config: JsonObject
+    active: int | None = None
+    stored: int | None = None
+    stored_more: str = ""
+    also: tuple[str, ...] = ()
+    unconfirmed: tuple[str, ...] = ()
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """Names on the hub of all checkpoints with this configuration."""
+        return tuple(dict.fromkeys((self.hub, self.chat, *self.also)))
 
     @property
     def text(self) -> JsonObject:

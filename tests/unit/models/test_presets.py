@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from preheat.core import Device
 from preheat.engine.builder import build
 from preheat.errors import RecipeError
 from preheat.models import configs, hf
-from preheat.models.presets import PRESETS, needs, on_hub, require_weights
+from preheat.models.presets import PRESETS, needs, on_hub, published, require_weights
 from preheat.planning.dry_run import observe
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
@@ -45,9 +46,12 @@ def _recipe(name: str, techniques: str = QLORA, model: str = "", length: int = 2
     )
 
 
+TABLES = [name for name in PRESETS if name not in published.models()]
 TRAINED = [
-    name for name in PRESETS if PRESETS[name].config["model_type"] not in (*hf.REFUSED, "phi")
+    name for name in TABLES if PRESETS[name].config["model_type"] not in (*hf.REFUSED, "phi")
 ]  # phi's head has a bias
+FIRST = {p.config["model_type"]: name for name, p in reversed(list(PRESETS.items())) if "text_config" not in p.config}
+"""One preset of each family that is text alone."""
 FEW = [
     name
     for name in ("gemma-2-2b", "gemma-3-1b", "gpt2", "llama-3.2-1b", "phi-4-mini", "pythia-70m", "qwen2.5-0.5b")
@@ -56,37 +60,95 @@ FEW = [
 """One of a family; with PREHEAT_PRESETS=all every preset is dry-run."""
 
 
-@pytest.mark.parametrize("name", PRESETS)
+DEEP = [name for name in PRESETS if name not in TABLES and PRESETS[name].text["num_hidden_layers"] > 60]
+"""Half of the time for a sixth of the presets."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in DEEP else name for name in PRESETS]
+)
 def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    preset = PRESETS[name]
     config = configs.preset_config(name)
-    reads = "vision_config" in PRESETS[name].config
+    reads = "vision_config" in preset.config
     with torch.device("meta"):
         factory = transformers.AutoModelForImageTextToText if reads else transformers.AutoModelForCausalLM
         model: Any = factory.from_config(config)
-    assert sum(p.numel() for p in model.parameters()) == PRESETS[name].parameters
-    said = needs(PRESETS[name])
-    found = dict(model.named_parameters())
+    assert sum(p.numel() for p in model.parameters()) == preset.parameters
+    assert preset.stored is None or (preset.stored > preset.parameters and preset.stored_more)
+    said = needs(preset)
+    text = config.get_text_config()
+    found = {n: p for n, p in model.named_parameters() if not re.search(r"vision|visual|audio|indexer", n)}
+    experts = {n: p for n, p in found.items() if re.search(r"(^|\.)experts\.", n)}
+    if name != "minimax-m1":  # some of its layers have them in one matrix
+        together = any(re.search(r"(?<!in_proj_)qkv_proj|c_attn|query_key_value", n) for n in found)
+        assert (said["projections"] != "each its own") == together
     biased = any(re.search(r"(q_proj|c_attn|query_key_value)\.bias$", n) for n in found)
     assert (said["attention biases"] != "none") == biased
-    assert (said["q and k norms"] != "none") == any("q_norm" in n for n in found)
+    normed = any(re.search(r"(q|query)_(layer)?norm\.", n) for n in found)
+    assert (said["q and k norms"] not in ("none", "L2 norm of each head, without weights")) == normed
     assert (said["head"] == "tied to the embedding") == (
         model.get_input_embeddings().weight is model.get_output_embeddings().weight
     )
-    together = any(re.search(r"qkv_proj|c_attn|query_key_value", n) for n in found)
-    assert (said["projections"] != "each its own") == together
     assert (said["images"] != "not read") == reads
-    assert (said["experts"] != "none") == any("experts" in n for n in found)
-    if name in TRAINED:
-        built: Any = hf.build_on_meta(configs.preset_config(name))
+    assert (said["experts"] != "none") == bool(experts)
+    if experts:  # stacked: their number is the first size
+        count, chosen, *_ = map(int, re.findall(r"\d+", re.sub(r"of width [\d,]+", "", said["experts"])))
+        idle = sum(p.numel() // count * (count - chosen) for p in experts.values())
+        assert {p.shape[0] for p in experts.values()} == {count}
+        assert preset.active == preset.parameters - idle
+    else:
+        assert preset.active is None
+    rotates = any("rotary" in type(m).__name__.lower() and "vision" not in n for n, m in model.named_modules())
+    assert said["rotary positions"].startswith("base") == rotates
+    if rotates and isinstance(base := (text.rope_parameters or {}).get("rope_theta"), int | float):
+        assert said["rotary positions"].startswith(f"base {base:,.0f}")
+    kinds = Counter(getattr(text, "layer_types", None) or ())
+    if len(kinds) > 1 and "in a window" in said["layers"]:
+        assert sorted(map(int, re.findall(r"(\d+) with", said["layers"]))) == sorted(kinds.values())
+    if name in TRAINED or (name in FIRST.values() and config.model_type not in (*hf.REFUSED, "phi")):
+        built: Any = hf.build_on_meta(config)
         assert (said["soft caps"] != "none") == (hf.softcap(built) is not None)
         window = hf.facts(built.config).window
         assert (said["sliding window"] != "none") == bool(window and window < built.config.max_position_embeddings)
 
 
+@pytest.mark.parametrize(
+    ("hub", "name", "parameters"),
+    [
+        ("google/gemma-4-12B-it", "gemma-4-12b", 11_959_730_176),
+        ("Qwen/Qwen3.5-9B", "qwen3.5-9b", 9_409_813_744),
+        ("openai/gpt-oss-20b", "gpt-oss-20b", 20_914_757_184),
+        ("zai-org/GLM-4.7-Flash", "glm-4.7-flash", 29_943_390_976),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron-3-nano-30b-a3b", 31_577_937_344),
+        ("tiiuae/Falcon-H1-7B-Base", "falcon-h1-7b", 7_585_648_736),
+    ],
+)
+def test_a_model_of_2026_is_found_by_its_name_on_the_hub(hub: str, name: str, parameters: int) -> None:
+    assert on_hub(hub) == on_hub(hub.upper()) == (name, hub)
+    assert on_hub(name)[0] == name
+    assert PRESETS[name].parameters == parameters
+
+
+def test_no_two_presets_have_a_name_in_common() -> None:
+    for name, preset in PRESETS.items():
+        assert on_hub(name)[0] == name
+        for checkpoint in preset.checkpoints:
+            assert on_hub(checkpoint) == (name, checkpoint)
+
+
+def test_the_dense_first_layer_of_a_model_with_experts_is_dry_run_alone() -> None:
+    seen = observe(Request(_recipe("glm-4.7-flash", "{chunked_loss: {}}", ", config: {num_hidden_layers: 1}", 64), GPU))
+    assert "experts" not in seen.changes
+    # Embedding and head, latent attention of 20 heads, the dense block, three norms.
+    attention = 768 * (2048 + 20 * 256 + 1) + 2048 * (512 + 64) + 512 * (1 + 20 * (192 + 256)) + 20 * 256 * 2048
+    assert seen.parameters == 2 * 154880 * 2048 + attention + 3 * 2048 * 10240 + 3 * 2048
+
+
 def test_a_model_is_found_by_its_name_on_the_hub_in_any_case() -> None:
     assert on_hub("qwen/qwen3-8b") == ("qwen3-8b", "Qwen/Qwen3-8B")
     assert on_hub("Meta-Llama-3.1-8B-Instruct") == ("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct")
-    with pytest.raises(RecipeError, match="did you mean Qwen/Qwen3-8B"):
+    with pytest.raises(RecipeError, match=r"did you mean Qwen/Qwen3\.5-9B"):
         on_hub("Qwen/Qwen3-9B")
 
 
