@@ -72,7 +72,7 @@ def chosen(recipe: Recipe, names: Sequence[str]) -> list[Contender]:
     known = registry()
     for name in names:
         if name not in known:
-            raise RecipeError(f"--techniques: '{name}' is not known; there are {', '.join(known)}")
+            raise RecipeError(f"--techniques: '{name}' is unknown; use one of {', '.join(known)}")
     alone = [Contender(n, replace(recipe, techniques={n: recipe.techniques.get(n) or known[n]()})) for n in names]
     return [Contender("plain", replace(recipe, techniques={})), *alone]
 

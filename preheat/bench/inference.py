@@ -185,16 +185,16 @@ def _require_room(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], 
         for (rows, length), cache in zip(cells, worker.about["cache_bytes"], strict=True):
             if positions and length + tokens > positions:
                 raise RecipeError(
-                    f"--lengths {length}: with {tokens} tokens more than the {positions:,} positions of "
+                    f"--lengths {length}: and {tokens} generated tokens are more than the {positions:,} positions of "
                     f"{worker.speech.name}; use {positions - tokens} or less"
                 )
             logits = 4 * rows * worker.about["vocabulary"]
             if (needed := weights + cache + logits) > device["memory"]:
                 raise DoesNotFit(
                     f"--batches {rows}: with prompts of {length} tokens the cache of {worker.speech.name} needs "
-                    f"{cache / 2**30:.2f} GiB beside {weights / 2**30:.2f} GiB of "
-                    f"weights, {needed / 2**30:.2f} GiB in all, and {device['name']} has "
-                    f"{device['memory'] / 2**30:.2f} GiB; use fewer rows or sample.cache=int8"
+                    f"{cache / 2**30:.2f} GiB on top of {weights / 2**30:.2f} GiB of weights, {needed / 2**30:.2f} "
+                    f"GiB in all, and {device['name']} has {device['memory'] / 2**30:.2f} GiB; use fewer rows or "
+                    "sample.cache=int8"
                 )
 
 

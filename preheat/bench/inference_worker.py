@@ -246,9 +246,8 @@ def _plain(job: dict[str, Any], device: Any) -> Any:
     if missing := sorted(info["missing_keys"]):
         raise RunError(
             f"{job['model']}: engine=transformers finds no weights for {len(missing)} tensors of the model "
-            f"({missing[0]}), and would draw them; "
-            "it opens plain folders, and none that `preheat compress` wrote: leave it to preheat, or name the "
-            "model it was made from"
+            f"({missing[0]}), and would initialize them at random; it does not open what `preheat compress` wrote: "
+            "leave engine out, or name the original model"
         )
     model.generation_config = GenerationConfig()  # without end tokens: every text gets its full length
     return model.to(device).eval()

@@ -253,8 +253,8 @@ def _steps(group: _Group, left: float) -> int:
             return min(steps, 10)
         c, seconds = running.pop()
         c.failed = (
-            f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, "
-            "--seq-len or --model-size"
+            f"a step would take {seconds:.0f} s, longer than a trial may take; lower --batch-size, --seq-len or "
+            "--model-size"
         )
     return 2
 
@@ -340,21 +340,20 @@ def _limits(wish: TrialOptions) -> list[str]:
     notes = []
     tried = set(TECHNIQUES) if wish.benchmark else {wish.technique}
     if tried & {"mixed_precision", "integration"} and wish.precision.startswith("fp16"):
-        notes.append("a CPU's fp16 products are slower than fp32's: fp16 gains speed on a GPU only")
+        notes.append("fp16 matmuls are slower than fp32's on a CPU: fp16 is only faster on a GPU")
     if tried & {"mixed_precision", "integration"} and wish.precision == "fp8":
-        notes.append("a CPU has no fp8 products; the memory given for a GPU is that of bf16, fp8's casts are not in it")
+        notes.append("a CPU has no fp8 matmuls; the memory predicted for a GPU is that of bf16, without fp8's casts")
     if tried & {"efficient_attention", "integration"}:
         notes.append(
-            "the fused kernels are those of the CPU; on a GPU they are other ones (flash), whose speed this does "
-            "not show"
+            "the fused kernels here are the CPU's; a GPU uses others (flash), whose speed this does not measure"
         )
     if "zero" in tried:
         notes.append(
-            f"{PROCESSES} processes share this CPU's cores and memory: the speed of several GPUs is not shown, "
-            "what each keeps is"
+            f"{PROCESSES} processes share this CPU's cores: this shows the memory of each of several GPUs, not their "
+            "speed"
         )
         if wish.cpu_offload:
-            notes.append("--cpu-offload: the states are on the host already, so here it changes nothing")
+            notes.append("--cpu-offload: the states are already on the host, so it has no effect here")
     return notes
 
 
@@ -419,8 +418,8 @@ def _with_and_without_zero(
         )
     elif steps < 2:
         why = (
-            f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len "
-            "or --model-size"
+            f"a step would take {seconds:.0f} s, longer than a trial may take; lower --batch-size, --seq-len or "
+            "--model-size"
         )
     for row, stage in zip(results, (0, wish.zero_stage), strict=True):
         row["not_run"] = why

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(help="What is wrong, and what mends it.", no_args_is_help=True, rich_markup_mode="markdown")
+app = typer.Typer(help="What is wrong, and how to fix it.", no_args_is_help=True, rich_markup_mode="markdown")
 
 
 @app.callback()
 def _doctor() -> None:
-    """What is wrong, and what mends it."""
+    """What is wrong, and how to fix it."""
 
 
 @app.command("oom")
 def oom(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was out of memory.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that ran out of memory.")],
     json: Json = False,
 ) -> None:
     """Show what filled the memory of a run, the three cheapest fallbacks by the plan, and allocator settings
@@ -54,16 +54,16 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
     if failure:
         requested = f" when {memory(failure['requested'] / 2**30)} more were asked for" if failure["requested"] else ""
         head = f"out of memory in step {failure['step'] + 1}, {failure['phase']}, on rank {failure['rank']}{requested}"
-        filled = Table("what filled it", "", box=None, pad_edge=False, title=None)
+        filled = Table("memory in use", "", box=None, pad_edge=False, title=None)
         for name, gib in sorted(diagnosis["in_use"].items(), key=lambda item: -item[1]):
-            filled.add_row(f"{name} (activations and what lies between)" if name == "other" else name, memory(gib))
+            filled.add_row(f"{name} (activations and temporary tensors)" if name == "other" else name, memory(gib))
         parts += [Text(head, style="bold"), filled]
     else:
         parts.append(Text("the plan says that it does not fit", style="bold"))
     parts.append(
         Text(
-            f"by the plan it needs {memory(diagnosis['peak_gib'])} (peak in {diagnosis['peak_phase']}); "
-            f"there are {memory(diagnosis['room_gib'])}"
+            f"predicted peak: {memory(diagnosis['peak_gib'])} (in {diagnosis['peak_phase']}) of "
+            f"{memory(diagnosis['room_gib'])} available"
         )
     )
     for rung in diagnosis["fallbacks"]:
@@ -71,7 +71,7 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
             Text(f"resumed from step {rung['step']} with {', '.join(rung['changed']) or 'the recipe as written'}")
         )
     if diagnosis["options"]:
-        table = Table("ways out, the cheapest first", "peak", "s a step", "", box=None, pad_edge=False)
+        table = Table("fixes, the cheapest first", "peak", "s a step", "", box=None, pad_edge=False)
         for way in diagnosis["options"]:
             flags = " ".join(f"--set {item}" for item in way["set"])
             table.add_row(
@@ -89,7 +89,7 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
         ]
     else:
         least = diagnosis["least"]
-        message = f"no way leaves the recipe as it is: the least is {memory(least['peak_gib'])}"
+        message = f"no fallback fits: the least needs {memory(least['peak_gib'])}"
         message += (
             f"; it would fit with {' '.join(f'--set {item}' for item in diagnosis['shorter'])}"
             if diagnosis["shorter"]
@@ -100,8 +100,8 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
         advice = diagnosis["allocator"]
         parts.append(
             Text(
-                f"{advice['why']}: run it with --set {advice['set']}, or where that is not had start it "
-                f"with {advice['or']}"
+                f"{advice['why']}: run it with --set {advice['set']}, or, if that is not available, start it with "
+                f"{advice['or']}"
             )
         )
     return Group(*parts)

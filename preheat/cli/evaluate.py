@@ -30,8 +30,7 @@ def evaluate(
         typer.Argument(
             metavar="RUN|MODEL|ADAPTER [AFTER]",
             help=(
-                "The folder of a run, a Hugging Face model, or an adapter of peft's. Two are compared, the "
-                "first as before."
+                "The folder of a run, a Hugging Face model, or a PEFT adapter. Two are compared, as before and after."
             ),
         ),
     ],
@@ -40,8 +39,8 @@ def evaluate(
         typer.Option(
             "--data",
             help=(
-                "A text: a file, folder or source, or a run's own `validation` (when nothing is named) or "
-                "`train`. May stand several times."
+                "A text: a file, folder or source, or a run's own `validation` (when nothing is named) or `train`. "
+                "Repeatable."
             ),
         ),
     ] = None,
@@ -51,22 +50,22 @@ def evaluate(
             "--tasks",
             metavar="NAME|FILE.yaml",
             help=(
-                "A task: a built-in name or a YAML file, NAME=ROWS for rows of yours, with ,KEY=VALUE for "
-                "further keys; lm-eval:NAME for one of lm-eval's. Of length: recall, and with a long text "
-                "needle=FILE, positions=FILE, continuation=FILE. May stand several times."
+                "A task: a built-in name or a YAML file, NAME=ROWS for your own rows, with ,KEY=VALUE for further "
+                "keys; lm-eval:NAME for one of lm-eval's. Long context: recall, and with a long text needle=FILE, "
+                "positions=FILE, continuation=FILE. Repeatable."
             ),
         ),
     ] = None,
     before: Annotated[
-        bool, typer.Option("--before", help="Of a run: also measure the model that it began from.")
+        bool, typer.Option("--before", help="For a run: also measure the model that it started from.")
     ] = False,
     forgetting: Annotated[
         str | None,
-        typer.Option("--forgetting", help="A text whose loss shows what was forgotten; with --before or two models."),
+        typer.Option("--forgetting", help="A text whose loss shows forgetting; needs --before or two models."),
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="At most so many rows of a text.")] = 1000,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Maximum number of rows of a text.")] = 1000,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="At most so many rows of a task; all when not given.")
+        int | None, typer.Option("--limit", min=1, help="Maximum number of rows of a task; default: all.")
     ] = None,
     length: Annotated[
         int | None,
@@ -74,13 +73,12 @@ def evaluate(
             "--length",
             min=2,
             help=(
-                "Tokens a row; for texts the run's, or 512, and for tasks what the model takes (up to 2,048), "
-                "when not given."
+                "Tokens per row; default: for texts the run's, or 512; for tasks the model's positions, up to 2,048."
             ),
         ),
     ] = None,
     samples: Annotated[
-        Path | None, typer.Option("--samples", help="A file (.jsonl) for what was asked and answered, row by row.")
+        Path | None, typer.Option("--samples", help="A .jsonl file for the questions and answers, row by row.")
     ] = None,
     base: Base = None,
     json: Json = False,
@@ -100,7 +98,7 @@ def evaluate(
 
     if len(model) > 2 or (before and len(model) > 1):
         problem = "--before is for one run" if len(model) == 2 else f"{len(model)} models were named"
-        raise RecipeError(f"RUN|MODEL: one, or two that are compared; {problem}")
+        raise RecipeError(f"RUN|MODEL: name one, or two to compare; {problem}")
     if forgetting is not None and len(model) == 1 and not before:
         raise RecipeError("--forgetting: shows a difference: add --before, or name two models")
     chosen = find_tasks(tasks or [])
@@ -298,17 +296,17 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
     notes = []
     for name, result in summary["texts"].items():
         left = f"; {result['unread_rows']:,} more rows were not read (--rows)" if result["unread_rows"] else ""
-        cut = f"; {result['truncated']:,} examples lost their end (--length)" if result["truncated"] else ""
+        cut = f"; {result['truncated']:,} examples were truncated (--length)" if result["truncated"] else ""
         notes.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} rows{left}{cut}")
     for name, result in summary["tasks"].items():
-        cut = f"; {result['truncated']:,} had no room for all of their context" if result["truncated"] else ""
+        cut = f"; {result['truncated']:,} had their context truncated" if result["truncated"] else ""
         notes.append(f"{name}: {result['rows']:,} rows{cut}")
     for part in ("texts", "tasks"):
         for name, off in summary.get("difference", {}).get(part, {}).items():
             if not off["paired"]:
                 notes.append(
                     f"{name}: the two did not read the same rows (another tokenizer), so each was resampled "
-                    "by itself; only bits a byte compare"
+                    "separately; only bits per byte are comparable"
                 )
     notes.append("In brackets: 95 % of 1,000 bootstrap resamples of the rows. Losses are in nats a token.")
     return notes

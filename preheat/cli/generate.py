@@ -20,19 +20,20 @@ def generate(
         typer.Argument(
             metavar="RUN|CHECKPOINT|MODEL|ADAPTER...",
             help=(
-                "The folder of a run, of one of its checkpoints, of a Hugging Face model, or of an adapter of "
-                "peft's; several are shown side by side."
+                "The folder of a run, of one of its checkpoints, of a Hugging Face model, or of a PEFT adapter; "
+                "several are shown side by side."
             ),
         ),
     ],
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="The beginning to continue. May stand several times."),
+        typer.Option("--prompt", metavar="TEXT", help="A prompt to continue. Repeatable."),
     ] = None,
     file: Annotated[
         Path | None,
         typer.Option(
-            "--file", help='Prompts, one a line; a .jsonl file holds {"prompt": ...} or {"messages": [...]} a line.'
+            "--file",
+            help='Prompts, one per line; a .jsonl file has {"prompt": ...} or {"messages": [...]} in each line.',
         ),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help=generation.HELP["max_new_tokens"])] = 64,
@@ -49,12 +50,12 @@ def generate(
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Lay prompts out by the chat template, or not; as the run was trained when not given.",
+            help="Apply the chat template to the prompts, or not; default: as the run was trained.",
         ),
     ] = None,
     template: generation.ChatTemplate = None,
     base: Base = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts written at a time.")] = 8,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts per batch.")] = 8,
     json: Json = False,
 ) -> None:
     """Writes text with a run or a model, as it is written.

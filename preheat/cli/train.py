@@ -67,7 +67,7 @@ def run(
         else:
             screen.print(_summary(result))
             if "resume" in result:
-                say(f"to go on: {result['resume']}")
+                say(f"to resume: {result['resume']}")
     if code:
         raise typer.Exit(code)
     return result
@@ -105,8 +105,8 @@ def _finished(result: dict[str, Any], recipe: Recipe) -> Text:
         f"--set stop.{key}={2 * limit:g}" for key, limit in limits.items()
     )  # the first limit reached ends the run
     return Text(
-        f"{result['run']}: has finished already, at step {result['steps']:,}; nothing was written. "
-        f"To go on longer, resume it with a later end: {later}"
+        f"{result['run']}: is finished already, at step {result['steps']:,}; nothing was written. To train longer, "
+        f"resume it with a later end: {later}"
     )
 
 
@@ -226,30 +226,30 @@ def train(
     context: typer.Context,
     recipe: RecipeArgument,
     set: Set = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The run's folder; runs/NAME when not given.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The run's folder; default: runs/NAME.")] = None,
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
             help=(
-                "Go on with the run in that folder from its last whole checkpoint: bit for bit on CPUs, and on "
-                "a GPU with hardware.deterministic=true."
+                "Resume the run in that folder from its last intact checkpoint: bit for bit on CPUs, and on a GPU "
+                "with hardware.deterministic=true."
             ),
         ),
     ] = False,
     auto_resume: Annotated[
         bool,
-        typer.Option("--auto-resume", help="Go on with the run where that folder holds one, and begin it where not."),
+        typer.Option("--auto-resume", help="Resume the run if that folder holds one, otherwise start it."),
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Train even where the plan says that it does not fit.")
+        bool, typer.Option("--force", help="Train even if the plan predicts that it does not fit.")
     ] = False,
     nproc: Annotated[
         int,
         typer.Option(
             "--nproc",
             min=1,
-            help="Processes on this host, one a device; the recipe's techniques say how they share the work.",
+            help="Processes on this host, one per device; the recipe's techniques decide how the work is split.",
         ),
     ] = 1,
     restarts: Annotated[
@@ -257,7 +257,7 @@ def train(
         typer.Option(
             "--restarts",
             min=0,
-            help="With --nproc: start all again so often after one of them died, from the last checkpoint.",
+            help="With --nproc: number of restarts from the last checkpoint after a process died.",
         ),
     ] = 0,
     dry_run: Annotated[
@@ -265,15 +265,16 @@ def train(
         typer.Option(
             "--dry-run",
             help=(
-                "What comes before the first step, and nothing written: read the data, build, take a step "
-                "without memory, plan."
+                "Everything before the first step, and nothing written: read the data, build the model, simulate a "
+                "step, plan."
             ),
         ),
     ] = False,
     gpu: Annotated[
         str | None,
         typer.Option(
-            "--gpu", help="With --dry-run: on a device of the catalogue, or a stated one, as of preheat plan."
+            "--gpu",
+            help="With --dry-run: plan for a device of the catalogue, or for given figures, as in preheat plan.",
         ),
     ] = None,
     json: Json = False,
@@ -292,7 +293,7 @@ def train(
         _dry_run(recipe, set or [], gpu=gpu, out=out, resume=resume, nproc=nproc, json=json)
         return
     if gpu is not None:
-        raise RecipeError("--gpu: a run takes the devices that are here; add --dry-run to look at it on another")
+        raise RecipeError("--gpu: a run uses the devices of this machine; add --dry-run to plan it for another")
     # With several processes, rank 0 prints the warnings.
     read = recipes.load(recipe, set or [], warn=nproc < 2 or "RANK" in os.environ)
     folder = out or Path("runs") / read.name

@@ -32,9 +32,7 @@ def try_(
     ] = "tiny",
     batch_size: Annotated[
         int | None,
-        typer.Option(
-            "--batch-size", "--batch_size", min=1, help="Rows of a micro-batch; by size and length when not given."
-        ),
+        typer.Option("--batch-size", "--batch_size", min=1, help="Rows of a micro-batch; default: by size and length."),
     ] = None,
     accumulation_steps: Annotated[
         int | None,
@@ -43,8 +41,7 @@ def try_(
             "--accumulation_steps",
             min=1,
             help=(
-                "Micro-batches in a step of gradient_accumulation and integration; 4, or 2 where 4 are too "
-                "many, when not given."
+                "Micro-batches in a step of gradient_accumulation and integration; default: 4, or 2 if 4 are too many."
             ),
         ),
     ] = None,
@@ -54,7 +51,7 @@ def try_(
     zero_stage: Annotated[
         int,
         typer.Option(
-            "--zero-stage", "--zero_stage", help="1: optimizer states shared out; 2: gradients too; 3: weights too."
+            "--zero-stage", "--zero_stage", help="1: shard optimizer states; 2: gradients too; 3: weights too."
         ),
     ] = 1,
     cpu_offload: Annotated[

@@ -217,9 +217,9 @@ def require_new(out: str | Path, source: str | Path | None = None) -> None:
         if target.is_symlink():
             raise RunError(f"{out}: is a link; name a folder of its own with --out")
         if target.exists() and not target.is_dir():
-            raise RunError(f"{out}: is a file that stands there already; name another folder with --out")
+            raise RunError(f"{out}: is a file that already exists; name another folder with --out")
         if target.is_dir() and any(target.iterdir()):
-            raise RunError(f"{out}: stands there already; name another folder with --out")
+            raise RunError(f"{out}: already exists; name another folder with --out")
         ancestor = next(folder for folder in target.parents if folder.exists())
     except OSError as error:
         raise RunError(

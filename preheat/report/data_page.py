@@ -45,7 +45,11 @@ def _page(shown: dict[str, Any]) -> str:
             f"of {packing['length']:,} tokens, {percent(packing['efficiency'])} text",
         ),
         ("Longest", grouped(shown["lengths"]["longest"]), f"median {shown['lengths']['median']:,.0f} tokens"),
-        ("Longer than a row", grouped(shown["lengths"]["longer_than_a_row"]), f"{packing['cut']:,} with a cut answer"),
+        (
+            "Longer than a row",
+            grouped(shown["lengths"]["longer_than_a_row"]),
+            (f"{packing['cut']:,} with a truncated answer"),
+        ),
         ("Duplicates", grouped(packing["duplicates"]), "examples that stand there before"),
         ("Layout", shown["layout_kind"], shown["layout_reason"]),
     )
@@ -81,7 +85,7 @@ def _example(example: dict[str, Any]) -> str:
         )
         parts.append(page.small(title) + f'<pre class="tokens">{text}</pre>')
     if example["padding"]:
-        parts.append(page.small(f"and {example['padding']:,} places of padding"))
+        parts.append(page.small(f"and {example['padding']:,} positions of padding"))
     return "".join(parts)
 
 

@@ -207,7 +207,7 @@ def _alternatives(plan: Mapping[str, Any]) -> str:
         f"memory, {unit}",
         "tokens/s",
         *(["$ a million tokens"] if priced else []),
-        "beside the best",
+        "vs. the best",
     ]
     rows = (
         page.row(

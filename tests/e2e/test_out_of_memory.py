@@ -131,7 +131,7 @@ def test_the_first_step(preheat: Command) -> None:
     found = preheat.here.json("doctor", "oom", "capped")
     assert found["options"][0]["peak_gib"] < found["room_gib"] < found["peak_gib"]
     assert found["in_use"]["parameters"] == pytest.approx(rung_parameters(run), rel=1e-6)
-    assert "ways out" in preheat.here("doctor", "oom", "capped")[0]
+    assert "fixes, the cheapest first" in preheat.here("doctor", "oom", "capped")[0]
 
 
 def rung_parameters(run: Path) -> float:

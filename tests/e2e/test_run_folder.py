@@ -300,7 +300,7 @@ def test_a_finished_run_is_left_as_it_is(command: Command) -> None:
         ("--resume", "--set", "stop.epochs=0.1"),
     ):
         out, error = command.here("train", "r.yaml", "--out", "a", *more)
-        assert "has finished already, at step 6" in out
+        assert "is finished already, at step 6" in out
         assert "stop.max_steps=12" in out
         assert "nan" not in (out + error).lower()
         assert tree(a) == before

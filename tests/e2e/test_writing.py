@@ -193,7 +193,7 @@ def test_samples_that_leave_no_room_are_refused_before_training(here: Path, caps
     [
         ("word " * 600, ["--template", "chatml"], "say it in fewer words"),
         ("/rest\n", ["--template", "chatml"], "no such command; did you mean '/reset'?"),
-        ("/save t.jsonl\n", ["--template", "chatml"], "nothing was said yet"),
+        ("/save t.jsonl\n", ["--template", "chatml"], "the conversation is empty"),
         ("Hi\n", [], "no chat template; name the one"),
     ],
     ids=["long", "command", "save", "template"],

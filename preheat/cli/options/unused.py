@@ -86,7 +86,7 @@ MODES: Mapping[str, Sequence[Mode]] = {
                 "out",
                 "html",
             ),
-            "--compute-budget says how large a model is worth training, whatever the model and the devices",
+            "--compute-budget computes the best size of a model, whatever the model and the devices",
         ),
         Mode(
             lambda p: p["inference"],
@@ -119,18 +119,18 @@ MODES: Mapping[str, Sequence[Mode]] = {
             ("nproc", "restarts"),
             "torchrun has started the processes already",
         ),
-        Mode(lambda p: p["resume"], ("auto_resume",), "--resume says so already"),
+        Mode(lambda p: p["resume"], ("auto_resume",), "--resume includes it"),
     ),
     "bench": (
         Mode(
             lambda p: p["inference"],
             ("ablate", "techniques", "steps", "device"),
-            "--inference measures models as they write, and this is for recipes",
+            "--inference measures generation, and this is for recipes",
         ),
         Mode(
             lambda p: not p["inference"],
             ("batches", "lengths", "tokens", "variant", "text"),
-            "techniques are compared in training; add --inference to measure how models write",
+            "techniques are compared in training; add --inference to measure generation",
         ),
         Mode(
             lambda p: not p["inference"],
@@ -155,25 +155,25 @@ MODES: Mapping[str, Sequence[Mode]] = {
         Mode(lambda p: not p["tasks"], ("limit", "samples"), "no task is named; add --tasks"),
     ),
     "generate": (
-        Mode(lambda p: p["chat"] is False, ("template",), "it lays out chats, and --no-chat asks for none"),
+        Mode(lambda p: p["chat"] is False, ("template",), "it is for chats, and --no-chat turns them off"),
         Mode(
             lambda p: not p["temperature"] and not _sets(p, "temperature"),
             ("seed",),
-            "temperature 0 draws nothing; set a temperature, e.g. 0.8",
+            "temperature 0 does not sample; set a temperature, e.g. 0.8",
         ),
     ),
     "chat": (
         Mode(
             lambda p: not p["temperature"] and not _sets(p, "temperature"),
             ("seed",),
-            "temperature 0 draws nothing; set a temperature, e.g. 0.8",
+            "temperature 0 does not sample; set a temperature, e.g. 0.8",
         ),
     ),
     "compress": (
         Mode(
             lambda p: p["recipe"] is not None,
             ("method", "settings", "bits", "rows", "length", "within"),
-            "--recipe says itself what is done; copy it (preheat init) and edit the copy",
+            "--recipe defines the steps itself; copy it (preheat init) and edit the copy",
         ),
         Mode(
             lambda p: _is_classifier(p["model"]),

@@ -28,7 +28,7 @@ def plan_overview(result: Mapping[str, Any], name: str) -> Group:
         s = result["searched"]
         sure = ", dry-run with all its layers" if s["confirmed"] else ""
         parts.append(Text(f"{s['candidates']:,} candidates, {s['dry_runs']} dry-run; the best{sure}:", style="dim"))
-        numbers = {"exact": "numbers as without", "rounding": "numbers rounded", "different": "other numbers"}[
+        numbers = {"exact": "numbers unchanged", "rounding": "numbers rounded", "different": "other numbers"}[
             result["numerics"]
         ]
         parts.append(Text(f"{result['chosen']} ({numbers})", style="bold cyan"))
@@ -75,7 +75,7 @@ def _alternatives(result: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("memory", "tokens/s", *(["$ / M tokens"] if result["cost"] else [])):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("beside the best", min_width=15)
+    table.add_column("vs. the best", min_width=15)
     table.add_column("techniques", min_width=25, overflow="fold")
     for a in result["alternatives"]:
         cost = [f"{a['cost']['million_tokens']:.3g}"] if result["cost"] else []
@@ -137,7 +137,7 @@ def serving_picture(result: Mapping[str, Any]) -> Group:
         ),
         Text(
             f"a token takes {result['cache_bytes_per_token'] / 1024:,.0f} KiB of cache, a row has "
-            f"{result['length']:,} tokens; what each device holds:"
+            f"{result['length']:,} tokens; memory of each device:"
         ),
         table,
         Text(
@@ -170,7 +170,7 @@ def budget_picture(flops: float, approaches: Sequence[Mapping[str, Any]]) -> Gro
     return Group(
         Text(
             (
-                f"{flops:g} FLOPs are best spent on (Hoffmann et al. 2022, arXiv:2203.15556; FLOPs = 6 x "
+                f"{flops:g} FLOPs: compute-optimal model (Hoffmann et al. 2022, arXiv:2203.15556; FLOPs = 6 x "
                 "parameters x tokens)"
             ),
             style="bold",

@@ -94,7 +94,7 @@ def test_places_where_nothing_can_be_written_are_refused_before_any_work(tmp_pat
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "file").write_text("mine")
     for out, words in (
-        (run, "stands there already"),
+        (run, "already exists"),
         (run / "checkpoints/step-4", "keeps for itself"),
         (run / "tokenizer", "keeps for itself"),
         (tmp_path / "link", "is a link"),

@@ -305,7 +305,7 @@ def test_what_is_compressed_is_not_trained_and_carries_no_adapter(stories: Path,
 
 def test_a_folder_that_stands_is_not_written_over(stories: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(RunError, match="stands there already"):
+    with pytest.raises(RunError, match="already exists"):
         compress(stories, [read_variant("int8")], tmp_path)
 
 

@@ -215,7 +215,7 @@ def test_a_narrower_precision_is_measured_and_a_difference_beyond_the_tolerance_
     with pytest.raises(RunError, match=r"differ by up to"):
         peft_export.write(run, tmp_path / "refused", tolerance=-1.0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["half", "run"]
-    with pytest.raises(RunError, match="stands there already"):
+    with pytest.raises(RunError, match="already exists"):
         huggingface.write(run, tmp_path / "half")
 
 
