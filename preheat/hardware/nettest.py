@@ -49,7 +49,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
             return tuple(sorted({parse_memory(part) for part in text.split(",")}))
         low, high = (parse_memory(part) for part in text.split("-", 1))
     except RecipeError:
-        raise RecipeError(f"--sizes: '{text}' is no list of sizes; write it like 1KiB-64MiB or 4KiB,1MiB") from None
+        raise RecipeError(f"--sizes: '{text}' is not a list of sizes; write it like 1KiB-64MiB or 4KiB,1MiB") from None
     if low > high:
         raise RecipeError(f"--sizes: '{text}' falls; write the smaller size first")
     sizes = [low]

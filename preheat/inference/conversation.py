@@ -132,8 +132,8 @@ class Conversation:
             if later is None:
                 if count >= positions:
                     raise RecipeError(
-                        f"the message has {count:,} tokens as the template lays it out, the model only {positions:,} "
-                        "positions; say it in fewer words"
+                        f"the message has {count:,} tokens with the template, the model only {positions:,} positions; "
+                        "shorten it"
                     )
                 return count, dropped
             del self.turns[:later]

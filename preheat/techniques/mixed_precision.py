@@ -335,7 +335,7 @@ class MixedPrecision(Searchable):
         if not of_weights:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             scaled = ", loss scaled" if half == torch.float16 else ""
-            return Change(f"matrix products in {name} under autocast, weights in fp32{scaled}{suffix}", total)
+            return Change(f"matmuls in {name} under autocast, weights in fp32{scaled}{suffix}", total)
         count = to_half(part, half, keep=fp32_modules)
         if not full:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))

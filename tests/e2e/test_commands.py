@@ -244,7 +244,7 @@ def test_damaged_checkpoints(preheat: Command) -> None:
     for file in (preheat.folder / "runs/small/checkpoints").glob("*/*.safetensors"):
         file.write_bytes(b"")
     assert (
-        "no checkpoint is whole"
+        "no checkpoint is intact"
         in preheat.here("train", "r.yaml", "--resume", "--set", "schedule.kind=constant", code=1)[1]
     )
 
@@ -379,7 +379,7 @@ def test_an_evaluation_that_ends_the_process_is_taken_again_once(
     preheat.here("train", "r.yaml", *more, "--out", "twice", code=9)
     preheat.here("train", "r.yaml", *more, "--out", "twice", "--resume", code=9)
     assert (
-        "step 4: its evaluation is left out" in preheat.here("train", "r.yaml", *more, "--out", "twice", "--resume")[0]
+        "step 4: its evaluation is skipped" in preheat.here("train", "r.yaml", *more, "--out", "twice", "--resume")[0]
     )
     assert evaluations("twice") == evaluations("whole")[1:]
     assert losses(preheat.folder / "twice") == losses(preheat.folder / "whole")

@@ -112,7 +112,7 @@ def test_a_run_opens_from_anywhere_and_finds_its_base(preheat: Command, base: Pa
     (preheat.folder / "models").mkdir()
     base.rename(preheat.folder / "models" / "other")
     error = there.here("eval", "../run", code=1)[1]
-    assert f"its base model {base}: no such folder; name where it is now with --base" in error
+    assert f"its base model {base}: no such folder; give its current folder with --base" in error
     assert there.here.json("eval", "../run", "--base", "../models/other")["loss"] == right
     weights = load_file(preheat.folder / "models/other/model.safetensors")
     wrong = shutil.copytree(preheat.folder / "models/other", preheat.folder / "wrong")

@@ -189,7 +189,7 @@ def test_where_no_rung_suffices_it_saves_and_ends_and_goes_on_with_memory(prehea
     done = run_capped(preheat, "step 1", 20, *more)
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()[-1]
-    assert re.search(r"It has no rung; another run with batch.seq_len=(1024|512|256) would need", said)
+    assert re.search(r"It has no fallback; another run with batch.seq_len=(1024|512|256) would need", said)
     run = preheat.folder / "capped"
     last = max(steps(run))
     assert [saved.name for saved in run.glob("checkpoints/step-*")] == [f"step-{last}"]

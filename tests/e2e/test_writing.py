@@ -191,7 +191,7 @@ def test_samples_that_leave_no_room_are_refused_before_training(here: Path, caps
 @pytest.mark.parametrize(
     ("said", "arguments", "words"),
     [
-        ("word " * 600, ["--template", "chatml"], "say it in fewer words"),
+        ("word " * 600, ["--template", "chatml"], "shorten it"),
         ("/rest\n", ["--template", "chatml"], "no such command; did you mean '/reset'?"),
         ("/save t.jsonl\n", ["--template", "chatml"], "the conversation is empty"),
         ("Hi\n", [], "no chat template; name the one"),

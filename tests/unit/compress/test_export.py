@@ -336,7 +336,7 @@ def test_added_tokens_begin_as_the_mean_are_trained_and_exported(
         assert torch.allclose(
             new.weight[VOCABULARY : VOCABULARY + 2], old.weight[:VOCABULARY].mean(0).expand(2, -1), atol=1e-6
         )
-    assert "rows 300 to 301 of embedding and head begin as the mean" in fresh.changes["add_tokens"][0].what
+    assert "rows 300 to 301 of embedding and head start as the mean" in fresh.changes["add_tokens"][0].what
     b = trained(base, "{}", 3, ADDED, vocabulary=len(tokenizer))
     assert (
         furthest(
@@ -360,7 +360,7 @@ def test_tokens_that_would_never_be_learnt_or_are_there_are_refused(bases: dict[
         trained(bases["llama"], LORAS["lora"], 0, ADDED, vocabulary=VOCABULARY + 2)
     with pytest.raises(DataError, match=r"model.add_tokens: the tokenizer has '<\|pad\|>' already"):
         load_tokenizer(str(bases["llama"]), add_tokens=["<|pad|>"])
-    with pytest.raises(RecipeError, match=r"has '<\|pad\|>' already and the model a row for it"):
+    with pytest.raises(RecipeError, match=r"'<\|pad\|>' is already in the tokenizer and in the embedding"):
         vocabulary_of(recipes.parse(text(bases["llama"], "{}", ", add_tokens: ['<|pad|>']")))
     tokenizer = load_tokenizer(str(bases["llama"]), add_tokens=CHAT)
     larger = tmp_path / "larger"

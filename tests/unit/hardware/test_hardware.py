@@ -171,7 +171,8 @@ def test_segments_of_a_gpu_s_allocator(
     device = probing.probe("cuda", segments=asked)
     assert (device.expandable, a_gpu) == (grows, told)
     assert (
-        f"{variable} of the environment goes before hardware.segments ({asked}): '{environment}'" == device.notice
+        (f"{variable} of the environment takes precedence over hardware.segments ({asked}): '{environment}'")
+        == device.notice
     ) == says
     assert says or not device.notice
 

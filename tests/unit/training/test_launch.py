@@ -196,7 +196,7 @@ def test_skypilot_takes_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("slurm", {"time": "0:05:00"}, "over before --save-within 300"),
         ("slurm", {"namespace": "x"}, "--namespace: --scheduler slurm has no such setting"),
         ("slurm", {"env": ("A",)}, "KEY=VALUE"),
-        ("slurm", {"partition": "a; rm -rf b"}, "is no name"),
+        ("slurm", {"partition": "a; rm -rf b"}, "is not a name"),
         ("slurm", {"memory": "lots"}, "--memory: 'lots'"),
         ("slurm", {"port": 80}, "--port: 80"),
         ("kubernetes", {"image": None}, "--image: pods run one"),
@@ -207,7 +207,7 @@ def test_skypilot_takes_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("skypilot", {"storage": "s3://b"}, "is a bucket"),
         ("skypilot", {"storage": None}, "--storage: name the volume"),
         ("skypilot", {"accelerator": None}, "--accelerator: SkyPilot looks"),
-        ("ray", {"out": None}, "--out: name the run's folder by its whole path"),
+        ("ray", {"out": None}, "--out: name the run's folder by its absolute path"),
         ("ray", {"setup": ("module load",)}, "--setup: --scheduler ray runs no shell"),
     ],
 )  # fmt: skip
