@@ -111,8 +111,8 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
         getattr(config.get_text_config(), key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")
     ):
         raise ValueError(
-            f"{config.model_type} has experts, whose cost a dry run cannot see and whose balancing loss stages do "
-            "not hand on"
+            f"{config.model_type} has experts, whose cost a dry run cannot see and whose balancing loss stages do not "
+            "pass on"
         )
     model = hf.build_on_meta(copy.deepcopy(config), trust=trust)
     course = ModelProfile(_list_of_layers(model))

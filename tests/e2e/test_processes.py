@@ -180,7 +180,7 @@ def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command)
     [
         (
             ("--set", "techniques={fsdp: {}}"),
-            "techniques.fsdp: shares out weights among devices, and there is one; start several with --nproc",
+            "techniques.fsdp: shards weights across devices, and there is one; start several with --nproc",
         ),
         (
             ("--set", "parallel.devices=3"),

@@ -283,7 +283,7 @@ def test_eight_bit_floats_need_a_gpu(stories: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
     assert any(
-        "a CPU has no fp8 products" in words
+        "a CPU has no fp8 matmuls" in words
         for words in read_variant("fp8").method.check(load_model(stories).build.model)
     )
 

@@ -436,7 +436,7 @@ def test_another_method_starts_from_its_own_folder(bases: dict[str, Path], tmp_p
         ({"modules_to_save": ["lm_head"]}, "", "trains whole modules besides"),
         ({"bias": "all"}, "", "trains biases"),
         ({"init_lora_weights": "pissa"}, "", "belongs to a base that pissa changed"),
-        ({}, ", variant: pissa", "start: pissa begins from the base's singular directions"),
+        ({}, ", variant: pissa", "start: pissa starts from the base's singular directions"),
     ],
 )
 def test_an_adapter_of_other_settings_is_refused(

@@ -350,8 +350,8 @@ def test_an_image_that_changed_since_is_told(folders: dict[str, Path], tmp_path:
 def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path, data_folder: Path) -> None:
     source = written(tmp_path, questions(tmp_path))
     for techniques, words in (
-        ("{length_curriculum: {}}", "would cut the images"),
-        ("{rope_scaling: {}}", "scales positions of text alone"),
+        ("{length_curriculum: {}}", "would split the images"),
+        ("{rope_scaling: {}}", "supports only text models"),
     ):
         with pytest.raises(RecipeError, match=words):
             made(recipe_of(folders["qwen3_vl"], source, techniques))

@@ -295,7 +295,7 @@ def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(
     ("techniques", "words"),
     [
         ("{peft_adapter: {method: lohaa}}", "did you mean 'loha'"),
-        ("{peft_adapter: {method: prompt_tuning}}", "not into linear maps"),
+        ("{peft_adapter: {method: prompt_tuning}}", "not linear maps"),
         ("{peft_adapter: {method: adalora}}", "schedule"),
         ("{peft_adapter: {method: loha, settings: {rr: 3}}}", "settings.rr: loha has no such setting"),
         ("{peft_adapter: {method: loha, settings: {module_dropout: 0.1}}}", "leave it at 0"),

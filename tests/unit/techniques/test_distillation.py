@@ -373,7 +373,7 @@ def test_the_pass_that_fills_a_cache_is_planned_too(large: Path) -> None:
         ("teacher: {adapter}", "is an adapter; merge it"),
         ("teacher: {other}", "piece 17 is 'w17' in the one and 'w18' in the other"),
         ("teacher: {fewer}", "its head has 64 rows and the student's 96"),
-        ("teacher: {same}, mixture: 0", "the teacher counts for nothing"),
+        ("teacher: {same}, mixture: 0", "the teacher has no effect"),
         ("teacher: {same}, matched: 2", "hidden is 0"),
         ("teacher: {same}, hidden: 0.1, matched: 4", "the shallower model has 3; use at most 3"),
         ("teacher: {same}, layers: spread", "set model.path to the teacher"),
