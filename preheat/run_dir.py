@@ -1022,7 +1022,7 @@ class Writer:
             file.flush()
         except OSError as error:
             raise RunError(
-                f"{self.path / name}: cannot be written ({error.strerror}); free some room and go on with --resume"
+                f"{self.path / name}: cannot be written ({error.strerror}); free disk space and continue with --resume"
             ) from None
 
     def metric(self, **values: Any) -> None:

@@ -181,8 +181,8 @@ def linear_maps(model: PreTrainedModel) -> dict[str, nn.Module]:
     for name, p in model.named_parameters():
         if p.ndim > 2:
             raise RecipeError(
-                f"model: {name} holds all experts of a layer in one parameter, which single weights are not pruned "
-                "of; take out whole layers by the method depth"
+                f"model: {name} holds all experts of a layer in one parameter, from which single weights cannot be "
+                "pruned; take out whole layers by the method depth"
             )
     return {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not last}
 

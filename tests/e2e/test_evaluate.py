@@ -147,7 +147,7 @@ def refused(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str])
         (["m", "--data", "empty.txt"], 4, "empty"),
         (["m"], 2, "--data: is needed"),
         (["m", "--forgetting", "other.txt", "--data", "other.txt"], 2, "add --before"),
-        (["m", "--before", "--data", "other.txt"], 1, "is no run"),
+        (["m", "--before", "--data", "other.txt"], 1, "is not a run"),
         (["m", "m", "m", "--data", "other.txt"], 2, "3 models"),
         (["m", "--tasks", "t.yaml", "--samples", "no/where.jsonl"], 2, "--samples no/where.jsonl"),
     ],

@@ -159,7 +159,7 @@ def test_a_run_from_somebody_else_runs_no_code(preheat: Command, base: Path) -> 
         assert words in preheat.here(*command, code=2)[1], command
     assert not mark.exists()
     out, _ = preheat.here("export", "run", "--out", "x", "--trust-remote-code")
-    assert "carries Python code of the model it came from (configuration_strange.py, modeling_strange.py)" in out
+    assert "contains Python code of the original model (configuration_strange.py, modeling_strange.py)" in out
     assert "carries Python code" in (preheat.folder / "x" / "README.md").read_text()
 
 

@@ -49,7 +49,7 @@ def test_images_from_rows_to_a_resumed_run(preheat: Command) -> None:
     assert made["max_logit_difference"] < 1e-5 * made["largest_logit"]
     assert (here / "merged/preprocessor_config.json").is_file()
     _, error = preheat.here("export", "runs/see", "--to", "gguf", code=1)
-    assert "reads images, which only --to hf writes" in error
+    assert "reads images, which only --to hf supports" in error
     _, error = preheat.here("compress", "merged", "--method", "int8", code=2)
     assert "reads images" in error
     measured = preheat.here.json("eval", "merged", "--data", "text/00.txt", "--length", "64")

@@ -155,7 +155,7 @@ def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, sto
         (["--file", "chat.jsonl"], 2, "no chat template"),
         (["--top-p", "0.9"], 2, "--top-p: 0.9 chooses among drawn tokens, and temperature 0 draws none"),
         (["--stop", ""], 2, "--stop: an empty string"),
-        (["--step", "3"], 1, "is no run"),
+        (["--step", "3"], 1, "is not a run"),
     ],
     ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else "",
 )

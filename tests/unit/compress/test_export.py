@@ -537,7 +537,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(bases: dict[str, Path], tmp_
     new = run_of(
         trained(bases["llama"], LORAS["lora"], 1, ", weights: random"), tokenizer_of(bases["llama"]), tmp_path / "new"
     )
-    refused(lambda: peft_export.write(new, tmp_path / "out"), "its base was drawn new")
+    refused(lambda: peft_export.write(new, tmp_path / "out"), "its base was newly initialized")
     base = tmp_path / "base"
     shutil.copytree(bases["llama"], base)
     run, _ = made(base, LORAS["lora"], tmp_path / "run")

@@ -532,7 +532,7 @@ def test_weights_without_zeros_have_none_to_keep(tmp_path: Path) -> None:
         ("wanda", {"sparsity": 0.0}, "sparsity: 0.0 is no share"),
         ("width", {}, "prune nothing"),
         ("width", {"channels": 1.2}, "channels: 1.2 is no share"),
-        ("depth", {"layers": 1.0}, "layers: 1.0 takes no layer out"),
+        ("depth", {"layers": 1.0}, "layers: 1.0 must remove some layers"),
         ("lottery", {"parameters": 0.0}, "leave no budget"),
         ("lottery", {"parameters": 1.0}, "parameters: 1.0 is no share"),
     ],
@@ -570,7 +570,7 @@ def test_settings_that_serve_are_silent() -> None:
         ),
         ("llama", "width", {"heads": 0.75}, "32 is none of 6: with 6 heads use a width of 30"),
         ("gpt2", "width", {"heads": 0.5}, "2 heads of 8 need a width of 16 and not 32"),
-        ("mistral", "width", {"channels": 0.99}, "leave the model as it is"),
+        ("mistral", "width", {"channels": 0.99}, "leave the model unchanged"),
         ("llama", "depth", {"layers": 0.1}, r"layers: 0\.1 leaves none of the 3 layers; 0\.334 leaves 1"),
         ("llama", "depth", {"layers": 0.9}, "keeps all 3 layers; 0.667 takes one out"),
         ("llama", "lottery", {"parameters": 0.05}, r"parameters: 0\.05 is met by no shape"),
@@ -601,7 +601,7 @@ def test_families_that_cannot_be_sliced_are_refused() -> None:
         ):  # turns nothing, and goes first: the others get other numbers
             if "c_proj" in name:
                 p.zero_()
-    with pytest.raises(RecipeError, match="tells its layers apart by their number"):
+    with pytest.raises(RecipeError, match="has layers that depend on their index"):
         prune_depth(numbered, ROWS, layers=0.67)
 
 

@@ -155,7 +155,7 @@ def test_a_v_comes_back_to_the_first_device() -> None:
         (
             "{pipeline_parallel: {micro_batches: 4, schedule: zero_bubble}, activation_checkpointing: {}}",
             [],
-            "computed again",
+            "recomputed layers",
         ),
         ("{pipeline_parallel: {micro_batches: 4, schedule: zbv}}", ["model.num_layers=3"], "are 4 stages"),
         ("{pipeline_parallel: {micro_batches: 4}, classification: {}}", [], "whole-examples"),
