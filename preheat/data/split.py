@@ -65,7 +65,7 @@ class Split:
                 continue
             mark = content_hash(document)
             if mark in self.validation_hashes:
-                findings.add("validation", document.where, "stands in the data to validate on too")
+                findings.add("validation", document.where, "is in the validation data too")
                 dropped["also in validation"] += 1
                 continue
             yield ("validation" if int(mark[:16], 16) < self.share * 2**64 else "train"), mark, document

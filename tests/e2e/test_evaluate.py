@@ -177,7 +177,7 @@ def test_what_cannot_be_evaluated_is_one_line(
     [
         ("evaluate.tasks=[claws]", 2, "evaluate.tasks claws: no such task"),
         ("evaluate.tasks=[cloze=rows.jsonl]", 4, "no field 'context'"),
-        ("evaluate.tasks=[multiple_choice=long.jsonl]", 4, "long.jsonl:1: what is to be scored has"),
+        ("evaluate.tasks=[multiple_choice=long.jsonl]", 4, "long.jsonl:1: the text to be scored has"),
         ("evaluate.forgetting=nowhere.txt", 4, "evaluate.forgetting nowhere.txt"),
         ("evaluate.forgetting=empty.txt", 4, "evaluate.forgetting"),
     ],

@@ -51,7 +51,7 @@ def write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
 @pytest.mark.parametrize(
     ("recipe", "settings", "code", "words"),
     [
-        ("mine.yaml", ["data.source=pairs.jsonl"], 4, "which no layout has; say what they are: data.columns={prompt: asked, completion: reply}"),
+        ("mine.yaml", ["data.source=pairs.jsonl"], 4, "which no layout has; set data.columns={prompt: asked, completion: reply}"),
         ("mine.yaml", ["data.source=row.jsonl"], 4, "data.source row.jsonl: does not exist; looking for 'row.jsonl' in .: did you mean 'rows.jsonl'?"),
         ("mine.yaml", ["model.path=./modle"], 2, "model.path: ./modle: no such folder; did you mean 'model'?"),
         ("mine.yaml", ["model.path=Qwen/Qwen2.5-0.5B"], 2, "download it where there is a network and name the folder"),

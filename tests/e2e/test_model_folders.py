@@ -160,7 +160,7 @@ def test_a_run_from_somebody_else_runs_no_code(preheat: Command, base: Path) -> 
     assert not mark.exists()
     out, _ = preheat.here("export", "run", "--out", "x", "--trust-remote-code")
     assert "contains Python code of the original model (configuration_strange.py, modeling_strange.py)" in out
-    assert "carries Python code" in (preheat.folder / "x" / "README.md").read_text()
+    assert "contains Python code" in (preheat.folder / "x" / "README.md").read_text()
 
 
 def test_what_a_folder_has_too_many_of_is_a_line(preheat: Command, base: Path) -> None:

@@ -65,5 +65,5 @@ def test_a_bad_image_stops_the_run_before_it_starts(preheat: Command) -> None:
     (here / "see.yaml").write_text(RECIPE.replace("validation: rows.jsonl", "validation: 0"))
     _, error = preheat.here("train", "see.yaml", code=4)
     assert "rows.jsonl" in error
-    assert "blue.png: is corrupt or no image" in error
+    assert "blue.png: is corrupt or not an image" in error
     assert not (here / "runs").exists()

@@ -198,7 +198,7 @@ BROKEN = {
     "mark in a macro": (
         "{% macro w(m) %}He says: {% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}{% for m in messages %}"
         "{% if m.role == 'assistant' %}{{ w(m) }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
-        r"marks do not hold what the assistant says",
+        r"marks do not enclose the assistant's text",
     ),
     "unproven": (
         "{{ messages | length }}{% for m in messages %}{{ m.role }}:{{ m.content[::-1] }}{% endfor %}",

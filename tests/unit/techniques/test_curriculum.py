@@ -237,10 +237,10 @@ def test_scores_from_a_file(tmp_path: Path) -> None:
     bad = {
         "few.txt": ("1\n2\n", r"holds 2 numbers, but there are 60 training documents .* and \d+ rows"),
         "words.txt": ("1\neasy\n", r"words.txt:2: 'easy' is no score"),
-        "nan.txt": ("1\nnan\n", "line 2 is no finite number"),
+        "nan.txt": ("1\nnan\n", "line 2 is not a finite number"),
         "keys.jsonl": ('{"scor": 1}\n', "keys.jsonl:1"),
         "a.csv": ("1", "rename or convert"),
-        "not.npy": ("1", "no NumPy array"),
+        "not.npy": ("1", "not a NumPy array"),
     }
     for name, (text, words) in bad.items():
         (tmp_path / name).write_text(text)
