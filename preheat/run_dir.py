@@ -229,7 +229,7 @@ def read_value(text: str | bytes, *, once: bool = False) -> Any:
     except RecursionError:
         raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it") from None
     except ValueError:  # Python's limit on the digits of an integer
-        raise BadJson("holds a number of thousands of digits, which none reads; write it as text") from None
+        raise BadJson("holds a number of thousands of digits, which no reader accepts; write it as text") from None
     if text.count("[") + text.count("{") > DEEPEST and _deep(value):
         raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it")
     return value
@@ -377,7 +377,7 @@ def _mark_of(folder: Path) -> dict[str, Any] | None:
         if not _has(kind=_text, id=_text, files=_list(_text))(mark):
             raise ValueError("its keys are not kind, id and files")
     except ValueError as error:
-        raise RunError(f"{file}: is damaged ({error}); put back a whole copy of it, or name another folder") from None
+        raise RunError(f"{file}: is damaged ({error}); restore an intact copy of it, or name another folder") from None
     return dict(mark)
 
 
@@ -632,7 +632,7 @@ class Reader:
                 "open it with the version that wrote it, or train it again into another folder"
             )
         if mark["kind"] != "run":
-            raise RunError(f"{self.path}: is not a run (its {MARK} says {quoted(mark['kind'])})")
+            raise RunError(f"{self.path}: is not a run (its {MARK} has kind {quoted(mark['kind'])})")
         return str(mark["id"])
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -645,7 +645,7 @@ class Reader:
             self.damaged[name] = f"left out: {error}"
             return {}
         if not isinstance(content, dict):
-            self.damaged[name] = f"left out: it holds {quoted(content)} in place of keys"
+            self.damaged[name] = f"left out: it holds {quoted(content)} instead of keys"
             return {}
         checks = _FILES[name]
         invalid = [
@@ -654,7 +654,7 @@ class Reader:
             if (check := checks.get(key) or checks.get("")) is not None and not check(content[key])
         ]
         if invalid:
-            self.damaged[name] = f"left out {_some(invalid)}, whose values are not what belongs there"
+            self.damaged[name] = f"left out {_some(invalid)}, whose values are invalid"
         return {key: value for key, value in content.items() if key not in invalid}
 
     def all_damaged(self) -> list[str]:
@@ -677,7 +677,7 @@ class Reader:
         except ValueError as error:
             reason = str(error)
         raise RunError(
-            f"{file}: is damaged ({reason}); put back a whole copy of it, or train again into another folder"
+            f"{file}: is damaged ({reason}); restore an intact copy of it, or train again into another folder"
         )
 
     def raw_recipe(self) -> tuple[dict[str, Any], str]:
@@ -725,7 +725,7 @@ class Reader:
         """
         values = self._json("data.json")
         if reason := self.damaged.get("data.json"):
-            raise RunError(f"{self.path / 'data.json'}: is damaged ({reason}); put back a whole copy of it")
+            raise RunError(f"{self.path / 'data.json'}: is damaged ({reason}); restore an intact copy of it")
         return values
 
     def _lines(self, name: str, check: _Check) -> Iterator[dict[str, Any]]:
@@ -893,7 +893,7 @@ def check_folder(path: Path, *, resume: bool) -> None:
             return
         if has_recipe and _mark_of(path) is not None:
             raise RunError(
-                f"{path}: holds a run already; add --resume to go on with it, or name another folder with --out"
+                f"{path}: holds a run already; add --resume to continue it, or name another folder with --out"
             )
         if existing == path and (names := _strangers(path)):
             raise RunError(

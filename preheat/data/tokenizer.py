@@ -291,7 +291,7 @@ def _look_at(knob: str, path: Path) -> None:
         if not isinstance(settings, dict):
             raise DataError(f"{companion}: holds {kind_of(settings)}, not an object")
         if problem := _unusable(settings):
-            raise DataError(f"{companion}: {problem}; put back the model's own")
+            raise DataError(f"{companion}: {problem}; restore the model's own")
 
 
 def _unusable(settings: Mapping[str, Any]) -> str | None:

@@ -231,5 +231,5 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
         tasks.append(task)
     names_of = [t if isinstance(t, str) else t.name for t in tasks]
     if twice := next((n for n in names_of if names_of.count(n) > 1), None):
-        raise RecipeError(f"{knob}: {twice} stands twice")
+        raise RecipeError(f"{knob}: {twice} is given twice")
     return tasks

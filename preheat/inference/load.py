@@ -126,8 +126,8 @@ def load_draft_model(path: str, tokenizer: Any) -> Any:
     model: Any = draft.build.trained[0]
     if patterned(model):
         raise RecipeError(
-            f"sample.draft_model: {path}: its layers have attention patterns, so it reads everything again for each "
-            "token; use a draft without"
+            f"sample.draft_model: {path}: its layers have attention patterns, so it recomputes all tokens for each "
+            "new one; use a draft without"
         )
     return model
 

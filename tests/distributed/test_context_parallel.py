@@ -322,7 +322,7 @@ def test_auto_takes_what_heads_and_lengths_suit(length: int, heads: int, kernel:
 
 
 def test_a_ring_refuses_a_kernel_without_statistics() -> None:
-    with pytest.raises(ValueError, match="kernel efficient does not give; flash and blocks do"):
+    with pytest.raises(ValueError, match="kernel efficient does not return; flash and blocks do"):
         ring_attention_blocks.tiles_for_kernel(functools.partial(sdpa_attention, kernel="efficient"))
 
 

@@ -83,7 +83,7 @@ def test_text_is_the_same_however_it_is_kept(preheat: Command, model: str) -> No
         (("batch.size=3",), "here it takes generation settings"),
         (
             ("sample.prompt_lookup_tokens=4", "sample.temperature=0.5"),
-            "sample.prompt_lookup_tokens: proposes tokens of greedy text",
+            "sample.prompt_lookup_tokens: proposes tokens for greedy decoding",
         ),
         (("sample.lokup=4",), "did you mean 'prompt_lookup_tokens'?"),
     ):

@@ -153,7 +153,7 @@ def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, sto
             "answered.jsonl:1: the chat ends with the assistant's message",
         ),
         (["--file", "chat.jsonl"], 2, "no chat template"),
-        (["--top-p", "0.9"], 2, "--top-p: 0.9 chooses among drawn tokens, and temperature 0 draws none"),
+        (["--top-p", "0.9"], 2, "--top-p: 0.9 filters sampled tokens, and temperature 0 does not sample"),
         (["--stop", ""], 2, "--stop: an empty string"),
         (["--step", "3"], 1, "is not a run"),
     ],

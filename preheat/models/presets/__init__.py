@@ -66,7 +66,7 @@ def find(name: str) -> Preset:
         494032768
     """
     if name not in PRESETS:
-        raise RecipeError(f"model.preset: {name!r} is none that preheat knows; {nearest(name.lower(), list(PRESETS))}")
+        raise RecipeError(f"model.preset: {name!r} is not a known preset; {nearest(name.lower(), list(PRESETS))}")
     return PRESETS[name]
 
 
@@ -90,7 +90,7 @@ def on_hub(name: str) -> tuple[str, str]:
         return match
     near = difflib.get_close_matches(_without_maker(name), known, n=1, cutoff=0.55)
     raise RecipeError(
-        f"{name}: no model that preheat knows; "
+        f"{name}: not a known model; "
         + (f"did you mean {known[near[0]][1]}?" if near else "`preheat models` lists them;")
         + " or name a recipe, or a folder with a config.json"
     )

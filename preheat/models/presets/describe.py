@@ -83,7 +83,7 @@ def _experts(c: JsonObject) -> str:
     count = c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts")
     if not count:
         return "none"
-    shared = f", and {c['n_shared_experts']} that all tokens go to" if "n_shared_experts" in c else ""
+    shared = f", and {c['n_shared_experts']} shared by all tokens" if "n_shared_experts" in c else ""
     width = c.get("moe_intermediate_size") or c["intermediate_size"]
     return f"{count} in a layer, of width {width:,}, {c['num_experts_per_tok']} for a token{shared}"
 

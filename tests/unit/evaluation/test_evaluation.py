@@ -466,12 +466,12 @@ def test_tasks_are_found_by_name_file_and_further_keys(tmp_path: Path) -> None:
         "no.yaml": "no such file",
         "cloze=r.jsonl,limt=3": "did you mean 'limit'",
         "cloze=r.jsonl,limit=many": "whole number",
-        "cloze=r.jsonl,limit": "no KEY=VALUE",
+        "cloze=r.jsonl,limit": "is not KEY=VALUE",
     }.items():
         with pytest.raises(RecipeError) as error:
             find_tasks([name])
         assert words in str(error.value), name
-    with pytest.raises(RecipeError, match="stands twice"):
+    with pytest.raises(RecipeError, match="is given twice"):
         find_tasks(["cloze=a.jsonl", "cloze=b.jsonl"])
 
 

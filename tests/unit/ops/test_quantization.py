@@ -226,7 +226,7 @@ def test_unpacking_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("preheat.hardware.cpp_build.library", none)
     int4_unpack._library.cache_clear()
-    with pytest.warns(UserWarning, match="in several times the time: no C"):
+    with pytest.warns(UserWarning, match="several times as long: no C"):
         assert int4_unpack._library() is None
     int4_unpack._library.cache_clear()
 

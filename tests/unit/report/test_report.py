@@ -310,7 +310,7 @@ def test_losses_that_are_not_finite_are_named_and_the_data_stays_strict_json(tmp
     assert "The loss is not finite" in page.text
 
     def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     data = json.loads((path / "report.json").read_text(), parse_constant=refuse)
     assert data["not_finite"] == [7, 60]

@@ -369,7 +369,7 @@ def test_the_pass_that_fills_a_cache_is_planned_too(large: Path) -> None:
     ("settings", "words"),
     [
         ("teacher: /nowhere", "no config.json; name the folder of a Hugging Face model"),
-        ("teacher: {run}", "is a run; make a model of it first"),
+        ("teacher: {run}", "is a run; export it first"),
         ("teacher: {adapter}", "is an adapter; merge it"),
         ("teacher: {other}", "piece 17 is 'w17' in the one and 'w18' in the other"),
         ("teacher: {fewer}", "its head has 64 rows and the student's 96"),
