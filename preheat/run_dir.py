@@ -80,8 +80,7 @@ METRIC_KEYS = {
     "step": "optimizer steps committed, from 1",
     "tokens": "tokens read so far",
     "loss": (
-        "mean loss of this step: a trained token in nats, or a pair, answer or document where the objective "
-        "judges those"
+        "mean loss of this step: a trained token in nats, or a pair, answer or document if the objective judges those"
     ),
     "lr": "learning rate of this step",
     "gradient_norm": "before clipping",
@@ -104,11 +103,11 @@ PLAN_KEYS = {
     "overhead_sources": "{what: where its figure is from}",
     "allocated_gib": "of it tensors alone",
     "reserved_gib": (
-        "tensors, and what the allocator keeps of freed ones: on a GPU torch's max_memory_reserved less the workspaces"
+        "tensors, and freed ones that the allocator keeps: on a GPU torch's max_memory_reserved less the workspaces"
     ),
     "phases": (
         "{phase: GiB}, the peak of each: load, forward, head and loss, backward, update, saving, evaluation, "
-        "generation (where there are samples)"
+        "generation (if there are samples)"
     ),
     "phase_memory": "{phase: {category: GiB}} at the peak of each phase, categories as of memory",
     "export": "{category: GiB} at the peak of `preheat export`, a command of its own; None for several devices",
@@ -118,7 +117,7 @@ PLAN_KEYS = {
     "tokens_per_second_interval": "[low, high]: nine in ten measured speeds lay between",
     "mfu": "model FLOPs utilisation, predicted, of the measured matrix rate",
     "fp32_rate": (
-        "FLOP/s of products in fp32, where the recipe computes in bf16 and this device is slower in it; None otherwise"
+        "FLOP/s of fp32 matmuls, if the recipe computes in bf16 and this device is slower in it; None otherwise"
     ),
     "flops_per_step": "counted by the dry run",
     "parameters": "{total, trained}",
@@ -127,12 +126,12 @@ PLAN_KEYS = {
     "seconds_total": "predicted time to finish",
     "contended": "whether the machine was busy when its rates were measured, and is still",
     "pace": (
-        "how many times as long as by this machine's rates steps of earlier runs took, in the median of the "
-        "last nine of 20 s and more: in the predicted seconds; 1 where fewer than three are known"
+        "how many times as long as by this machine's rates steps of earlier runs took, in the median of the last "
+        "nine of 20 s and more: in the predicted seconds; 1 if fewer than three are known"
     ),
     "allocator_retries": "whether it fits only if a GPU's allocator frees cached memory in each step, which takes time",
-    "heap": "why preheat's heap, whose memory is predicted, will not serve on this machine; None where it will",
-    "watts": "of the device's board at most; None where none is known",
+    "heap": "why preheat's heap, whose memory is predicted, does not work on this machine; None if it does",
+    "watts": "of the device's board at most; None if unknown",
 }
 
 
@@ -141,8 +140,8 @@ MEMORY_KEYS = {
     "allocated_gib": "on a GPU, of it tensors, with cuBLAS's workspaces",
     "reserved_gib": "on a GPU, what torch's allocator has from the driver for them",
     "context_gib": (
-        "on a GPU, what the process holds beside that, by the driver; left out if it does not tell (pip "
-        "install nvidia-ml-py)"
+        "on a GPU, what the process holds in addition, by the driver; left out if it does not tell (pip install "
+        "nvidia-ml-py)"
     ),
 }
 """Keys of measured memory in the event `measured`; `expected_memory` gives the prediction of each."""

@@ -45,7 +45,7 @@ def _page(result: dict[str, Any]) -> str:
         f"{result['name']} · preheat bench",
         f"""{page.header("preheat bench", headline(result["name"]), _headline(result))}
 {page.section("verdicts", "Verdicts", page.bullets(verdicts) if verdicts else page.small(_NO_VERDICT))}
-{page.section("give", "What each technique gives", _waterfalls(result))}
+{page.section("give", "Gain of each technique", _waterfalls(result))}
 {page.section("contenders", "Every contender", _table(result))}
 <footer>{escape(result["repeats"])} turns of {escape(result["steps"])} steps each, every turn in a process of its \
 own, in alternation. Speed: median over the turns

@@ -64,8 +64,8 @@ def _page(result: dict[str, Any]) -> str:
         f"""{page.header("preheat compress", Path(result["source"]).name, headline)}
 {page.section("pareto", "Quality against size and speed", charts)}
 {page.section("variants", "Every variant", _table(result))}
-{page.section("what", "What was done", done)}
-{page.section("notes", "What to know", notes)}
+{page.section("what", "Steps", done)}
+{page.section("notes", "Notes", notes)}
 <footer>Data: {escape(result["texts"])}; {result["calibration_rows"]} calibration rows, {after["tokens"]:,} held-out \
 tokens. Bytes: of the weights. Times: medians of
 turns taken alternately with the same model in bf16, one row, a prompt of {after["prompt_tokens"]} tokens. All \

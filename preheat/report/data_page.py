@@ -50,7 +50,7 @@ def _page(shown: dict[str, Any]) -> str:
             grouped(shown["lengths"]["longer_than_a_row"]),
             (f"{packing['cut']:,} with a truncated answer"),
         ),
-        ("Duplicates", grouped(packing["duplicates"]), "examples that stand there before"),
+        ("Duplicates", grouped(packing["duplicates"]), "examples that occur before"),
         ("Layout", shown["layout_kind"], shown["layout_reason"]),
     )
     template = f" Chat template: {shown['template']}." if shown["template"] else ""

@@ -41,9 +41,9 @@ def _page(result: dict[str, Any]) -> str:
 its own, every shape written once before it was
 timed; {escape(result["tokens"])} tokens after each prompt, the likeliest each time. Median over the rounds, below it \
 the lowest and the highest; ratios within a
-round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, beside the closed form. Loss: nats \
-a token of the prompts' text, read through the cache. Beside the weights: the
-most memory that writing took. Where tokens are proposed, rows are written one after the other and their seconds \
+round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, next to the closed form. Loss: nats \
+a token of the prompts' text, read through the cache. Memory on top of the weights: the
+most that generation took. Where tokens are proposed, rows are written one after the other and their seconds \
 added. All figures as data: inference.json.</footer>""",
     )
 

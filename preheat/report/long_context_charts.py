@@ -122,8 +122,8 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
             break
         falls = following["end"]
     caption = (
-        f"From {loss(parts[0]['value'])} in the first {parts[0]['end']:,} places to {loss(parts[-1]['value'])} "
-        f"beyond {parts[-1]['start']:,}; it falls up to place {falls:,}."
+        f"From {loss(parts[0]['value'])} in the first {parts[0]['end']:,} positions to {loss(parts[-1]['value'])} "
+        f"beyond {parts[-1]['start']:,}; it falls up to position {falls:,}."
     )
 
     def draw(axes: Axes) -> None:
@@ -143,7 +143,7 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
         if min(part["end"] for part in parts) > 0:
             axes.set_xscale("log", base=2)
         _ticks(axes, [part["end"] for part in parts])
-        axes.set_xlabel("up to this place, tokens", loc="right", labelpad=2)
+        axes.set_xlabel("up to this position, tokens", loc="right", labelpad=2)
 
     title = f"{headline(task)}: loss by position, nats a token"
     return figure(title, caption, drawn(name, NARROW, f"{title}. {caption}", draw), [entry for entry, _ in lines])

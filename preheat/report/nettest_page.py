@@ -47,8 +47,8 @@ def against_words(result: dict[str, Any]) -> str:
     where = "between neighbours in a host" if result["hosts"] == 1 else "of a device to other hosts"
     if link_rate is None:
         return (
-            f"The catalogue has no figure for links {where} of {result['hardware']} over {result['backend']}; "
-            "nothing to hold these against."
+            f"The catalogue has no figure for links {where} of {result['hardware']} over {result['backend']}; nothing "
+            "to compare these with."
         )
     shares = ", ".join(f"{name.replace('_', '-')} {share:.0%}" for name, share in expected["share"].items())
     return f"The catalogue gives {link_rate / 1e9:,.0f} GB/s {where}; of that the best bus bandwidth is: {shares}."

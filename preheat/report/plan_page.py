@@ -153,7 +153,7 @@ def _overhead(plan: Mapping[str, Any]) -> str:
         page.row(cell(escape(what)), number_cell(text), text_cell(plan["overhead_sources"][what]))
         for what, text in zip(plan["overhead"], texts, strict=True)
     )
-    return page.table(("overhead at the peak", unit, "where the figure is from"), rows, text=(0, 2))
+    return page.table(("overhead at the peak", unit, "source of the figure"), rows, text=(0, 2))
 
 
 _MOST_LISTED = 12  # rows for estimated candidates that do not fit; the fastest are listed

@@ -240,8 +240,7 @@ def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: di
         return {"kind": "open", "message": "Not started: neither a step nor an event is recorded."}
     return {
         "kind": "open",
-        "message": f"No end is recorded: the run is still going on, or it was killed. "
-        f"Its newest figures are from {at}.",
+        "message": f"No end is recorded: the run is still running, or it was killed. Its newest figures are from {at}.",
     }
 
 

@@ -83,8 +83,8 @@ def render(figures: dict[str, Any]) -> str:
     )
     body = "".join(page.section(*parts) for parts in sections)
     footer = (
-        "All figures as data: report.json, beside this page. Losses are in nats a token; 1 GiB is 2³⁰ bytes, "
-        "less what the imports took."
+        "All figures as data: report.json, next to this page. Losses are in nats a token; 1 GiB is 2³⁰ bytes, less "
+        "what the imports took."
     )
     return page.document(
         f"{figures['title']} · preheat report",
@@ -358,7 +358,7 @@ def _timeline(events: list[dict[str, Any]]) -> str:
 _RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "requested": ("it asked for", lambda recorded: gib(number(recorded) and recorded / 2**30)),
     "room": ("free", lambda recorded: gib(number(recorded) and recorded / 2**30)),
-    "overhead": ("taken beside the tensors", lambda recorded: gib(number(recorded) and recorded / 2**30)),
+    "overhead": ("memory in addition to the tensors", lambda recorded: gib(number(recorded) and recorded / 2**30)),
     "loss": ("loss", loss),
     "mfu": ("model FLOPs utilisation", percent),
     "peak_gib": ("peak memory", gib),

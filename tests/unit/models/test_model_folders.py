@@ -141,7 +141,7 @@ def test_only_the_files_that_transformers_reads_are_read(tmp_path: Path) -> None
         (lambda m: index(m, {"a": 5}), r"names 5, which is not a file name"),
         (lambda m: index(m, {str(n): f"model-{n}.safetensors" for n in range(5)}), r"names model-0.safetensors, model-1.safetensors, model-2.safetensors and 2 more, not in the folder"),
         (lambda m: index(m, []), r"has no weight_map"),
-        (lambda m: configured(m, transformers_weights="/etc/model.safetensors"), r"stands outside the folder"),
+        (lambda m: configured(m, transformers_weights="/etc/model.safetensors"), r"is outside the folder"),
         (lambda m: (m / "model.safetensors").write_bytes(b"\x08"), r"not a complete safetensors file"),
         (lambda m: changed(m, lambda w: {k: v for k, v in w.items() if "norm" not in k}), r"lacks model.layers.0.input_layernorm.weight, .* and 2 more \(5 of the model's parameters\)"),
         (lambda m: changed(m, lambda w: w | {"model.norm.weight": torch.ones(31)}), r"model.norm.weight is \(31,\) in model.safetensors but \(32,\) by config.json"),
