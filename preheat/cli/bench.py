@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from preheat.cli.views.console import Json, Set
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -150,7 +151,7 @@ def bench(
     screen.print(f"report: {page}", soft_wrap=True)
 
 
-def _table(rows: list[dict[str, Any]], wide: bool) -> Table:
+def _table(rows: list[JsonObject], wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only the columns that the verdicts mention."""
     from rich.table import Table
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,7 +40,7 @@ def inference(
         require_model(model)
     contenders = _contenders(models, variants, set)
     folder = out or Path("bench") / (Path(models[0]).resolve().name + "-inference")
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "batches": _numbers("--batches", batches, 1),
         "lengths": _numbers("--lengths", lengths, 2),
         "tokens": tokens,
@@ -111,7 +113,7 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
     return contenders
 
 
-def _table(results: dict[str, Any], wide: bool) -> Table:
+def _table(results: JsonObject, wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only speed and cache size."""
     from rich.table import Table
 

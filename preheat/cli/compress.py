@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from preheat.cli.views.console import Json
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -178,7 +179,7 @@ def _progress(*, json: bool) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def _show(result: dict[str, Any], target: Path, *, json: bool) -> None:
+def _show(result: JsonObject, target: Path, *, json: bool) -> None:
     """Prints the result: a table, notes and exports, or one JSON object."""
     from preheat.cli.views.console import console, emit
 
@@ -218,7 +219,7 @@ def _list_methods() -> None:
     raise RecipeError("\n".join(["--method: name one (or a budget with --bits):", *lines]))
 
 
-def _table(result: dict[str, Any]) -> Table:
+def _table(result: JsonObject) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -243,7 +244,7 @@ def _table(result: dict[str, Any]) -> Table:
     return table
 
 
-def _image_table(result: dict[str, Any]) -> Table:
+def _image_table(result: JsonObject) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

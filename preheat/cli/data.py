@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from preheat.cli.views.console import Json, RecipeArgument, Set
+from preheat.core.json_types import JsonObject
 
 __all__ = ["data"]
 
@@ -50,7 +51,7 @@ def data(
         raise DataError("\n".join(prepared.blocked))
 
 
-def _print(screen: Any, shown: dict[str, Any]) -> None:
+def _print(screen: Any, shown: JsonObject) -> None:
     from rich.rule import Rule
     from rich.table import Table
     from rich.text import Text

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from preheat.cli.views.console import Json
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
 
 __all__ = ["app"]
 
@@ -42,7 +43,7 @@ def oom(
         console().print(_render(diagnosis, run), soft_wrap=True)
 
 
-def _render(diagnosis: dict[str, Any], run: Path) -> Group:
+def _render(diagnosis: JsonObject, run: Path) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -50,7 +51,8 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
     from preheat.cli.views.console import rate
     from preheat.sanitize import memory
 
-    failure, parts = diagnosis["failure"], list[Any]()
+    failure = diagnosis["failure"]
+    parts: list[RenderableType] = []
     if failure:
         requested = f" when {memory(failure['requested'] / 2**30)} more were asked for" if failure["requested"] else ""
         head = f"out of memory in step {failure['step'] + 1}, {failure['phase']}, on rank {failure['rank']}{requested}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from preheat.cli.views.console import Base, Json
 from preheat.cli.views.long_context_table import grids
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -115,7 +115,7 @@ def evaluate(
         raise RecipeError("--data: is needed with a model folder: name the text to evaluate on, or --tasks")
 
     wanted = [(model[0], True), (model[0], False)] if before else [(path, False) for path in model]
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "texts": texts,
         "tasks": chosen,
         "recipe": recipe,
@@ -210,14 +210,14 @@ def _evaluate_model(
             )
             say("texts", len(results["texts"]), len(texts))
         reach = length or max(settings.batch.seq_len, min(positions, 2048))
-        limits: dict[str, Any] = {"length": min(reach, positions or reach), "classes": opened.classes}
+        limits: JsonObject = {"length": min(reach, positions or reach), "classes": opened.classes}
         scorer = Scorer(opened.build, opened.tokenizer, micro=micro, compiles=True, say=say, **limits)
         for task in tasks:
             if isinstance(task, Task):
                 results["tasks"][task.name] = measure_task(task, scorer, limit=limit, samples=samples)
             elif isinstance(task, LengthTask):
                 texts_of = partial(tokens_of_text, settings.data, seed=settings.seed, tokenizer=tokenizer)
-                most: dict[str, Any] = {
+                most: JsonObject = {
                     "longest": length or scorer.length,
                     "reach": reach_of(opened.build),
                     "limit": limit,
@@ -245,22 +245,22 @@ def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: 
             reason = "is read as a stream" if name == "train" else "has no validation rows"
             raise RecipeError(f"--data {name}: the run {reason}; name a text")
         return split
-    options: dict[str, Any] = {"length": length, "seed": settings.seed, "tokenizer": tokenizer}
+    options: JsonObject = {"length": length, "seed": settings.seed, "tokenizer": tokenizer}
     return rows_of_text(settings.data, name, knob="--data", partial=True, **options)
 
 
-def _summarize(model: str, results: Results) -> dict[str, Any]:
+def _summarize(model: str, results: Results) -> JsonObject:
     """Returns the results as JSON data; top-level loss, perplexity and bits_per_byte are those of the first text."""
     from preheat.evaluation.results import described
 
     parts = {part: {name: described(result) for name, result in of.items()} for part, of in results.items()}
-    first: Mapping[str, Any] = next(iter(parts["texts"].values()), {})
+    first: JsonObject = next(iter(parts["texts"].values()), {})
     values = {key: value["value"] for key, value in first.get("metrics", {}).items()}
     top = {key: values.get(key) for key in ("loss", "perplexity", "bits_per_byte")}
     return {"model": model, **top, "tokens": first.get("tokens"), **parts}
 
 
-def _table(summary: Mapping[str, Any]) -> Table:
+def _table(summary: JsonObject) -> Table:
     from rich.table import Table
 
     compared = "before" in summary
@@ -281,7 +281,7 @@ def _table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _value(value: Mapping[str, Any] | None, *, signed: bool = False) -> str:
+def _value(value: JsonObject | None, *, signed: bool = False) -> str:
     if value is None or value["value"] is None:
         return "-"
 
@@ -292,7 +292,7 @@ def _value(value: Mapping[str, Any] | None, *, signed: bool = False) -> str:
     return show(value["value"]) + between
 
 
-def _notes(summary: Mapping[str, Any]) -> list[str]:
+def _notes(summary: JsonObject) -> list[str]:
     notes = []
     for name, result in summary["texts"].items():
         left = f"; {result['unread_rows']:,} more rows were not read (--rows)" if result["unread_rows"] else ""

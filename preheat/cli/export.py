@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from preheat.cli.views.console import Base, Json
+from preheat.core.json_types import JsonObject
 
 __all__ = ["export"]
 
@@ -100,7 +101,7 @@ def export(
         console().print(f"note: {result['note']}", soft_wrap=True)
 
 
-def _perplexity(result: dict[str, Any]) -> str:
+def _perplexity(result: JsonObject) -> str:
     before, after = result["before"]["perplexity"], result["after"]["perplexity"]
     return (
         "" if before is None else f"; perplexity {before:.5g} before, {after:.5g} after, on {result['perplexity_of']}"

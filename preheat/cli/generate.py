@@ -10,6 +10,7 @@ import typer
 from preheat.cli.options import generation
 from preheat.cli.views.console import Base, Json
 from preheat.cli.views.output import write_text
+from preheat.core.json_types import JsonObject
 
 __all__ = ["generate"]
 
@@ -148,12 +149,12 @@ class _Screen:
             write_text(_prompt_text(prompt), "\n")
 
 
-def _prompt_text(prompt: Any) -> str:
+def _prompt_text(prompt: str | list[JsonObject]) -> str:
     """Returns a prompt as text; chat messages become one line each."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
 
 
-def _print_side_by_side(models: list[str], texts: list[list[dict[str, Any]]]) -> None:
+def _print_side_by_side(models: list[str], texts: list[list[JsonObject]]) -> None:
     """Prints each prompt with the text of each model: in columns if the terminal is wide enough, else one per line."""
     from rich.table import Column, Table
     from rich.text import Text

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from preheat.cli.views.console import Json
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -117,7 +118,7 @@ def _backend(nproc: int | None) -> str:
     return "nccl" if torch.cuda.device_count() >= wanted else "gloo"
 
 
-def _renderables(result: dict[str, Any]) -> list[RenderableType]:
+def _renderables(result: JsonObject) -> list[RenderableType]:
     from rich.table import Table
 
     from preheat.report.nettest_page import against_words, seconds, size

@@ -6,12 +6,13 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from preheat.cli.views.console import Json, Set
 from preheat.cli.views.output import passing
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from preheat.planning.request import Request
@@ -150,8 +151,8 @@ def plan(
 
 
 def finish(
-    result: dict[str, Any],
-    page: Callable[[], dict[str, Any]],
+    result: JsonObject,
+    page: Callable[[], JsonObject],
     subject: Subject,
     *,
     out: Path | None,
@@ -190,9 +191,7 @@ def finish(
         raise typer.Exit(3)
 
 
-def plan_as_written(
-    request: Request, devices: int, price: float | None
-) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+def plan_as_written(request: Request, devices: int, price: float | None) -> tuple[JsonObject, Callable[[], JsonObject]]:
     """Plans a recipe unchanged; returns (plan, function that computes the figures of its page)."""
     from preheat.core import Tag
     from preheat.planning.explain import explain, figures
@@ -205,12 +204,12 @@ def plan_as_written(
     request = resolve_auto(request)
     recipe, prediction = request.recipe, plan(request)
     added = tuple(recipe.techniques.values())
-    more: dict[str, Any] = {}
+    more: JsonObject = {}
     if any(Tag.EXTENDED_CONTEXT in t.provided() for t in added):  # also report the longest context that fits
         more["longest_context"] = longest_as_stated(request)
     result = SearchResult(EvaluatedPlan(recipe, prediction, worst(added), recipe.batch.size, ()))
 
-    def page() -> dict[str, Any]:
+    def page() -> JsonObject:
         return figures(replace(result, evaluated=[result.best]), replace(request, world=devices))
 
     more["settled"] = {
@@ -224,7 +223,7 @@ def plan_as_written(
 
 def _searched(
     request: Request, others: Mapping[str, Recipe], *, aim: str, allow: str, price: float | None, quiet: bool
-) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+) -> tuple[JsonObject, Callable[[], JsonObject]]:
     """Searches for the best recipe; if nothing fits, plans of other methods that do are added to the alternatives.
 
     Args:
@@ -272,13 +271,13 @@ def _searched(
                         }
                     )
 
-    def page() -> dict[str, Any]:
+    def page() -> JsonObject:
         return figures(result, request)
 
     return explained, page
 
 
-def recipe_text(result: Mapping[str, Any], subject: Subject) -> str:
+def recipe_text(result: JsonObject, subject: Subject) -> str:
     """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
     from preheat.recipe.commented_yaml import brief
 

@@ -8,12 +8,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from preheat.cli.views.console import Json, RecipeArgument, Set
 from preheat.cli.views.output import say
+from preheat.core.json_types import JsonObject
 from preheat.hardware.interrupts import Interrupted
 from preheat.training.launch.local import LAUNCHED
 from preheat.training.signals import under_agent
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["resuming", "run", "train"]
 
 
-def run(
-    recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bool, again: Sequence[str]
-) -> dict[str, Any]:
+def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bool, again: Sequence[str]) -> JsonObject:
     """Trains, writes the report, and prints predictions next to measurements (or the JSON object).
 
     Args:
@@ -95,7 +94,7 @@ def resuming(arguments: Sequence[str], folder: Path) -> str:
     return shlex.join(["preheat", *left, "--out", str(folder), "--resume"])
 
 
-def _finished(result: dict[str, Any], recipe: Recipe) -> Text:
+def _finished(result: JsonObject, recipe: Recipe) -> Text:
     from rich.text import Text
 
     limits = {key: limit for key in ("tokens", "epochs", "hours") if (limit := getattr(recipe.stop, key))}
@@ -120,7 +119,7 @@ def _naming_resume_command(folder: Path, arguments: Sequence[str]) -> Iterator[N
         raise Interrupted(signal.number, resuming(arguments, folder) if begun else None) from None
 
 
-def _summary(result: dict[str, Any]) -> Group:
+def _summary(result: JsonObject) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

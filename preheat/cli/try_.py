@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from preheat.cli.views.console import Json
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -125,7 +126,7 @@ def try_(
         screen.note(line)
 
 
-def _table(result: dict[str, Any]) -> Table:
+def _table(result: JsonObject) -> Table:
     from rich.table import Table
 
     from preheat.cli.views.console import rate

@@ -17,6 +17,7 @@ import typer
 import typer.core
 
 from preheat.cli.views.output import say
+from preheat.core.json_types import JsonObject
 from preheat.errors import RecipeError
 from preheat.recipe import Recipe
 from preheat.recipe.unused_keys import non_default_keys
@@ -38,7 +39,7 @@ class Mode:
         named: warn about an ignored `--set` instead of raising, since users often pass one `--set` to several commands.
     """
 
-    when: Callable[[Mapping[str, Any]], Any]
+    when: Callable[[JsonObject], object]
     unread: Collection[str]
     why: str
     keys: Sequence[str] | None = None
@@ -200,15 +201,15 @@ MODES: Mapping[str, Sequence[Mode]] = {
 }
 
 
-def _sets(parameters: Mapping[str, Any], key: str) -> bool:
+def _sets(parameters: JsonObject, key: str) -> bool:
     return any(item.partition("=")[0].strip() == f"sample.{key}" for item in parameters["set"] or ())
 
 
-def _tries(parameters: Mapping[str, Any], *techniques: str) -> bool:
+def _tries(parameters: JsonObject, *techniques: str) -> bool:
     return parameters["benchmark"] or parameters["technique"].replace("-", "_") in techniques
 
 
-def _has_text(parameters: Mapping[str, Any]) -> bool:
+def _has_text(parameters: JsonObject) -> bool:
     runs = any((Path(model) / "recipe.yaml").is_file() for model in parameters["model"])
     return bool(parameters["data"] or parameters["forgetting"] or runs)
 
@@ -226,7 +227,7 @@ def _is_classifier(model: str) -> bool:
 class Command(typer.core.TyperCommand):
     """A typer command that rejects or reports options that its mode ignores."""
 
-    def invoke(self, context: Any) -> Any:
+    def invoke(self, context: Any) -> object:
         for mode in MODES.get(self.name or "", ()):
             if not mode.when(context.params):
                 continue
@@ -255,7 +256,7 @@ def _refuse_keys(overrides: Sequence[str], mode: Mode) -> None:
             say(f"warning: {message}", error=True)
 
 
-def name_unread(command: str, parameters: Mapping[str, Any], recipe: Recipe, *, besides: Collection[str] = ()) -> None:
+def name_unread(command: str, parameters: JsonObject, recipe: Recipe, *, besides: Collection[str] = ()) -> None:
     """Prints one note per mode with the recipe keys that the command ignores.
 
     It does not raise: the recipe was written for training and may set more than this command reads.

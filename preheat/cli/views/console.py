@@ -15,7 +15,7 @@ from preheat.sanitize import memory
 from preheat.training.observer import Watch
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
     from rich.table import Table
 
 __all__ = [
@@ -51,7 +51,7 @@ Base = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def emit(value: Any) -> None:
+def emit(value: object) -> None:
     """Prints one JSON object on standard output; NaN becomes null."""
     say(to_json(value))
 
@@ -155,7 +155,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Group:
     verdict = Text("fits", style="bold green") if plan["fits"] else Text(falls_short(plan), style="bold red")
     if abs(plan.get("pace", 1.0) - 1) > 0.02:
         speed.add_row("  ", f"{plan['pace']:.2f} times as long as the measured rates predict, like the last runs here")
-    parts: list[Any] = [head, Text(f"peak memory (in {plan['peak_phase']})"), bars]
+    parts: list[RenderableType] = [head, Text(f"peak memory (in {plan['peak_phase']})"), bars]
     parts += [_phases(plan), Text("time"), speed, verdict]
     warnings = [hint] if (hint := fragmentation_hint(plan)) else []
     if plan["fits"] and (most := plan["peak_gib_interval"][1]) > has:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.cli.views.console import picture, rate
+from preheat.core.json_types import JsonObject
 from preheat.sanitize import memory
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ __all__ = ["budget_picture", "serving_picture", "plan_overview"]
 _REASONS = 12  # rejections listed on a terminal; --json and --html list all
 
 
-def plan_overview(result: Mapping[str, Any], name: str) -> Group:
+def plan_overview(result: JsonObject, name: str) -> Group:
     """Returns a plan with the chosen recipe, the alternatives, and the reasons for rejecting the others."""
     from rich.console import Group
     from rich.text import Text
@@ -53,14 +54,14 @@ def plan_overview(result: Mapping[str, Any], name: str) -> Group:
     return Group(*parts)
 
 
-def _cost(cost: Mapping[str, Any] | None) -> str:
+def _cost(cost: JsonObject | None) -> str:
     if cost is None:
         return "-"
     run = f", ${cost['run']:,.2f} for the run" if cost["run"] else ""
     return f"${cost['million_tokens']:.3g} a million tokens, ${cost['hour']:,.2f} an hour{run}"
 
 
-def _energy(energy: Mapping[str, Any]) -> str:
+def _energy(energy: JsonObject) -> str:
     run = f", {energy['run']:,.3g} kWh for the run" if energy["run"] else ""
     return (
         f"at most {energy['million_tokens']:.3g} kWh a million tokens{run}: boards at full power, "
@@ -68,7 +69,7 @@ def _energy(energy: Mapping[str, Any]) -> str:
     )
 
 
-def _alternatives(result: Mapping[str, Any]) -> Table:
+def _alternatives(result: JsonObject) -> Table:
     from rich.table import Table
 
     # Numbers come first and are never wrapped; the techniques get the rest of the line.
@@ -91,7 +92,7 @@ def _reasons(rejected: Sequence[Mapping[str, str]]) -> list[Text]:
     return [*shown, *([Text(f"  and {left} more; --json has them", style="dim")] if left else [])]
 
 
-def serving_picture(result: Mapping[str, Any]) -> Group:
+def serving_picture(result: JsonObject) -> Group:
     """Returns the memory and speed of serving, one row per format."""
     from rich.console import Group
     from rich.table import Table
@@ -149,7 +150,7 @@ def serving_picture(result: Mapping[str, Any]) -> Group:
     )
 
 
-def budget_picture(flops: float, approaches: Sequence[Mapping[str, Any]]) -> Group:
+def budget_picture(flops: float, approaches: Sequence[JsonObject]) -> Group:
     """Returns the compute-optimal model size, one row per approach."""
     from rich.console import Group
     from rich.table import Table

@@ -290,7 +290,7 @@ def test_a_run_without_an_end_says_so_and_what_is_missing_is_left_out(tmp_path):
     assert not {tag for tag, _ in page.tags} & {"table", "svg"}
     path = run_folder(tmp_path / "one", steps=1, plan=False, events=False)
     page = Page(write(path))
-    assert "still going on, or it was killed" in page.text
+    assert "still running, or it was killed" in page.text
     assert "from step 1." in page.text
     for kind, event in (("failed", {"error": "out of memory"}), ("stopped", {"reason": "SIGTERM"}), ("open", None)):
         writer = Writer(path, resume=True)
