@@ -280,14 +280,14 @@ def test_the_pieces_of_a_ring_are_the_mask_and_all_devices_have_as_much_to_do(do
         (
             "context_parallel: {kind: ulysses, degree: 3}, data_parallel: {}",
             ["parallel.devices=3"],
-            "4 heads among 3 devices",
+            "4 heads across 3 devices",
         ),
         ("context_parallel: {}, data_parallel: {}, preference: {}", [], "the loss of preference is over whole rows"),
         ("context_parallel: {}, data_parallel: {}", ["batch.seq_len=3"], "rows of 3 tokens; use at most 1"),
         (
             "context_parallel: {}, data_parallel: {}, rope_scaling: {kind: dynamic, original_length: 16}",
             [],
-            "dynamic follow the longest",
+            "dynamic depend on the longest",
         ),
         ("context_parallel: {}, data_parallel: {}", ["parallel.devices=3"], "context 2 does not multiply to 3 devices"),
     ],

@@ -61,7 +61,7 @@ def test_what_cannot_be_measured_is_said(preheat: Command, model: str) -> None:
             3,
             "--batches 90000000: with prompts of 64 tokens the cache",
         ),
-        ((*inference, "--lengths", "8", "--batches", "1,x"), 2, "--batches 1,x: write numbers"),
+        ((*inference, "--lengths", "8", "--batches", "1,x"), 2, "--batches 1,x: must be numbers"),
         ((*inference, "--variant", "engine=vllm"), 2, "--variant engine=vllm: must be one of preheat, transformers"),
         ((*inference, "--variant", "cache=int3"), 2, "sample.cache: must be 'auto', 'dynamic', 'static' or 'int8'"),
         ((*inference, "--variant", "lookup=0"), 2, "sample.prompt_lookup_tokens: must be at least 1, got 0"),

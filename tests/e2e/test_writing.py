@@ -136,7 +136,7 @@ def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, sto
         in preheat.here("generate", "runs/small", "--step", "7", code=1)[1]
     )
     asked = preheat.here("generate", "runs/small/checkpoints/step-10", "--step", "12", code=1)[1]
-    assert "is the checkpoint of step 10, and step 12 was asked for" in asked
+    assert "is the checkpoint of step 10, not of step 12" in asked
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_samples_that_leave_no_room_are_refused_before_training(here: Path, caps
     for sample, words in (
         (f"sample={{prompts: [{'word ' * 60}]}}", "sample.prompts: prompt 1: has "),
         ("sample={prompts: [[{role: user, content: Hi}]]}", "sample.prompts: prompt 1: is a chat"),
-        ("sample={prompts: [a], min_p: 0.1}", "sample.min_p: 0.1 chooses among drawn tokens"),
+        ("sample={prompts: [a], min_p: 0.1}", "sample.min_p: 0.1 filters sampled tokens"),
     ):
         assert words in _refused(capsys, "train", "r.yaml", "--set", sample, code=2)[1]
     assert not (here / "runs").exists()

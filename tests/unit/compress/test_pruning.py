@@ -527,14 +527,14 @@ def test_weights_without_zeros_have_none_to_keep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "settings", "words"),
     [
-        ("magnitude", {"sparsity": 1.0}, "sparsity: 1.0 is no share"),
+        ("magnitude", {"sparsity": 1.0}, "sparsity: 1.0 is not a fraction"),
         ("magnitude", {"sparsity": 0.7, "pattern": "2:4"}, "contradict each other"),
-        ("wanda", {"sparsity": 0.0}, "sparsity: 0.0 is no share"),
+        ("wanda", {"sparsity": 0.0}, "sparsity: 0.0 is not a fraction"),
         ("width", {}, "prune nothing"),
-        ("width", {"channels": 1.2}, "channels: 1.2 is no share"),
+        ("width", {"channels": 1.2}, "channels: 1.2 is not a fraction"),
         ("depth", {"layers": 1.0}, "layers: 1.0 must remove some layers"),
         ("lottery", {"parameters": 0.0}, "leave no budget"),
-        ("lottery", {"parameters": 1.0}, "parameters: 1.0 is no share"),
+        ("lottery", {"parameters": 1.0}, "parameters: 1.0 is not a fraction"),
     ],
 )
 def test_settings_that_cannot_serve_are_told(method: str, settings: dict[str, Any], words: str) -> None:
@@ -572,7 +572,7 @@ def test_settings_that_serve_are_silent() -> None:
         ("gpt2", "width", {"heads": 0.5}, "2 heads of 8 need a width of 16 and not 32"),
         ("mistral", "width", {"channels": 0.99}, "leave the model unchanged"),
         ("llama", "depth", {"layers": 0.1}, r"layers: 0\.1 leaves none of the 3 layers; 0\.334 leaves 1"),
-        ("llama", "depth", {"layers": 0.9}, "keeps all 3 layers; 0.667 takes one out"),
+        ("llama", "depth", {"layers": 0.9}, "keeps all 3 layers; 0.667 removes one"),
         ("llama", "lottery", {"parameters": 0.05}, r"parameters: 0\.05 is met by no shape"),
         ("llama", "magnitude", {"keep": "no_such"}, "keep: 'no_such' matches no linear map"),
         ("llama", "wanda", {"keep": ".*"}, "leaves no linear map"),

@@ -272,7 +272,7 @@ def test_rates_are_interpolated_between_the_measured_shapes() -> None:
         1e9,
         4e9,
     ]  # the ends hold beyond
-    with pytest.raises(RunError, match="no rate of matrix products in bf16 was measured on made up"):
+    with pytest.raises(RunError, match="no rate of matmuls in bf16 was measured on made up"):
         made.matrix_rate("bf16", "forward", 1, 1, 1)
 
 
@@ -646,7 +646,7 @@ def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
     from preheat.engine.device import resolve_device
     from preheat.recipe import parse
 
-    with pytest.raises(RecipeError, match=r"hardware.threads: 4,096 are too many"):
+    with pytest.raises(RecipeError, match=r"hardware.threads: 4,096 are more than"):
         resolve_device(parse("hardware: {threads: 4096}\nstop: {max_steps: 1}"))
 
 
