@@ -267,7 +267,7 @@ BAD = {
         b'{"question": "a", "reply": "b"}\n' * 9,
         {},
         r"corpus\.jsonl:1: no field 'text', only 'question', 'reply', which no layout has; set data\.columns="
-        r"\{prompt: question, completion: reply\} where .*data\.text: question for plain text",
+        r"\{prompt: question, completion: reply\} if .*data\.text: question for plain text",
     ),
     "a layout misspelt": (b'{"mesages": [], "id": 1}\n' * 9, {}, r"set data\.columns=\{messages: mesages\} \(check"),
     "no prompt": (

@@ -202,7 +202,7 @@ BROKEN = {
     ),
     "unproven": (
         "{{ messages | length }}{% for m in messages %}{{ m.role }}:{{ m.content[::-1] }}{% endfor %}",
-        r"where message 2, of the assistant, begins cannot be proven",
+        r"where message 2, of the assistant, begins cannot be determined",
     ),
 }
 
