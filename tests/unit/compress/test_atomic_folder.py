@@ -98,7 +98,7 @@ def test_places_where_nothing_can_be_written_are_refused_before_any_work(tmp_pat
         (run / "checkpoints/step-4", "is inside a folder of the run"),
         (run / "tokenizer", "is inside a folder of the run"),
         (tmp_path / "link", "is a link"),
-        (tmp_path / "file", "is a file"),
+        (tmp_path / "file", "is an existing file"),
         (tmp_path / "file/out", "is a file"),
         (tmp_path / ("x" * 300), "File name too long"),
     ):

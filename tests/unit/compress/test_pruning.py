@@ -568,7 +568,7 @@ def test_settings_that_serve_are_silent() -> None:
             {"channels": 0.05},
             r"channels: 0\.05 leaves none of the 48 channels .*by multiples of 8; 0\.167 leaves 8",
         ),
-        ("llama", "width", {"heads": 0.75}, "32 is none of 6: with 6 heads use a width of 30"),
+        ("llama", "width", {"heads": 0.75}, "32 is not one of 6: with 6 heads use a width of 30"),
         ("gpt2", "width", {"heads": 0.5}, "2 heads of 8 need a width of 16 and not 32"),
         ("mistral", "width", {"channels": 0.99}, "leave the model unchanged"),
         ("llama", "depth", {"layers": 0.1}, r"layers: 0\.1 leaves none of the 3 layers; 0\.334 leaves 1"),
