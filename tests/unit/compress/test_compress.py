@@ -243,7 +243,7 @@ def test_settings_go_to_the_methods_that_have_them() -> None:
     [
         (
             "int4,group=32",
-            r"group: 32 does not divide the 172 inputs of model\.num_layers\.1\.mlp\.down_proj; the nearest that does is 43",
+            r"group: 32 does not divide the 172 inputs of model\.layers\.1\.mlp\.down_proj; the nearest that does is 43",
         ),
         ("int4,keep=[dwn_proj]", "keep: 'dwn_proj' matches no linear map.*did you mean 'down_proj'"),
         ("int4,keep=.*", "leaves no linear map to quantize"),
@@ -339,7 +339,7 @@ def test_an_environment_without_llm_compressor_is_told_with_the_command(
     monkeypatch.delenv("PREHEAT_LLM_COMPRESSOR", raising=False)
     for python, words in (
         ("", "none is named"),
-        (",python=no-such-python", "no-such-python is no program"),
+        (",python=no-such-python", "no-such-python is not a program"),
         (",python=/bin/false", "/bin/false has no llm-compressor"),
     ):
         with pytest.raises(RunError, match=f"{words}.*pip install llmcompressor"):
