@@ -128,7 +128,7 @@ def batch_of(rows: Tensor) -> Batch:
     [
         (
             "{quantization_aware: {group_size: 24}}",
-            r"quantization_aware\.group: 24 does not divide the 32 inputs of model\.num_layers\.1",
+            r"quantization_aware\.group: 24 does not divide the 32 inputs of model\.layers\.1",
         ),
         ("{quantization_aware: {keep: [lyers]}}", "keep: 'lyers' matches no linear map"),
         ("{quantization_aware: {keep: '.*proj'}}", "leaves no linear map for four bits"),
